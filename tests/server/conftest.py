@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import openai
@@ -21,6 +23,7 @@ from moesaic.server.listener import bind
 from moesaic.server.run import serve
 from moesaic.server.service import Cluster, Service
 from moesaic.server.unknown_fields import UnknownFields
+from moesaic.testing import byte_tokenizer
 from moesaic.tokenizer import Tokenizer
 from tests.support.fake_worker import FakeWorker, engine_and_worker, make_tokenizer
 
@@ -188,3 +191,39 @@ def live(tokenizer: Tokenizer) -> Iterator[Live]:
     """A healthy server that tests share."""
     with launched(tokenizer) as launch:
         yield launch()
+
+
+AGENT = (
+    "{{ reasoning_effort }}{{ enable_thinking }}{{ thinking }}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ '|' if m.reasoning_content }}"
+    "{{ m.content }}{% for c in m.tool_calls %}"
+    "<{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %}{{ m.tool_call_id }}"
+    "{% endfor %}{% if not add_generation_prompt and not messages[-1].role == 'assistant' %}?{% endif %}"
+    "{# <tool_call> <think> #}"
+)
+"""A template that knows tools and reasoning. The answer is what follows the last `say:` of the messages."""
+
+
+@pytest.fixture(scope="package")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A healthy server whose model calls tools and reasons."""
+    path = tmp_path_factory.mktemp("agent")
+    byte_tokenizer(path, ["<s>", "</s>"], chat_template=AGENT, eos_token="</s>")
+    with launched(Tokenizer(path)) as launch:
+        yield launch(max_model_len=4096)
+
+
+def prompt_of(live: Live) -> str:
+    """The text of the last prompt that the worker got."""
+    return live.worker.tokenizer.decode(live.worker.seen[-1].prompt_token_ids)
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data of the named events of a stream."""
+    found = []
+    for event in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

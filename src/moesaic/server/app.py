@@ -6,12 +6,14 @@ from fastapi import Depends
 
 from moesaic.config import CorsConfig
 from moesaic.server import chat, completions, docs_page, elastic, models, status, tokens
+from moesaic.server.anthropic import routes as anthropic
 from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.cors import Cors
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
 from moesaic.server.metrics import EngineCollector, registry_of
+from moesaic.server.openai_responses import routes as openai_responses
 from moesaic.server.service import Service
 
 
@@ -42,7 +44,8 @@ def create_app(
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]
-    routers = [completions.router, chat.router, tokens.router, models.router, elastic.router]
+    modules = (completions, chat, openai_responses, anthropic, tokens, models, elastic)
+    routers = [module.router for module in modules]
     for router in [*routers, tokens.info_router] if tokenizer_info else routers:
         app.include_router(router, dependencies=key_needed)
     app.include_router(status.router)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from moesaic.core.errors import RequestError
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob
@@ -52,9 +53,38 @@ router = APIRouter(route_class=StrictJsonRoute)
 )
 async def create_chat_completion(body: ChatRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation."""
+    service.fields.check(body, request)
+    chat = await open_chat(body, request.receive, service)
+    if chat is None:
+        return Response(status_code=CLIENT_GONE)
+    if body.stream:
+        return EventStream(chat.chunks(), chat.source)
+    return await answer(request.receive, chat.source, chat.reply.whole(chat.source))
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat that the engine is answering."""
+
+    reply: Reply
+    source: Stream
+    """The engine's outputs, which `reply` reads once."""
+    prompt_tokens: int
+    params: SamplingParams
+
+    def chunks(self) -> AsyncIterator[ChatChunk]:
+        """The streamed answer."""
+        return self.reply.chunks(self.source)
+
+
+async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: bool = False) -> Chat | None:
+    """Check and submit a conversation. None: the client has left.
+
+    fit: reduce the answer's maximum length to what the context leaves.
+    Raises RequestError, or another MoesaicError if the conversation cannot be served now.
+    """
     service.engine.require_serving()
     service.require_model(body.model)
-    service.fields.check(body, request)
     require_few_entries(body, body.n or 1)
     tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
@@ -67,9 +97,9 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
         any_length=cut.tokens is not None,
         special=body.add_special_tokens is True,
     )
-    whole = await unless_disconnected(request.receive, rendered)
+    whole = await unless_disconnected(receive, rendered)
     if whole is None:
-        return Response(status_code=CLIENT_GONE)
+        return None
     prompt = cut.apply(whole)
     require_few_scores("prompt_logprobs", body.prompt_logprobs, len(prompt), body)
     reading = Reading(
@@ -80,11 +110,18 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
         include_reasoning=body.include_reasoning is not False,
     )
     params = await with_grammar(params, body, reading, service)
-    reply = _Reply(body, prompt, service, reading)
+    if fit:
+        params = _fitted(params, len(prompt), service)
+    reply = Reply(body, prompt, service, reading)
     source = _open(service, prompt, params, not body.continue_final_message, service.formats.marks(tools))
-    if body.stream:
-        return EventStream(reply.chunks(source), source)
-    return await answer(request.receive, source, reply.whole(source))
+    return Chat(reply, source, len(prompt), params)
+
+
+def _fitted(params: SamplingParams, prompt_tokens: int, service: Service) -> SamplingParams:
+    """`params` whose max_tokens is at most what the context leaves, and at least 1."""
+    room = service.engine.require_serving().max_model_len - prompt_tokens
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    return replace(params, max_tokens=max(1, limit))
 
 
 def _open(
@@ -107,7 +144,7 @@ class _Outputs:
     last: RequestOutput | None = None
 
 
-class _Reply:
+class Reply:
     """The answer to one call."""
 
     def __init__(self, body: ChatRequest, prompt: list[int], service: Service, reading: Reading) -> None:

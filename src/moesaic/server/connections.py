@@ -317,7 +317,7 @@ class Connection(H11Protocol):
                     async with asyncio.timeout(REFUSED_BODY_SECONDS):
                         while (await receive()).get("more_body"):
                             pass
-            await problem.response()(scope, receive, _closing(send))
+            await problem.response(scope["path"])(scope, receive, _closing(send))
 
     def _until_complete(self, receive: Receive, seat: contextlib.ExitStack) -> Receive:
         """`receive` that counts the request once its body is complete. Until then it may give way."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel
 
 from moesaic.server.errors import ErrorResponse
 from moesaic.server.responses import Payload
@@ -25,23 +26,38 @@ _REASONS = {
 }
 
 
-def errors(*statuses: int) -> Responses:
-    """The error answers with these statuses, for FastAPI's parameter `responses`."""
-    return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in statuses}
+def errors(*statuses: int, model: type[BaseModel] = ErrorResponse) -> Responses:
+    """The error answers with these statuses, for FastAPI's parameter `responses`. model: their body."""
+    return {status: {"model": model, "description": _REASONS[status]} for status in statuses}
 
 
 BODY_ERRORS = errors(400, 401, 403, 404, 408, 413, 503)
 GENERATION_ERRORS = BODY_ERRORS | errors(429)
+GENERATION_STATUSES = (400, 401, 403, 404, 408, 413, 429, 503)
 
 
 def streamed(chunk: type[Payload]) -> Responses:
     """The successful answer, which is a stream of `chunk` if the request sets `stream`."""
-    about = f"With `stream`: events whose data is a {chunk.__name__}, then `[DONE]`."
-    event = {
-        "type": "object",
-        "properties": {"data": {"type": "string", "description": about}},
-        "required": ["data"],
-    }
+    return _stream(f"With `stream`: events whose data is a {chunk.__name__}, then `[DONE]`.", "data")
+
+
+def named_events(*last: str) -> Responses:
+    """The successful answer, which is a stream of named events if the request sets `stream`.
+
+    last: names of the events that may end it.
+    """
+    names = " or ".join(f"`{name}`" for name in last)
+    return _stream(
+        f"With `stream`: a JSON object, whose `type` is the event's name. The last is {names}.",
+        "event",
+        "data",
+    )
+
+
+def _stream(about: str, *fields: str) -> Responses:
+    properties: dict[str, Any] = {name: {"type": "string"} for name in fields}
+    properties["data"]["description"] = about
+    event = {"type": "object", "properties": properties, "required": list(fields)}
     return {200: {"content": {"text/event-stream": {"itemSchema": event}}}}
 
 

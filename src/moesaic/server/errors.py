@@ -1,7 +1,8 @@
-"""Maps exceptions to HTTP answers in OpenAI's error format."""
+"""Maps exceptions to HTTP answers in OpenAI's error format, or in Anthropic's."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from moesaic.core.errors import (
     RequestError,
     ScalingError,
 )
+from moesaic.server.anthropic import errors as anthropic
 
 _SHOWN = 80
 """Maximum number of characters of a wrong value that a message repeats."""
@@ -79,8 +81,13 @@ class Problem(HTTPException):
     def json(self) -> str:
         return self.body.model_dump_json()
 
-    def response(self) -> Response:
-        return Response(self.json(), self.status_code, self.headers, "application/json")
+    def response(self, path: str = "") -> Response:
+        """The answer to a request for `path`, in the form of its API."""
+        text = self.json()
+        if path.startswith(anthropic.PATHS):
+            about = anthropic.error_of(self.status_code, self.body.error.message)
+            text = json.dumps({"type": "error", **about})
+        return Response(text, self.status_code, self.headers, "application/json")
 
 
 def problem_of(error: Exception) -> Problem:
@@ -115,13 +122,13 @@ def problem_of(error: Exception) -> Problem:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Make `app` answer every error in OpenAI's format."""
+    """Make `app` answer every error in OpenAI's format, or in Anthropic's where that is the path's."""
     for kind in (MoesaicError, Problem, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return problem_of(error).response()
+    return problem_of(error).response(request.url.path)
 
 
 def _retry(seconds: float | None) -> dict[str, str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moesaic.core.errors import MoesaicError
 from moesaic.server.async_engine import Stream
-from moesaic.server.errors import problem_of
+from moesaic.server.errors import Problem, problem_of
 from moesaic.server.responses import Payload
 
 T = TypeVar("T")
@@ -21,7 +23,16 @@ CLIENT_GONE = 499
 """The status of an answer whose client has disconnected. It appears in logs only."""
 
 
-class EventStream(Response):
+class Sendable(Protocol):
+    """What a stream sends."""
+
+    def json_text(self) -> str: ...
+
+
+Sent = TypeVar("Sent", bound=Sendable)
+
+
+class EventStream(Response, Generic[Sent]):
     """Sends `chunks` as server-sent events. An error during the stream is sent as an event too.
 
     Closes `source` in every case, so a client that disconnects cancels its request.
@@ -29,7 +40,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[Payload], source: Stream) -> None:
+    def __init__(self, chunks: AsyncIterator[Sent], source: Stream) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -43,11 +54,64 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(_events(self._chunks)) as events:
+        async with aclosing(self._events()) as events:
             async for event in events:
-                data = f"data: {event}\n\n".encode()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[str, None]:
+        try:
+            async for chunk in self._chunks:
+                yield self._event(chunk)
+        except MoesaicError as error:
+            yield self._failure(problem_of(error))
+        except Exception as error:
+            yield self._failure(problem_of(error))
+            raise
+        if self._end:
+            yield self._end
+
+    _end = "data: [DONE]\n\n"
+
+    def _event(self, chunk: Sent) -> str:
+        return f"data: {chunk.json_text()}\n\n"
+
+    def _failure(self, problem: Problem) -> str:
+        return f"data: {problem.json()}\n\n"
+
+
+@dataclass(frozen=True)
+class NamedEvent:
+    """An event with a name, which its data repeats as `type`."""
+
+    type: str
+    fields: Mapping[str, Any]
+    """The rest of its data."""
+
+    def json_text(self) -> str:
+        data = {"type": self.type, **self.fields}
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
+class NamedEventStream(EventStream[NamedEvent]):
+    """Sends events with names. The last one says how the answer ended.
+
+    failed: returns the event that says that the answer ended by an error.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[NamedEvent], source: Stream, failed: Callable[[Problem], NamedEvent]
+    ) -> None:
+        super().__init__(events, source)
+        self._failed = failed
+
+    _end = ""
+
+    def _event(self, chunk: NamedEvent) -> str:
+        return f"event: {chunk.type}\ndata: {chunk.json_text()}\n\n"
+
+    def _failure(self, problem: Problem) -> str:
+        return self._event(self._failed(problem))
 
 
 async def answer(receive: Receive, source: Stream, work: Coroutine[Any, Any, Payload]) -> Response:
@@ -75,15 +139,3 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _events(chunks: AsyncIterator[Payload]) -> AsyncGenerator[str, None]:
-    try:
-        async for chunk in chunks:
-            yield chunk.json_text()
-    except MoesaicError as error:
-        yield problem_of(error).json()
-    except Exception as error:
-        yield problem_of(error).json()
-        raise
-    yield "[DONE]"

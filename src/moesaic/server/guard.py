@@ -72,7 +72,7 @@ class Access:
             return None
         return Problem(
             401,
-            f"wrong or missing {kind}; send it as the header Authorization: Bearer KEY",
+            f"wrong or missing {kind}; send it as the header Authorization: Bearer KEY, or as x-api-key",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -108,7 +108,7 @@ class Guard:
             with contextlib.ExitStack() as held:
                 await self._app(scope, self._limited(receive, held), identified)
         else:
-            await problem.response()(scope, receive, identified)
+            await problem.response(scope["path"])(scope, receive, identified)
 
     def _size_problem(self, headers: Headers) -> Problem | None:
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -185,9 +185,14 @@ class Guard:
 
 
 def _has_key(headers: Headers, key: str | None) -> bool:
+    """True if the request has this key: as OpenAI's clients send it, or as Anthropic's do."""
     scheme, _, sent = headers.get("authorization", "").partition(" ")
-    right = key is not None and hmac.compare_digest(sent.strip().encode("latin-1"), key.encode())
-    return right and scheme.lower() == "bearer"
+    bearer = scheme.lower() == "bearer" and _same(sent, key)
+    return bearer or _same(headers.get("x-api-key", ""), key)
+
+
+def _same(sent: str, key: str | None) -> bool:
+    return key is not None and hmac.compare_digest(sent.strip().encode("latin-1"), key.encode())
 
 
 def _with_request_id(send: Send, given: str) -> Send:

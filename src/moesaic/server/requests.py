@@ -56,7 +56,8 @@ class StreamOptions(Body):
     """Send a last chunk with the token counts."""
     continuous_usage_stats: bool | None = None
     """Also send the token counts so far with each chunk (vLLM)."""
-    include_obfuscation: bool | None = Field(None, description=Ignored)
+    include_obfuscation: bool | None = None
+    """Accepted and ignored."""
 
 
 class StructuredOutputs(Body):

@@ -104,7 +104,7 @@ def variables_of(options: TemplateOptions) -> dict[str, Any]:
     Raises RequestError for a schema that is nested too deeply.
     """
     for number, tool in enumerate(options.tools or ()):
-        _require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
+        require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
     found: dict[str, Any] = {} if not options.tools else {"tools": list(dumped(options.tools))}
     if options.reasoning_effort is not None:
         found["reasoning_effort"] = options.reasoning_effort
@@ -158,11 +158,11 @@ def _object(text: str) -> str | Mapping[str, Any]:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return text
-    _require_shallow(found, "messages: the arguments of a call", "messages")
+    require_shallow(found, "messages: the arguments of a call", "messages")
     return found if isinstance(found, dict) else text
 
 
-def _require_shallow(value: object, what: str, field: str) -> None:
+def require_shallow(value: object, what: str, field: str) -> None:
     """Raise RequestError if `value` has too many lists and objects inside of one another."""
     level, depth = [value], 0
     while level := [each for one in level for each in _inner(one)]:

@@ -1,0 +1,184 @@
+"""Makes a chat of Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from moesaic.core.errors import RequestError
+from moesaic.server import requests as chat
+from moesaic.server.anthropic.body import Block, CountRequest, MessagesRequest, TextPart, Tool, Turn
+from moesaic.server.tools import require_shallow
+
+NAMES = (
+    (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    ("response_format", "output_config.format"),
+)
+"""Fields of a chat, and their names here."""
+
+_NEEDED = {
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+}
+_ROLES = {"tool_use": "assistant", "tool_result": "user", "thinking": "assistant"}
+_PARTS = "text", "tool_use", "thinking"
+_FAILED = "Error: "
+
+
+def chat_of(body: CountRequest) -> chat.ChatRequest:
+    """The chat that `body` describes. Raises RequestError, naming the field."""
+    messages = _messages(body)
+    continued = messages[-1].role == "assistant"
+    if continued:
+        _require_text(messages[-1])
+    return chat.ChatRequest(
+        model=body.model,
+        messages=messages,
+        stream=True,
+        stream_options=chat.StreamOptions(include_usage=True),
+        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        continue_final_message=continued,
+        add_generation_prompt=not continued,
+        **_sampling(body),
+        **_choice(body),
+        **_thinking(body),
+        **_form(body),
+    )
+
+
+def _sampling(body: CountRequest) -> dict[str, Any]:
+    """How the answer is sampled, and where it ends."""
+    if not isinstance(body, MessagesRequest):
+        return {}
+    same = ("max_tokens", "temperature", "top_p", "top_k")
+    return {"stop": body.stop_sequences} | {name: getattr(body, name) for name in same}
+
+
+def _messages(body: CountRequest) -> list[chat.Message]:
+    found = [chat.Message(role="system", content=_text(body.system))] if body.system else []
+    for number, turn in enumerate(body.messages):
+        found += _turn(turn, f"messages[{number}]")
+    if not found:
+        raise RequestError("messages: they have no content", "messages")
+    return found
+
+
+def _turn(turn: Turn, where: str) -> Iterator[chat.Message]:
+    """The messages of one turn: results of tools have messages of their own."""
+    if isinstance(turn.content, str):
+        yield chat.Message(role=turn.role, content=turn.content)
+        return
+    for number, block in enumerate(turn.content):
+        _require_fields(block, turn.role, f"{where}.content[{number}]")
+    if turn.role == "assistant":
+        if any(block.type in _PARTS for block in turn.content):
+            yield _assistant(turn.content)
+        return
+    for results, blocks in groupby(turn.content, lambda block: block.type == "tool_result"):
+        if results:
+            yield from map(_result, blocks)
+        else:
+            parts = [
+                chat.TextPart(type="text", text=block.text or "") for block in blocks if block.type == "text"
+            ]
+            if parts:
+                yield chat.Message(role=turn.role, content=parts)
+
+
+def _assistant(blocks: Sequence[Block]) -> chat.Message:
+    texts = [block.text or "" for block in blocks if block.type == "text"]
+    calls = [_call(block) for block in blocks if block.type == "tool_use"]
+    thinking = "\n".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    return chat.Message(
+        role="assistant",
+        content=[chat.TextPart(type="text", text=text) for text in texts] or None,
+        reasoning_content=thinking or None,
+        tool_calls=calls or None,
+    )
+
+
+def _call(block: Block) -> chat.ToolCall:
+    require_shallow(block.input, "messages: the input of a tool_use", "messages")
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    function = chat.CalledFunction(name=block.name or "", arguments=arguments)
+    return chat.ToolCall(id=block.id, type="function", function=function, index=None)
+
+
+def _result(block: Block) -> chat.Message:
+    text = _text(block.content or "")
+    return chat.Message(
+        role="tool", tool_call_id=block.tool_use_id, content=f"{_FAILED}{text}" if block.is_error else text
+    )
+
+
+def _text(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _require_fields(block: Block, role: str, where: str) -> None:
+    """Raise RequestError where a block lacks a field of its type, or stands in the wrong turn."""
+    for name in _NEEDED[block.type]:
+        if getattr(block, name) is None:
+            raise RequestError(f"{where}.{name}: missing; a {block.type} block has one", "messages")
+    allowed = _ROLES.get(block.type, role)
+    if role != allowed:
+        raise RequestError(
+            f"{where}.type: got {block.type!r}; allowed only with the role {allowed!r}", "messages"
+        )
+
+
+def _require_text(last: chat.Message) -> None:
+    """Raise RequestError for a last message of the assistant that cannot be continued."""
+    if last.tool_calls:
+        raise RequestError("messages: a tool_use of the last message needs a tool_result", "messages")
+    if not last.content:
+        raise RequestError("messages: the last message is the assistant's and has no text", "messages")
+
+
+def _tool(tool: Tool) -> chat.Tool:
+    function = chat.Function(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
+    return chat.Tool(type="function", function=function)
+
+
+def _choice(body: CountRequest) -> dict[str, Any]:
+    """Which tools the answer may or has to call."""
+    choice = body.tool_choice
+    if choice is None:
+        return {}
+    chosen: str | chat.ToolChoice
+    if choice.type == "tool":
+        if choice.name is None:
+            raise RequestError("tool_choice.name: missing; the type 'tool' has one", "tool_choice")
+        chosen = chat.ToolChoice(type="function", function=chat.ChosenFunction(name=choice.name))
+    else:
+        chosen = "required" if choice.type == "any" else choice.type
+    found: dict[str, Any] = {"tool_choice": chosen}
+    return found | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
+
+
+def _thinking(body: CountRequest) -> dict[str, Any]:
+    """How hard the model reasons, as variables of the chat template. Absent: as the template likes."""
+    effort = None if body.output_config is None else body.output_config.effort
+    if body.thinking is None:
+        return {"reasoning_effort": effort}
+    if body.thinking.type == "disabled":
+        return {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": False}}
+    return {
+        "reasoning_effort": effort,
+        "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
+        "include_reasoning": body.thinking.display != "omitted",
+    }
+
+
+def _form(body: CountRequest) -> dict[str, Any]:
+    if body.output_config is None or body.output_config.format is None:
+        return {}
+    schema = chat.JsonSchemaFormat(schema=body.output_config.format.schema_, strict=None)
+    return {"response_format": chat.ResponseFormat(type="json_schema", json_schema=schema)}

@@ -1,0 +1,142 @@
+"""Answers of a chat as blocks, one after another: reasoning, text and calls.
+
+OpenAI's responses and Anthropic's messages have this form. They are made of the chunks of a chat here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moesaic.server.responses import ChatChunk, ChatChunkChoice, ChatDelta, ChatFinishReason, Usage
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass
+class Block:
+    """A part of an answer. It grows while its pieces arrive."""
+
+    index: int
+    """Number in the answer, from 0."""
+    kind: Kind
+    id: str = ""
+    """Of a call."""
+    name: str = ""
+    """Of the function that a call calls."""
+    pieces: list[str] = field(default_factory=list)
+    complete: bool = False
+    """True once it has ended, unless the limit of the answer's length ended it."""
+
+    @property
+    def text(self) -> str:
+        """Its text so far; of a call, its arguments."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A block has begun."""
+
+    block: Block
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next piece of a block, which is part of the block already."""
+
+    block: Block
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A block has ended."""
+
+    block: Block
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The answer has ended."""
+
+    reason: ChatFinishReason
+    stop_reason: str | int | None
+    """The stop string or stop token id that ended it, if one did."""
+    usage: Usage
+
+
+BlockEvent = Begun | Piece | Ended | Finish
+
+
+async def block_events(chunks: AsyncIterator[ChatChunk]) -> AsyncGenerator[BlockEvent, None]:
+    """The blocks of a chat with a single answer, whose stream ends with the token counts."""
+    blocks, last = _Blocks(), None
+    async for chunk in chunks:
+        for choice in chunk.choices:
+            for event in blocks.take(choice):
+                yield event
+            last = choice if choice.finish_reason else last
+        if chunk.usage is not None and last is not None and last.finish_reason is not None:
+            yield Finish(last.finish_reason, last.stop_reason, chunk.usage)
+
+
+async def collect(events: AsyncIterator[BlockEvent]) -> tuple[list[Block], Finish]:
+    """The blocks of a whole answer, and its end."""
+    blocks, finish = list[Block](), None
+    async for event in events:
+        match event:
+            case Begun(block):
+                blocks.append(block)
+            case Finish():
+                finish = event
+    assert finish is not None, "a stream without an end raises"
+    return blocks, finish
+
+
+class _Blocks:
+    """Finds where blocks begin and end."""
+
+    def __init__(self) -> None:
+        self._open: Block | None = None
+        self._count = 0
+        self._call = -1
+        """Number of the call in the answer, if the open block is a call."""
+
+    def take(self, choice: ChatChunkChoice) -> Iterator[BlockEvent]:
+        """The events of a chunk."""
+        yield from self._delta(choice.delta)
+        if choice.finish_reason is not None:
+            yield from self._end(choice.finish_reason != "length")
+
+    def _delta(self, delta: ChatDelta) -> Iterator[BlockEvent]:
+        if delta.reasoning:
+            yield from self._grow("reasoning", delta.reasoning)
+        if delta.content:
+            yield from self._grow("text", delta.content)
+        for call in delta.tool_calls or []:
+            if call.index != self._call or self._open is None or self._open.kind != "call":
+                self._call = call.index or 0
+                yield from self._begin("call", call.id or "", call.function.name or "")
+            if call.function.arguments:
+                yield from self._grow("call", call.function.arguments)
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[BlockEvent]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open.pieces.append(text)
+        yield Piece(self._open, text)
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[BlockEvent]:
+        yield from self._end(complete=True)
+        self._open = Block(self._count, kind, call_id, name)
+        self._count += 1
+        yield Begun(self._open)
+
+    def _end(self, complete: bool) -> Iterator[BlockEvent]:
+        if self._open is not None:
+            self._open.complete = complete
+            yield Ended(self._open)
+        self._open = None

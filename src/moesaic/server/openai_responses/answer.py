@@ -1,0 +1,225 @@
+"""Writes an answer as an OpenAI response."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from moesaic.core.request import SamplingParams
+from moesaic.server.blocks import Begun, Block, BlockEvent, Ended, Finish, Piece, collect
+from moesaic.server.errors import Problem
+from moesaic.server.events import NamedEvent
+from moesaic.server.openai_responses.body import ResponsesRequest
+from moesaic.server.openai_responses.objects import (
+    CallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ResponseAnswer,
+    ResponseError,
+    ResponseUsage,
+    Status,
+)
+
+_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_DELTA = {
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+"""Kind of a block -> name of the events of its pieces, without .delta and .done."""
+
+
+class ResponseWriter:
+    """Writes one answer.
+
+    params: those that the engine uses. now: returns the time on the wall clock, in seconds.
+    """
+
+    def __init__(
+        self, body: ResponsesRequest, model: str, params: SamplingParams, now: Callable[[], float]
+    ) -> None:
+        self._model = model
+        self._now = now
+        self._key = uuid.uuid4().hex
+        self._created = int(now())
+        self._repeated = _repeated(body, params)
+        self._output: list[OutputItem] = []
+        """Items that have ended."""
+        self._sent = 0
+        """Number of events so far."""
+
+    async def events(self, blocks: AsyncIterator[BlockEvent]) -> AsyncIterator[NamedEvent]:
+        """The stream."""
+        for name in ("response.created", "response.in_progress"):
+            yield self._event(name, response=self._response("in_progress"))
+        async for event in blocks:
+            match event:
+                case Begun(block):
+                    for one in self._begin(block):
+                        yield one
+                case Piece(block, text):
+                    yield self._piece(block, f"{_DELTA[block.kind]}.delta", delta=text)
+                case Ended(block):
+                    for one in self._end(block):
+                        yield one
+                case Finish():
+                    response = self._finished(event)
+                    yield self._event(f"response.{response.status}", response=response)
+
+    async def whole(self, blocks: AsyncIterator[BlockEvent]) -> ResponseAnswer:
+        """The complete answer."""
+        found, finish = await collect(blocks)
+        self._output = [self._item(block, _status(block)) for block in found]
+        return self._finished(finish)
+
+    def failed(self, problem: Problem) -> NamedEvent:
+        """The event of an error, with what the answer had before."""
+        code = "invalid_prompt" if problem.status_code == 400 else "server_error"
+        error = ResponseError(code=code, message=problem.body.error.message)
+        return self._event("response.failed", response=self._response("failed", error=error))
+
+    def _begin(self, block: Block) -> Iterator[NamedEvent]:
+        item = self._item(block, "in_progress")
+        yield self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind != "call":
+            yield self._piece(block, "response.content_part.added", part=_part(block))
+
+    def _end(self, block: Block) -> Iterator[NamedEvent]:
+        done = f"{_DELTA[block.kind]}.done"
+        if block.kind == "call":
+            yield self._piece(block, done, name=block.name, arguments=block.text)
+        else:
+            yield self._piece(block, done, text=block.text)
+            yield self._piece(block, "response.content_part.done", part=_part(block))
+        self._output.append(self._item(block, _status(block)))
+        yield self._event("response.output_item.done", output_index=block.index, item=self._output[-1])
+
+    def _piece(self, block: Block, name: str, /, **fields: Any) -> NamedEvent:
+        """An event inside of an item."""
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.kind != "call":
+            place["content_index"] = 0
+        if name.startswith("response.output_text"):
+            place["logprobs"] = []
+        return self._event(name, **place, **fields)
+
+    def _event(self, name: str, /, **fields: Any) -> NamedEvent:
+        number, self._sent = self._sent, self._sent + 1
+        plain = {
+            key: value.model_dump() if hasattr(value, "model_dump") else value
+            for key, value in fields.items()
+        }
+        return NamedEvent(name, {"sequence_number": number, **plain})
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIX[block.kind]}_{self._key}{block.index:04d}"
+
+    def _item(self, block: Block, status: Status) -> OutputItem:
+        """The item of a block. One that has just begun has no content."""
+        item_id, begun = self._item_id(block), status == "in_progress"
+        match block.kind:
+            case "reasoning":
+                thought = [] if begun else [_part(block)]
+                return ReasoningItem(id=item_id, type="reasoning", status=status, summary=[], content=thought)
+            case "text":
+                said = [] if begun else [_part(block)]
+                return MessageItem(id=item_id, type="message", status=status, role="assistant", content=said)
+            case "call":
+                return CallItem(
+                    id=item_id,
+                    type="function_call",
+                    status=status,
+                    call_id=block.id,
+                    name=block.name,
+                    arguments=block.text,
+                )
+
+    def _finished(self, finish: Finish) -> ResponseAnswer:
+        usage = finish.usage
+        details = usage.completion_tokens_details
+        reasoning = 0 if details is None else details.reasoning_tokens
+        cut = finish.reason == "length"
+        return self._response(
+            "incomplete" if cut else "completed",
+            completed_at=None if cut else int(self._now()),
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if cut else None,
+            usage=ResponseUsage(
+                input_tokens=usage.prompt_tokens,
+                input_tokens_details=InputTokensDetails(
+                    cached_tokens=usage.prompt_tokens_details.cached_tokens, cache_write_tokens=0
+                ),
+                output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning),
+                total_tokens=usage.total_tokens,
+            ),
+        )
+
+    def _response(self, status: str, **fields: Any) -> ResponseAnswer:
+        """The response with the items so far."""
+        absent = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
+        return ResponseAnswer.model_validate(
+            {
+                "id": f"resp_{self._key}",
+                "object": "response",
+                "created_at": self._created,
+                "status": status,
+                "model": self._model,
+                "output": self._output,
+                **self._repeated,
+                **absent,
+                **fields,
+            }
+        )
+
+
+def _status(block: Block) -> Status:
+    return "completed" if block.complete else "incomplete"
+
+
+def _part(block: Block) -> Any:
+    if block.kind == "reasoning":
+        return ReasoningText(type="reasoning_text", text=block.text)
+    return OutputText(type="output_text", text=block.text, annotations=[], logprobs=[])
+
+
+def _repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+    """What the answer says about its request."""
+    choice, form = body.tool_choice or "auto", None if body.text is None else body.text.format
+    reasoning = None if body.reasoning is None else body.reasoning.effort
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_logprobs": 0,
+        "tools": [
+            {
+                "type": "function",
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+                "strict": tool.strict,
+            }
+            for tool in body.tools or ()
+        ],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "text": {
+            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+        },
+        "reasoning": {"effort": reasoning, "summary": None},
+        "metadata": body.metadata or {},
+        "user": body.user,
+        "truncation": "disabled",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "service_tier": "default",
+    }

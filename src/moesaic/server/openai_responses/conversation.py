@@ -1,0 +1,182 @@
+"""Makes a chat of the input of a response."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from moesaic.core.errors import RequestError
+from moesaic.server import requests as chat
+from moesaic.server.errors import shown
+from moesaic.server.openai_responses.body import ChosenFunction, FunctionTool, Item, Part, ResponsesRequest
+
+NAMES = (
+    ("messages", "input"),
+    (r"(tools\[\d+\])\.function\.parameters", r"\1.parameters"),
+    ("response_format", "text.format"),
+)
+"""Fields of a chat, and their names here."""
+
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def chat_of(body: ResponsesRequest, developers: bool) -> chat.ChatRequest:
+    """The chat that `body` describes. Raises RequestError, naming the field.
+
+    developers: the chat template knows the role `developer`. Otherwise it becomes `system`.
+    """
+    _require_stateless(body)
+    _require_no_logprobs(body)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": _messages(body, developers),
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stream": True,
+        "stream_options": chat.StreamOptions(include_usage=True),
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _choice(body),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": effort,
+        "response_format": _form(body),
+    }
+    return chat.ChatRequest(**fields)
+
+
+def _require_stateless(body: ResponsesRequest) -> None:
+    """Raise RequestError for what needs a server that stores answers."""
+    for name in ("previous_response_id", "conversation", "prompt", "background"):
+        value = getattr(body, name)
+        if value not in (None, False):
+            what = "this server keeps no state, so input has to have the whole conversation"
+            raise RequestError(
+                f"{name}: got {shown(value)}; leave it out: {what}", name, "unsupported_parameter"
+            )
+
+
+def _require_no_logprobs(body: ResponsesRequest) -> None:
+    where = "/v1/chat/completions gives log-probabilities, this endpoint does not"
+    if body.top_logprobs:
+        raise RequestError(f"top_logprobs: got {body.top_logprobs}; allowed: 0; {where}", "top_logprobs")
+    if _LOGPROBS in (body.include or ()):
+        raise RequestError(f"include: got {_LOGPROBS!r}; {where}", "include")
+
+
+def _messages(body: ResponsesRequest, developers: bool) -> list[chat.Message]:
+    found = [chat.Message(role="system", content=body.instructions)] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*found, chat.Message(role="user", content=body.input)]
+    for number, item in enumerate(body.input):
+        _require_fields(item, f"input[{number}]")
+    for turn in _turns(body.input):
+        if _is_assistants(turn[0]):
+            found += _assistant(turn)
+        else:
+            found += [_message(item, developers) for item in turn]
+    if not found:
+        raise RequestError("input: it has no content", "input")
+    return found
+
+
+def _turns(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Groups of items that make one message. An answer is reasoning, then text and calls in any order."""
+    turn: list[Item] = []
+    for item in items:
+        if turn and not _joins(item, turn):
+            yield turn
+            turn = []
+        turn.append(item)
+    if turn:
+        yield turn
+
+
+def _joins(item: Item, turn: Sequence[Item]) -> bool:
+    """True if `item` belongs to the same message as `turn` before it."""
+    if not _is_assistants(item) or not _is_assistants(turn[-1]):
+        return False
+    before = _kind(turn[-1])
+    return before == "reasoning" if _kind(item) == "reasoning" else not _kind(item) == before == "message"
+
+
+def _kind(item: Item) -> str:
+    return item.type or "message"
+
+
+def _is_assistants(item: Item) -> bool:
+    return _kind(item) in ("reasoning", "function_call") or item.role == "assistant"
+
+
+def _assistant(turn: Sequence[Item]) -> list[chat.Message]:
+    """The message of an earlier answer. None if it had only reasoning that is encrypted."""
+    texts = [_text(item.content) for item in turn if _kind(item) == "message"]
+    reasoning = [_text(item.content) or _text(item.summary) for item in turn if _kind(item) == "reasoning"]
+    calls = [_call(item) for item in turn if _kind(item) == "function_call"]
+    thought = "\n".join(text for text in reasoning if text)
+    if not (texts or calls or thought):
+        return []
+    return [
+        chat.Message(
+            role="assistant",
+            content="\n".join(texts) if texts else None,
+            reasoning_content=thought or None,
+            tool_calls=calls or None,
+        )
+    ]
+
+
+def _message(item: Item, developers: bool) -> chat.Message:
+    if item.type == "function_call_output":
+        return chat.Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))
+    role = "system" if item.role == "developer" and not developers else item.role
+    assert role is not None
+    return chat.Message(role=role, content=_text(item.content))
+
+
+def _call(item: Item) -> chat.ToolCall:
+    function = chat.CalledFunction(name=item.name or "", arguments=item.arguments or "")
+    return chat.ToolCall(id=item.call_id, type="function", function=function, index=None)
+
+
+def _text(content: str | Sequence[Part] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+def _require_fields(item: Item, where: str) -> None:
+    """Raise RequestError where an item lacks a field of its type."""
+    for name in _NEEDED[_kind(item)]:
+        if getattr(item, name) is None:
+            raise RequestError(f"{where}.{name}: missing; a {_kind(item)} has one", "input")
+
+
+def _tool(tool: FunctionTool) -> chat.Tool:
+    function = chat.Function(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return chat.Tool(type="function", function=function)
+
+
+def _choice(body: ResponsesRequest) -> Any:
+    """Which function the answer may or has to call. Without tools "auto" says nothing."""
+    if isinstance(body.tool_choice, ChosenFunction):
+        return chat.ToolChoice(type="function", function=chat.ChosenFunction(name=body.tool_choice.name))
+    return None if body.tool_choice == "auto" and not body.tools else body.tool_choice
+
+
+def _form(body: ResponsesRequest) -> chat.ResponseFormat | None:
+    form = None if body.text is None else body.text.format
+    if form is None:
+        return None
+    if form.type != "json_schema":
+        return chat.ResponseFormat(type=form.type)
+    if form.schema_ is None:
+        raise RequestError("text.format.schema: missing; the type 'json_schema' has one", "text")
+    schema = chat.JsonSchemaFormat(name=form.name, schema=form.schema_, strict=form.strict)
+    return chat.ResponseFormat(type="json_schema", json_schema=schema)

@@ -1,0 +1,35 @@
+"""POST /v1/responses"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from moesaic.server.adaptors import deliver, renamed
+from moesaic.server.chat import open_chat
+from moesaic.server.documentation import GENERATION_ERRORS, named_events
+from moesaic.server.events import CLIENT_GONE
+from moesaic.server.json_body import StrictJsonRoute
+from moesaic.server.openai_responses.answer import ResponseWriter
+from moesaic.server.openai_responses.body import ResponsesRequest
+from moesaic.server.openai_responses.conversation import NAMES, chat_of
+from moesaic.server.openai_responses.objects import ResponseAnswer
+from moesaic.server.service import Serving
+
+LAST = ("response.completed", "response.incomplete", "response.failed")
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post(
+    "/v1/responses", response_model=ResponseAnswer, responses=GENERATION_ERRORS | named_events(*LAST)
+)
+async def create_response(body: ResponsesRequest, request: Request, service: Serving) -> Response:
+    """Answer a conversation as an OpenAI response. Nothing is stored."""
+    service.fields.check(body, request)
+    developers = "developer" in (service.tokenizer.chat_template or "")
+    with renamed(NAMES):
+        chat = await open_chat(chat_of(body, developers), request.receive, service)
+    if chat is None:
+        return Response(status_code=CLIENT_GONE)
+    writer = ResponseWriter(body, service.model_name, chat.params, service.now)
+    return await deliver(writer, chat, bool(body.stream), request.receive)
