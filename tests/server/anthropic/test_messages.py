@@ -375,7 +375,7 @@ BLOCK = {"type": "text", "text": "x"}
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: missing"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "got 'f'; allowed: 'get_weather', 'now'"),
         ({"tool_choice": {"type": "any"}, "tools": None}, "tool_choice: allowed only with tools"),
-        ({"mcp_servers": []}, "mcp_servers: not supported"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: not supported"),
     ],
 )
 def test_what_is_wrong_is_named(agent: Live, body: dict[str, Any], says: str) -> None:
