@@ -13,7 +13,7 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.stored import COMPRESSED, PACKED, QUANTIZED
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_expert, of_matrices
 from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -236,8 +236,7 @@ def expert_layout(
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
     one = names[spec.moe_layers[0]]
-    if served:
-        _refuse_other_types(loader, names)
+    kind = loader.expert_type(one)
     return ExpertLayout(
         prefixes={
             layer: checkpoint.stored_as(each.prefix, *each.stored(0)[0]) for layer, each in names.items()
@@ -249,23 +248,20 @@ def expert_layout(
         width=one.width,
         num_experts=one.num_experts,
         top_k=spec.top_k,
-        dtype=loader.expert_type(one),
+        dtype=kind,
         weights=fingerprint.of(path),
         origin=fingerprint.origin(path),
         form=one.form,
         activation=one.activation,
+        others=_other_types(loader, names, kind),
     )
 
 
-def _refuse_other_types(loader: Loader, names: Mapping[int, ExpertNames]) -> None:
-    """Raises CheckpointError for quantised experts of a layer that the first one's type makes less exact."""
-    kinds = {layer: loader.expert_type(each) for layer, each in names.items()}
-    first, kind = next(iter(kinds.items()))
-    for layer, found in kinds.items():
-        quantized = loader.checkpoint.quantized(*names[layer].stored(0)[0]) is not None
-        if quantized and found != kind != "float32":
-            problem = f"routed experts of layer {layer}: got {found}; allowed: {kind}, as in layer {first}"
-            raise CheckpointError(f"{loader.checkpoint.path}: {problem}")
+def _other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> dict[int, str]:
+    """Layer -> the type of its experts, of quantised ones that are not of type `kind`, or near such ones."""
+    found = {layer: loader.expert_type(each) for layer, each in names.items()}
+    quantized = [one for one in {kind, *found.values()} if of_matrices(one)[0] in QUANTIZED]
+    return {layer: one for layer, one in found.items() if one != kind} if quantized else {}
 
 
 def load_experts(
@@ -285,7 +281,7 @@ def load_experts(
     """
     file, config = _parse(path)
     checkpoint = Checkpoint(path, mapped=mapped)
-    number = _dtype("auto" if dtype in PACKED else dtype, device, checkpoint, kernels)
+    number = _dtype("auto" if is_packed(dtype) else dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, of_expert=of_expert)
     for layer in wanted:
         if layer not in config.spec.moe_layers:
