@@ -13,7 +13,7 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_expert, of_matrices
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_matrices
 from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -22,7 +22,8 @@ from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shown
 from moesaic.models.families import MODELS, Config, ModelFile
-from moesaic.models.files import read_json
+from moesaic.models.files import model_files, read_config
+from moesaic.models.gguf.header import is_gguf
 from moesaic.models.layers import Scale
 from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
 from moesaic.models.model import Model
@@ -217,7 +218,8 @@ def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
 def _extra_layers(spec: ModelSpec) -> list[str]:
     """Patterns of the tensors of layers that are not loaded."""
     first = spec.num_layers
-    return [rf"model\.layers\.{layer}\..*" for layer in range(first, first + spec.extra_layers)]
+    extra = range(first, first + spec.extra_layers)
+    return [rf"(model\.layers|blk)\.{layer}\..*" for layer in extra]
 
 
 def expert_layout(
@@ -290,20 +292,19 @@ def load_experts(
 
 
 def _parse(path: Path) -> tuple[ModelFile, Any]:
-    """Reads config.json, and checks that the files have each tensor of the model that it describes.
+    """Reads the config, and checks that the files have each tensor of the model that it describes.
 
     So the files bound the config's sizes before anything is allocated. A directory without any weights is
     not checked: nothing can be loaded from it.
     """
-    weights = sorted(path.glob("*.safetensors"))
-    return _checked(path, _stamp(path / "config.json", path / INDEX, *weights))
+    return _checked(path, _stamp(*model_files(path)))
 
 
 @lru_cache(maxsize=4)
 def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
     """As _parse. stamp: of the files, so that a file that changed is read again."""
-    file, config = _understood(read_json(path / "config.json"), path)
-    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+    file, config = _understood(read_config(path), path)
+    if is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file():
         _claim(file, config, Claims(path))
     return file, config
 
@@ -343,7 +344,7 @@ def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
     if dtype == "auto":
-        stored = checkpoint.dtype(EMBEDDING)
+        stored = checkpoint.number(EMBEDDING)
         return _kept(torch.bfloat16 if stored is torch.uint8 else stored, device, kernels)
     allowed = [name for name, one in DTYPES.items() if one in kernels.allowed]
     if dtype not in allowed:
