@@ -23,6 +23,8 @@ IGNORED = ["*/*", "consolidated*"]
 """Copies of the weights in other layouts, which some repositories have beside the one that is read."""
 MODEL = "a directory with config.json, a GGUF file, a hub id, demo"
 """What the name of a model can be."""
+WEIGHTS = (".safetensors", SUFFIX)
+"""How names of files with weights end."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG_BYTES = 4 << 20
@@ -66,6 +68,12 @@ def _gguf_in(path: Path) -> Path | None:
 def _is_later_part(file: Path) -> bool:
     found = SPLIT.fullmatch(file.name)
     return found is not None and int(found[2]) != 1
+
+
+def refuse_gguf(path: Path, command: str) -> None:
+    """Raises ConfigError for a GGUF file. command: what cannot read one."""
+    if is_gguf(path):
+        raise ConfigError(f"{command}: got {path}, a GGUF file; allowed: a directory with safetensors")
 
 
 def model_files(path: Path) -> list[Path]:
@@ -139,10 +147,14 @@ class Found:
     files: Mapping[str, int] | None = None
     """The files of a model on the hub that would be downloaded, with their bytes."""
 
+    def read(self) -> dict[str, Any]:
+        """What its config.json says, or would say."""
+        return read_config(self.config) if is_gguf(self.config) else read_json(self.config)
+
     @property
-    def gguf(self) -> bool:
-        """Whether it is a GGUF file."""
-        return is_gguf(self.config)
+    def parent(self) -> Path:
+        """How messages name the checkpoint."""
+        return self.config if is_gguf(self.config) else self.config.parent
 
     @property
     def index(self) -> Path | None:

@@ -18,7 +18,7 @@ from moesaic.core.experts import (
     Stored,
     column_tensors,
 )
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_expert, of_matrices
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_expert, of_matrices, row_bytes
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
@@ -96,13 +96,11 @@ class Loader:
         Compressed and quantised ones stay so if the kernels support that and ranks do not share them.
         """
         stays = self.of_expert.size == 1 and self.kernels.packed
-        first, *_, last = (one for one in names.stored(0) if len(one) == 3)
-        matrix, down = self.checkpoint.quantized(*first), self.checkpoint.quantized(*last)
-        if matrix is not None and self.device.startswith("cpu"):
-            kind = matrix.dtype if down is None else of_expert(matrix.dtype, down.dtype)
-            return kind if stays and is_packed(kind) else "float32"
-        stays = stays and matrix is None and self.dtype is torch.bfloat16
-        if stays and self.checkpoint.dtype(first[0]) is torch.uint8:
+        quantised = quantised_experts(self.checkpoint, names)
+        if quantised is not None and self.device.startswith("cpu"):
+            return quantised if stays and is_packed(quantised) else "float32"
+        stays = stays and quantised is None and self.dtype is torch.bfloat16
+        if stays and self.checkpoint.dtype(names.stored(0)[0][0]) is torch.uint8:
             return COMPRESSED
         return str(self.dtype).removeprefix("torch.")
 
@@ -233,6 +231,11 @@ class ExpertNames:
         matrices = tuple((f"{name}.weight", rows, columns) for name, rows, columns in self.shapes(expert))
         return (*matrices, *self.biases(expert)) if self.form == BIASED_ROWS else matrices
 
+    def bytes_of(self, dtype: str) -> int:
+        """Bytes of an expert's matrices in a type of core/stored.py."""
+        inner, down = of_matrices(dtype)
+        return 2 * self.width * row_bytes(inner, self.hidden) + self.hidden * row_bytes(down, self.width)
+
     def biases(self, expert: int) -> tuple[Stored, Stored]:
         """Returns name and shape of the biases of one expert that has some."""
         inner, last = column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)[2:]
@@ -245,6 +248,15 @@ class ExpertNames:
             (f"{self.prefix}.{expert}.{self.up}", self.width, self.hidden),
             (f"{self.prefix}.{expert}.{self.down}", self.hidden, self.width),
         )
+
+
+def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
+    """Type of a layer's first expert, as `core.stored.of_expert`; None: its gate is not quantised."""
+    first, *_, last = (one for one in names.stored(0) if len(one) == 3)
+    matrix, down = checkpoint.quantized(*first), checkpoint.quantized(*last)
+    if matrix is None or down is None:
+        return None if matrix is None else matrix.dtype
+    return of_expert(matrix.dtype, down.dtype)
 
 
 def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:

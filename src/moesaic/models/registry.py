@@ -25,7 +25,7 @@ from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import model_files, read_config
 from moesaic.models.gguf.header import is_gguf
 from moesaic.models.layers import Scale
-from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
+from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts, quantised_experts
 from moesaic.models.model import Model
 from moesaic.models.quantization import parse as quantization
 from moesaic.models.shard import WHOLE, Shard
@@ -183,15 +183,19 @@ def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) ->
 
 
 def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
-    """Type in which the routed experts of a checkpoint are stored, or all matrices if there are none."""
+    """Type in which the routed experts of a checkpoint are stored, or all matrices if there are none.
+
+    Of quantised ones it is the type of the layer where they are largest.
+    """
     file, config = _understood(raw, path)
     layers = config.spec.moe_layers
     name = EMBEDDING
     if layers:
-        name, *shape = file.expert_names(config, layers[0]).stored(0)[0]
-        matrix = checkpoint.quantized(name, *shape)
-        if matrix is not None:
-            return matrix.dtype
+        names = [file.expert_names(config, layer) for layer in layers]
+        kinds = {kind for one in names if (kind := quantised_experts(checkpoint, one)) is not None}
+        if kinds:
+            return max(sorted(kinds), key=names[0].bytes_of)
+        name = names[0].stored(0)[0][0]
     found = checkpoint.dtype(name)
     return COMPRESSED if found is torch.uint8 else str(found).removeprefix("torch.")
 
@@ -208,7 +212,7 @@ def quantised_type(raw: dict[str, Any]) -> str | None:
 def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
     """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/stored.py."""
     number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
-    if stored in QUANTIZED and device.startswith("cpu"):
+    if of_matrices(stored)[0] in QUANTIZED and device.startswith("cpu"):
         return stored if kernels.packed else "float32"
     if stored not in DTYPES and kernels.packed and number is torch.bfloat16:
         return stored
@@ -222,13 +226,10 @@ def _extra_layers(spec: ModelSpec) -> list[str]:
     return [rf"(model\.layers|blk)\.{layer}\..*" for layer in extra]
 
 
-def expert_layout(
-    path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto", served: bool = False
-) -> ExpertLayout:
+def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto") -> ExpertLayout:
     """Returns the tensor names and sizes of a model's routed experts, for expert servers.
 
-    served: whether servers will hold them, which have one type for all layers.
-    Raises CheckpointError for a model without routed experts, and for layers that servers cannot hold.
+    Raises CheckpointError for a model without routed experts.
     """
     file, config = _parse(path)
     spec: ModelSpec = config.spec

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.config import ModelConfig, WorkerConfig
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, OF_EXPERTS, QUANTIZED, row_bytes
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, OF_EXPERTS, QUANTIZED, of_matrices, row_bytes
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.plan import NEAR, OVER_DISK, OVER_RAM, ROW_BYTES
@@ -41,12 +41,13 @@ class Format:
 
 
 def formats(model: ModelSizes, *more: str) -> list[Format]:
-    """The model in every type that experts can have. more: further types of numbers, such as float16."""
+    """The model in every type that experts can have. more: further types, such as float16."""
     return [_format(model, name) for name in dict.fromkeys((*OF_EXPERTS, *more))]
 
 
 def _format(model: ModelSizes, name: str) -> Format:
-    inner, outer = row_bytes(name, model.hidden), row_bytes(name, model.expert_width)
+    types = of_matrices(name)
+    inner, outer = row_bytes(types[0], model.hidden), row_bytes(types[1], model.expert_width)
     expert = 2 * model.expert_width * inner + model.hidden * outer
     other = model.with_number(_number(name)).other
     return Format(name, float(model.moe_layers * model.experts * expert), other)
@@ -56,7 +57,7 @@ def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
     """The sizes of the model computed from one type. gpu: rows have the type of the weights."""
     number = _number(name)
     computed = number if gpu else ROW_BYTES
-    quantized = name if name in QUANTIZED else None
+    quantized = name if of_matrices(name)[0] in QUANTIZED else None
     return replace(
         model, number=number, compressed=name == COMPRESSED, quantized=quantized, computed=computed
     )
@@ -67,7 +68,7 @@ def _number(name: str) -> float:
 
     Quantised ones become float32 when they are loaded. Files in MXFP4 have bf16 beside the experts.
     """
-    kind = "float32" if name in QUANTIZED and name != "mxfp4" else name
+    kind = "float32" if of_matrices(name)[0] in QUANTIZED and name != "mxfp4" else name
     return float(NUMBER_BYTES.get(kind, NUMBER_BYTES["bfloat16"]))
 
 

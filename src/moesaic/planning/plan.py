@@ -257,6 +257,7 @@ def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
+    files.refuse_gguf(path, "--fast-memory")
     tied = registry.is_tied(path)  # first, since it checks the sizes that `read` takes as they are
     raw: dict[str, Any] = files.read_json(path / "config.json")
     model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=tied)

@@ -153,7 +153,9 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
 
     Raises ConfigError for experts that the kernels cannot use as they are stored: pages are never converted.
     """
-    layout, path = layout_of(config), files.resolve(config.model, config.revision)
+    path = files.resolve(config.model, config.revision)
+    files.refuse_gguf(path, "--fast-memory")
+    layout = layout_of(config)
     if layout.form != ROWS and on_gpu(config):
         raise ConfigError.field("--device", "cuda", "cpu with --fast-memory, for experts stored in columns")
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]

@@ -48,6 +48,16 @@ class Tensor:
     """In bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A list of texts in the metadata, such as a vocabulary. It is read only where it is needed."""
+
+    begin: int
+    """Offset of the first text in the file."""
+    end: int
+    count: int
+
+
 @dataclass(frozen=True)
 class Header:
     """The header of one file."""
@@ -90,6 +100,31 @@ def read(file: Path) -> Header:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
 
 
+def read_texts(file: Path, where: Texts) -> list[str]:
+    """Reads a list of texts. Raises CheckpointError for one that is not UTF-8."""
+    data, found, at = _bytes(file, where.begin, where.end), [], 0
+    try:
+        for _ in range(where.count):
+            size = int.from_bytes(data[at : at + 8], "little")
+            found.append(data[at + 8 : at + 8 + size].decode())
+            at += 8 + size
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: {_DAMAGED}: a text that is not UTF-8 in a list of texts") from error
+    return found
+
+
+def _bytes(file: Path, begin: int, end: int) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            opened.seek(begin)
+            data = opened.read(end - begin)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    if len(data) < end - begin:
+        raise CheckpointError(f"{file}: truncated since its header was read")
+    return data
+
+
 @lru_cache(maxsize=64)
 def _read(file: Path, *_stamp: int) -> Header:
     with file.open("rb") as opened:
@@ -126,8 +161,18 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise ValueError(f"{_DAMAGED}: a text that is not UTF-8 before byte {self.at}") from error
 
+    def texts(self, count: int) -> Texts:
+        """Skips that many texts."""
+        begin, at, end = self.at, self.at, len(self.data)
+        for _ in range(count):
+            at += 8 + int.from_bytes(self.data[at : at + 8], "little")
+            if at > end:
+                raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {begin} of {end}")
+        self.at = at
+        return Texts(begin, at, count)
+
     def value(self, kind: int) -> Any:
-        """A value of metadata: a number, a text, or a list of them."""
+        """A value of metadata: a number, a text, a list of numbers, or where a list of texts is."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _TEXT:
@@ -140,9 +185,7 @@ class _Cursor:
             return np.frombuffer(self.take(count * struct.calcsize(f"<{letter}")), f"<{letter}").tolist()
         if inner != _TEXT:
             raise ValueError(f"{_DAMAGED}: a list of type {inner} at byte {self.at}")
-        if count * 8 > len(self.data) - self.at:
-            raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {self.at} of {len(self.data)}")
-        return [self.text() for _ in range(count)]
+        return self.texts(count)
 
 
 def _header(cursor: _Cursor) -> Header:

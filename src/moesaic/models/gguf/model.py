@@ -17,6 +17,10 @@ from moesaic.models.gguf.metadata import Metadata
 
 METHOD = "gguf"
 """quant_method of its config, whether or not tensors are quantised."""
+CONTROL = 3
+"""Type of special tokens in tokenizer.ggml.token_type."""
+ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|return|>", "<|call|>")
+"""Special tokens that end an answer wherever a vocabulary has them. Files name one of them, or two."""
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
@@ -41,6 +45,11 @@ class Model:
         self._headers = {file: header.read(file) for file in self.files}
         self.metadata: Mapping[str, Any] = self._headers[path].metadata
         """That of the first file."""
+
+    def texts(self, key: str) -> list[str] | None:
+        """A list of texts of the metadata; None if there is no such list."""
+        where = self.metadata.get(key)
+        return header.read_texts(self.path, where) if isinstance(where, header.Texts) else None
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -73,6 +82,8 @@ class Model:
             raise CheckpointError(f"{self.path}: tensor {_EMBEDDING} is missing, or is no matrix")
         meta = Metadata(self.path, str(name), self.metadata)
         found = common(meta) | architecture.config(meta, endings.__contains__)
+        if "moe_k" in found:  # as ernie calls it
+            del found["num_experts_per_tok"]
         extra = meta.integer("nextn_predict_layers", 0)
         if extra:
             found["num_nextn_predict_layers"] = extra
@@ -91,9 +102,13 @@ class Model:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What generation_config.json of the model would say."""
+        """What generation_config.json of the model would say. Known tokens that end an answer count, too."""
         ends = ("eos_token_id", "eot_token_id", "eom_token_id")
         found = [self.metadata.get(f"tokenizer.ggml.{name}") for name in ends]
+        kinds = self.metadata.get("tokenizer.ggml.token_type")
+        if isinstance(kinds, list):
+            tokens = zip(self.texts("tokenizer.ggml.tokens") or [], kinds, strict=False)
+            found += [at for at, (text, kind) in enumerate(tokens) if kind == CONTROL and text in ENDS]
         sampling = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
         said = {name: self.metadata.get(f"general.sampling.{key}") for name, key in sampling.items()}
         said["repetition_penalty"] = self.metadata.get("general.sampling.penalty_repeat")

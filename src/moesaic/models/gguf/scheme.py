@@ -42,7 +42,13 @@ class Gguf:
         return None
 
     def vector(self, name: str, size: int, kinds: Kinds, /) -> Matrix | None:
-        """The biases of an expert: those of gate and up in turn, or that of down."""
+        """The biases of an expert: those of gate and up in turn, or that of down. Those of permuted heads."""
+        heads = self._heads(name.removesuffix(".bias"))
+        kind = kinds(name) if heads is not None and name.endswith(".bias") else None
+        if kind in NUMBERS and heads is not None:
+            order = _own_order(name, size, heads)
+            part = Part(name, tuple(NUMBERS), (size,))
+            return Matrix(name, 1, size, "float32", (part,), partial(_make, "F32", order))
         found = BIASES.fullmatch(name)
         if found is None or kinds(f"{found[1]}.down_proj.bias") is None:
             return None
@@ -51,10 +57,14 @@ class Gguf:
         parts = tuple(Part(f"{found[1]}.{word}.bias", tuple(NUMBERS), shape, index) for word in words)
         return Matrix(name, 1, size, "float32", parts, _in_turn)
 
+    def _heads(self, name: str) -> int | None:
+        """Heads of a projection whose rows stand in another order in the file; None for all others."""
+        if self.permuted is None or not name.endswith((".q_proj", ".k_proj")):
+            return None
+        return self.permuted[name.endswith(".k_proj")]
+
     def _plain(self, name: str, rows: int, columns: int, kind: str) -> Matrix | None:
-        heads = None
-        if self.permuted is not None and name.endswith((".q_proj", ".k_proj")):
-            heads = self.permuted[name.endswith(".k_proj")]
+        heads = self._heads(name)
         if heads is None and kind in NUMBERS:
             return None
         part = Part(f"{name}.weight", (kind,), (rows, columns))
@@ -94,7 +104,7 @@ def _make(kind: str, order: npt.NDArray[np.int64] | None, stored: Array) -> Code
 
 
 def _own_order(name: str, rows: int, heads: int) -> npt.NDArray[np.int64]:
-    """Where our rows are in the file. There the two of a pair are neighbours, here they are half a head apart."""
+    """Where our rows are in the file. There the two of a pair are neighbours, here half a head is between."""
     if not heads or rows % (2 * heads):
         raise CheckpointError(f"tensor {name}: got {rows} rows; allowed: a multiple of {2 * heads}")
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
