@@ -52,7 +52,11 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "templates": ("config", "core"),
     "tiktoken_model": ("core",),
-    "gguf_tokenizer": ("core", "models.gguf", "tiktoken_model"),  # the metadata of a GGUF file has the tokenizer
+    "gguf_tokenizer": (
+        "core",
+        "models.gguf",
+        "tiktoken_model",
+    ),  # the metadata of a GGUF file has the tokenizer
     "tokenizer": ("core", "gguf_tokenizer", "models.gguf.header", "templates", "tiktoken_model"),
     "detokenizer": ("tokenizer",),
     "stop_strings": (),

@@ -58,7 +58,8 @@ def write(
     metadata(writers[0], config, split_heads)
     numbers: dict[str, Array] = {}
     for index, (name, array) in enumerate(sorted(pieces.items())):
-        kind = "F32" if array.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias") else kinds(name)
+        small = array.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
+        kind = "F32" if small else fitting(kinds(name), array.shape[-1])
         add(writers[index % files], name, array, kind)
         numbers[name] = plain(array, kind)
     for writer in writers:
@@ -70,6 +71,12 @@ def write(
     found = {name: torch.from_numpy(np.ascontiguousarray(back(numbers))) for name, back in backs.items()}
     save_file(found, to / "plain" / "model.safetensors", {"format": "pt"})
     return names[0], to / "plain"
+
+
+def fitting(kind: str, columns: int) -> str:
+    """The type, or the one that the converter takes where rows have no whole number of its blocks."""
+    fits = columns % gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 0
+    return kind if fits else "Q8_0" if columns % 32 == 0 else "F16"
 
 
 def add(writer: GGUFWriter, name: str, array: Array, kind: str) -> None:

@@ -164,7 +164,8 @@ class Checkpoint:
             stored = self._read(part.tensor)
             read += stored.nbytes if not part.index else stored.nbytes // len(stored)
             raw = stored.contiguous().reshape(-1).view(torch.uint8).numpy()
-            found = as_array(raw, str(self._kind(part.tensor)), part, tuple(stored.shape))
+            shape = tuple(self._slice(part.tensor).get_shape())
+            found = as_array(raw, str(self._kind(part.tensor)), part, shape)
             if self._copies is not None:
                 found = found.copy()
                 drop_pages(stored.data_ptr(), stored.nbytes)
