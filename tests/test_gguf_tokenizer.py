@@ -149,10 +149,8 @@ def test_every_known_end_of_an_answer_counts(own: tokenizers.Tokenizer, tmp_path
     source = tiny_models.save(
         tiny_models.build("qwen3_moe", model_configs.qwen3(vocab_size=500)), tmp_path / "s"
     )
-    plain = gguf_files.metadata
 
-    def with_tokens(writer: GGUFWriter, *arguments: Any) -> None:
-        plain(writer, *arguments)
+    def with_tokens(writer: GGUFWriter) -> None:
         keys = keys_of(own, "qwen2")
         writer.add_token_list(keys["tokens"])
         writer.add_token_types(keys["token_type"])
@@ -160,7 +158,7 @@ def test_every_known_end_of_an_answer_counts(own: tokenizers.Tokenizer, tmp_path
         writer.add_float32("general.sampling.temp", 0.5)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_files, "metadata", with_tokens)
+        patch.setattr(gguf_files, "byte_tokens", with_tokens)
         file, _ = gguf_files.write(source, tmp_path / "made")
     ends = sorted(own.token_to_id(each) for each in ("<|im_end|>", "<|endoftext|>"))
     assert generation_defaults(file).eos_token_ids == tuple(ends)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
 
 from tests.support import k_quants
 
@@ -56,6 +57,7 @@ def write(
         names = [to / f"model-{each:05}-of-{files:05}.gguf" for each in range(1, files + 1)]
     writers = [GGUFWriter(str(name), architecture) for name in names]
     metadata(writers[0], config, split_heads)
+    byte_tokens(writers[0])
     numbers: dict[str, Array] = {}
     for index, (name, array) in enumerate(sorted(pieces.items())):
         small = array.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
@@ -306,10 +308,11 @@ def _of_family(writer: GGUFWriter, config: Mapping[str, Any], kind: str) -> None
         writer.add_logit_scale(config["logits_scaling"])
 
 
-def tokens(writer: GGUFWriter, model: str, pieces: Sequence[str], types: Sequence[int], **keys: Any) -> None:
-    """Writes a vocabulary. keys: further keys after tokenizer.ggml."""
-    writer.add_tokenizer_model(model)
-    writer.add_token_list(list(pieces))
-    writer.add_token_types(list(types))
-    for key, value in keys.items():
-        getattr(writer, f"add_{key}")(value)
+def byte_tokens(writer: GGUFWriter) -> None:
+    """Writes a vocabulary of one token a byte, and one of two, which nothing is asked of but to be there."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*sorted(alphabet), "ab"])
+    writer.add_token_types([1] * 257)
+    writer.add_token_merges(["a b"])
