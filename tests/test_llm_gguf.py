@@ -18,10 +18,17 @@ from tests.test_llm_families import DISK, LONGEST, answers, params, prompts
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("quick_workers"),
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]
 MIX = "as Q4_K_M"
-SERVED = [(MIX, "lockstep"), (MIX, "async"), (MIX, "barrier"), ("MXFP4", "lockstep")]
+SERVED = [
+    (MIX, "lockstep"),
+    *(
+        pytest.param(mix, schedule, marks=pytest.mark.full)
+        for mix, schedule in ((MIX, "async"), (MIX, "barrier"), ("MXFP4", "lockstep"))
+    ),
+]
 
 
 class Models(dict[str, Path]):

@@ -41,7 +41,9 @@ def resolve(model: str, revision: str | None = None) -> Path:
     own settings (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Raises ConfigError in one line.
     """
     if revision is not None and (model == DEMO or Path(model).expanduser().exists()):
-        raise ConfigError.field("--revision", revision, "none for a model on this disk, which has no other")
+        raise ConfigError.field(
+            "--revision", revision, "none for a model in a directory or a file, which has no other"
+        )
     if model == DEMO:
         return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
     path = Path(model).expanduser()
