@@ -169,6 +169,11 @@ def test_files_that_are_missing_or_too_many(made: bytes, tmp_path: Path) -> None
         resolve(str(tmp_path))
     with pytest.raises(ConfigError, match="--revision"):
         resolve(str(first), "main")
+    with pytest.raises(ConfigError, match=r"^model: .*third\.gguf: there is no such file$"):
+        resolve(str(tmp_path / "third.gguf"))
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "folder.gguf" / "model.gguf").write_bytes(made)
+    assert resolve(str(tmp_path / "folder.gguf")) == tmp_path / "folder.gguf" / "model.gguf"
 
 
 def test_commands_that_do_not_read_gguf_say_so(made: bytes, tmp_path: Path) -> None:

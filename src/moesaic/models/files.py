@@ -47,7 +47,9 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if model == DEMO:
         return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
     path = Path(model).expanduser()
-    if path.is_file() and is_gguf(path):
+    if is_gguf(path):
+        if not path.is_file():
+            raise ConfigError(f"model: {model}: there is no such file")
         return GgufModel(path).path
     if path.is_dir():
         return _gguf_in(path) or _checked(path, "no config.json in this directory")
@@ -177,7 +179,8 @@ def find(model: str, folder: Path, revision: str | None = None) -> Found:
         if revision is not None:
             raise ConfigError.field("--revision", revision, "none for a config.json, which has no other")
         return Found(path)
-    if model == DEMO or path.exists() or path.is_absolute() or model.startswith((".", "~")):
+    here = path.exists() or is_gguf(path)
+    if model == DEMO or here or path.is_absolute() or model.startswith((".", "~")):
         found = resolve(model, revision)
         return Found(found if is_gguf(found) else found / "config.json", found)
     cached = _in_cache(model, revision)

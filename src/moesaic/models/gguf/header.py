@@ -68,8 +68,8 @@ class Header:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model at `path` is a GGUF file, by its name."""
-    return path.suffix == SUFFIX
+    """Whether a model at `path` is a GGUF file, by its name. A directory is none."""
+    return path.suffix == SUFFIX and not path.is_dir()
 
 
 def files(path: Path) -> list[Path]:
