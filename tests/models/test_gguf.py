@@ -202,6 +202,15 @@ def test_servers_hold_the_bytes_of_the_loader(
                 assert mine.tobytes() == theirs.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def test_early_files_have_experts_one_by_one(tmp_path: Path) -> None:
+    options = model_configs.mixtral(hidden_size=64, intermediate_size=32, num_hidden_layers=1)
+    source = tiny_models.save(tiny_models.build("mixtral", options), tmp_path / "source")
+    file, plain = gguf_files.write(source, tmp_path / "made", lambda name: "Q8_0", apart=True)
+    tokens = tiny_models.prompt(24, model_configs.VOCAB)
+    assert torch.equal(logits(file, tokens), logits(plain, tokens))
+    assert registry.load(file, kernels).experts[0].packed == "int8"
+
+
 def test_split_files_and_directories(sources: Callable[[str], Path], tmp_path: Path) -> None:
     file, plain = mixed(sources, tmp_path / "split", "as Q4_K_M", files=3)
     assert file.name == "model-00001-of-00003.gguf"

@@ -41,12 +41,17 @@ WORDS = {
 
 
 def write(
-    source: Path, to: Path, kinds: Kinds = lambda name: "F32", split_heads: bool = True, files: int = 1
+    source: Path,
+    to: Path,
+    kinds: Kinds = lambda name: "F32",
+    split_heads: bool = True,
+    files: int = 1,
+    apart: bool = False,
 ) -> tuple[Path, Path]:
     """Writes the checkpoint `source` as a GGUF file, and the dequantised checkpoint. Returns both paths.
 
     split_heads: whether the up-projection of a latent is written in two tensors, as newer files have it.
-    files: over how many files the tensors are split.
+    files: over how many files the tensors are split. apart: write experts one by one, as in early files.
     """
     config = json.loads((source / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -62,7 +67,11 @@ def write(
     for index, (name, array) in enumerate(sorted(pieces.items())):
         small = array.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
         kind = "F32" if small else fitting(kinds(name), array.shape[-1])
-        add(writers[index % files], name, array, kind)
+        if apart and "_exps." in name:
+            for expert, matrix in enumerate(array):
+                add(writers[0], name.replace("_exps", f".{expert}"), matrix, kind)
+        else:
+            add(writers[index % files], name, array, kind)
         numbers[name] = plain(array, kind)
     for writer in writers:
         writer.write_header_to_file()

@@ -118,7 +118,7 @@ def corrected(meta: Metadata) -> Config:
 
 
 def _one_group(meta: Metadata) -> None:
-    """Refuses groups of experts, and a gate that is not a softmax."""
+    """Refuses groups of experts, factors of their weights, and a gate that is not a softmax."""
     meta.only("expert_gating_func", SOFTMAX)
     meta.only("expert_group_count", 0, 1)
     meta.only("expert_group_used_count", 0, 1)
@@ -127,6 +127,7 @@ def _one_group(meta: Metadata) -> None:
 
 def _qwen3(meta: Metadata, has: Has) -> Config:
     _one_group(meta)
+    meta.only("expert_shared_feed_forward_length", 0)
     return {
         "model_type": "qwen3_moe",
         **grouped(meta),
@@ -273,6 +274,7 @@ def _ernie(meta: Metadata, has: Has) -> Config:
 def _minimax(meta: Metadata, has: Has) -> Config:
     meta.only("expert_gating_func", SIGMOID)
     meta.only("expert_weights_norm", True)
+    meta.only("expert_weights_scale", 1.0, 0.0)
     meta.raw("feed_forward_length", None)  # that of experts again
     rotated = meta.integer("rope.dimension_count")
     return {

@@ -16,14 +16,24 @@ IGNORED = (
     "rope.scaling.finetuned",
     "attention.causal",
     "attention.layer_norm_epsilon",
+    "tensor_data_layout",
 )
 """Keys after the architecture that do not matter."""
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal number with the same value in float32.
+
+    >>> shortest(9.999999974752427e-07)
+    1e-06
+    """
+    return float(str(np.float32(value)))
 
 
 class Metadata:
     """The keys `ARCHITECTURE.KEY` of a file. `done` refuses those that were not read.
 
-    Numbers in float32 are returned as the shortest decimal number with that value: what config.json had.
+    Numbers are those that config.json had: see `shortest`.
     Each method raises CheckpointError that names the key, its value and what is allowed.
     """
 
@@ -57,7 +67,7 @@ class Metadata:
         value = self.raw(name, default)
         if type(value) not in (int, float) or not np.isfinite(value):
             raise self.refused(name, value, "a number")
-        return float(str(np.float32(value)))
+        return shortest(value)
 
     def maybe_number(self, name: str) -> float | None:
         """A finite number, or None if there is no such key."""

@@ -13,7 +13,7 @@ from moesaic.models.gguf import header
 from moesaic.models.gguf.architectures import ARCHITECTURES, Architecture, common
 from moesaic.models.gguf.blocks import NUMBERS
 from moesaic.models.gguf.header import Tensor
-from moesaic.models.gguf.metadata import Metadata
+from moesaic.models.gguf.metadata import Metadata, shortest
 
 METHOD = "gguf"
 """quant_method of its config, whether or not tensors are quantised."""
@@ -110,8 +110,9 @@ class Model:
             tokens = zip(self.texts("tokenizer.ggml.tokens") or [], kinds, strict=False)
             found += [at for at, (text, kind) in enumerate(tokens) if kind == CONTROL and text in ENDS]
         sampling = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+        sampling["repetition_penalty"] = "penalty_repeat"
         said = {name: self.metadata.get(f"general.sampling.{key}") for name, key in sampling.items()}
-        said["repetition_penalty"] = self.metadata.get("general.sampling.penalty_repeat")
+        said = {name: shortest(one) if isinstance(one, float) else one for name, one in said.items()}
         return {"eos_token_id": [each for each in found if each is not None], **said}
 
     @property

@@ -85,6 +85,9 @@ class Names:
             return f"{self.experts}.gate_up_proj"
         if word in _INSIDE:
             return f"{_INSIDE[word]}.{ending}"
+        apart = re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", word)  # experts one by one, as in early files
+        if apart is not None:
+            return f"{self.experts}.{apart[2]}.{self.words[_PARTS[apart[1]]]}.{ending}"
         found = re.fullmatch(r"ffn_(gate|up|down)_(exps|shexp)", word)
         if found is None:
             return None
