@@ -6,14 +6,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType
 from tests.support import gguf_files, model_configs, tiny_models
 from tests.support.model_driver import Driver
+from tokenizers import pre_tokenizers
 
 from moesaic.experts.store import Store
 from moesaic.kernels import table
@@ -76,8 +79,10 @@ def like_q4_k_m(name: str) -> str:
     return "Q6_K" if more else "F16" if "attn_k_b" in name else "Q4_K"
 
 
+UNWRITTEN = ("MXFP4", "IQ4_NL", "IQ4_XS")
+"""Types that a Qwen3 never has, and those that nothing here writes."""
 MIXES: dict[str, tuple[str, gguf_files.Kinds]] = {
-    **{kind: ("qwen3", lambda name, kind=kind: kind) for kind in BLOCKS if kind != "MXFP4"},  # type: ignore[misc]
+    **{kind: ("qwen3", lambda name, kind=kind: kind) for kind in BLOCKS if kind not in UNWRITTEN},  # type: ignore[misc]
     "BF16": ("qwen3", lambda name: "BF16"),
     "F16": ("qwen3", lambda name: "F16"),
     "as Q4_K_M": ("qwen3", like_q4_k_m),
@@ -85,7 +90,6 @@ MIXES: dict[str, tuple[str, gguf_files.Kinds]] = {
     "MXFP4": ("gpt-oss", lambda name: "MXFP4" if "_exps" in name else "Q8_0"),
     "experts in BF16": ("gpt-oss", lambda name: "BF16" if "_exps" in name else "Q8_0"),
 }  # fmt: skip
-Made = Callable[[str, str], tuple[Path, Path]]
 
 
 def slow_but(fast: tuple[str, ...], names: Any) -> list[Any]:
@@ -254,6 +258,27 @@ def test_tokens_are_those_of_transformers_on_the_dequantised_checkpoint(
     torch.testing.assert_close(found, tiny_models.reference_logits(theirs, tokens), rtol=1e-4, atol=1e-4)
     greedy = Driver(registry.load(file, kernels)).greedy(tokens, 24)
     assert greedy == tiny_models.reference_greedy(theirs, tokens, 24)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "minimax-odd-heads-k1-yarn-tied"])
+def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
+    """Those architectures whose GGUF files it reads. The config is given, since it leaves out some keys."""
+    kind, options = WIDE[name] if name in WIDE else FAMILIES[name]
+    tokens = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    source = tiny_models.save(tiny_models.build(kind, options | {"vocab_size": tokens}), tmp_path / "source")
+    file, _ = gguf_files.write(source, tmp_path / "made", like_q4_k_m)
+    needed = "transformers.modeling_utils.is_accelerate_available"  # for nothing that happens here
+    with mock.patch(needed, return_value=True):
+        theirs = tiny_models.KINDS[kind][1].from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            config=transformers.AutoConfig.from_pretrained(source),
+            dtype=torch.float32,
+        )
+    prompt = tiny_models.prompt(24, tokens)
+    wanted = tiny_models.reference_logits(theirs, prompt)
+    torch.testing.assert_close(logits(file, prompt), wanted, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.full

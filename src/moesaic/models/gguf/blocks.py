@@ -24,6 +24,11 @@ NAMES = {
 }  # fmt: skip
 """Number in a file -> name of the type."""
 
+IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
+).view(np.uint8)
+"""What the codes of IQ4_NL and IQ4_XS stand for, as codes of int8."""
+
 Parts = tuple[Bytes, Floats, Floats | None]
 """Codes [rows, columns], one a byte; scales and offsets [rows, groups]."""
 
@@ -105,6 +110,18 @@ def _q5_1(blocks: Bytes) -> Parts:
     return codes, _half(blocks, 0), _half(blocks, 2)
 
 
+def _iq4_nl(blocks: Bytes) -> Parts:
+    return IQ4[_halves(blocks[:, 2:])], _half(blocks, 0), None
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    """Each 32 numbers have a scale of six bits, of which four are together and two with those of others."""
+    low = blocks[:, 4:8, None] >> np.array([0, 4], dtype=np.uint8) & np.uint8(15)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = low.reshape(-1, 8).astype(np.float32) + 16 * high.astype(np.float32) - 32
+    return IQ4[_halves(blocks[:, 8:])], _half(blocks, 0) * scales, None
+
+
 def _mxfp4(blocks: Bytes) -> Parts:
     exponents = blocks[:, :1]
     number = exponents != 255
@@ -153,6 +170,8 @@ BLOCKS = {
     "Q4_1": Block(32, 20, "int4_offset", _q4_1),
     "Q5_0": Block(32, 22, "int8", _q5_0),
     "Q5_1": Block(32, 24, "int8_offset", _q5_1),
+    "IQ4_NL": Block(32, 18, "int8", _iq4_nl),
+    "IQ4_XS": Block(256, 136, "int8", _iq4_xs),
     "Q4_K": Block(256, 144, "int4_offset", _q4_k),
     "Q5_K": Block(256, 176, "int8_offset", _q5_k),
     "Q6_K": Block(256, 210, "int8_16", _q6_k),
