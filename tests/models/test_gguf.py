@@ -24,7 +24,9 @@ from moesaic.kernels.quantized import dequantize, pack
 from moesaic.models import fingerprint, registry
 from moesaic.models.files import generation_defaults, read_config, resolve
 from moesaic.models.fingerprint import ExpertDigests
+from moesaic.models.gguf.architectures import ARCHITECTURES
 from moesaic.models.gguf.blocks import BLOCKS, decoded
+from moesaic.models.gguf.metadata import Metadata
 
 kernels = table.pick("cpu", "auto")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -204,6 +206,24 @@ def test_servers_hold_the_bytes_of_the_loader(
             for mine, theirs in zip(store._held[layer, expert], parts, strict=True):
                 assert theirs is not None
                 assert mine.tobytes() == theirs.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("experts", "told", "wanted"), [(256, {}, (8, 4)), (384, {}, (1, 1)), (256, {1: 1}, (1, 1))]
+)
+def test_deepseek_v3_has_groups_that_early_files_do_not_name(
+    experts: int, told: dict[int, int], wanted: tuple[int, int]
+) -> None:
+    keys: dict[str, Any] = {
+        "attention.key_length": 192, "attention.value_length": 128, "attention.kv_lora_rank": 512,
+        "rope.dimension_count": 64, "expert_gating_func": 2, "expert_count": experts,
+        "expert_feed_forward_length": 8, "feed_forward_length": 8,
+    }  # fmt: skip
+    for groups, used in told.items():
+        keys |= {"expert_group_count": groups, "expert_group_used_count": used}
+    metadata = Metadata("a.gguf", "deepseek2", {f"deepseek2.{key}": value for key, value in keys.items()})
+    found = ARCHITECTURES["deepseek2"].config(metadata, lambda name: False)
+    assert (found["n_group"], found["topk_group"]) == wanted
 
 
 def test_early_files_have_experts_one_by_one(tmp_path: Path) -> None:

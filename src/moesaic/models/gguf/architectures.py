@@ -61,23 +61,22 @@ def rope(meta: Metadata, width: int | None, **more: Any) -> Config:
     keys of yarn."""
     if width is not None:
         meta.only("rope.dimension_count", width)
-    found: Config = {"rope_theta": meta.number("rope.freq_base", 10000.0), "rope_type": "default"}
-    kind = meta.raw("rope.scaling.type", "none")
+    theta, kind = meta.number("rope.freq_base", 10000.0), meta.raw("rope.scaling.type", "none")
     factor = meta.maybe_number("rope.scaling.factor")
-    original = meta.maybe_integer("rope.scaling.original_context_length")
+    meta.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    older = meta.maybe_number("rope.scaling.attn_factor")
+    scaled = {
+        "original_max_position_embeddings": meta.maybe_integer("rope.scaling.original_context_length"),
+        "beta_fast": meta.maybe_number("rope.scaling.yarn_beta_fast"),
+        "beta_slow": meta.maybe_number("rope.scaling.yarn_beta_slow"),
+        "attention_factor": meta.maybe_number("rope.scaling.yarn_attn_factor") or older,
+    }
+    found: Config = {"rope_theta": theta, "rope_type": "default"}
     if kind == "linear" and factor is not None:
         found |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and factor is not None:
-        found |= {"rope_type": "yarn", "factor": factor, **more}
-        if original is not None:
-            found["original_max_position_embeddings"] = original
-        for name, key in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            value = meta.maybe_number(f"rope.scaling.{name}")
-            found |= {} if value is None else {key: value}
-        older = meta.maybe_number("rope.scaling.attn_factor")
-        scale = meta.maybe_number("rope.scaling.yarn_attn_factor") or older
-        found |= {} if scale is None else {"attention_factor": scale}
-        meta.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+        known = {key: value for key, value in scaled.items() if value is not None}
+        found |= {"rope_type": "yarn", "factor": factor, **more, **known}
     elif kind != "none":
         raise meta.refused("rope.scaling.type", kind, "none; linear, yarn with rope.scaling.factor")
     return {"rope_parameters": found}
@@ -99,13 +98,11 @@ def grouped(meta: Metadata, rotated: int | None = None) -> Config:
     }
 
 
-def corrected(meta: Metadata) -> Config:
-    """The gate of DeepSeek-V3."""
+def corrected(meta: Metadata, groups: int = 1, kept: int = 1) -> Config:
+    """The gate of DeepSeek-V3. groups, kept: of experts, if the file does not say it."""
     meta.only("expert_gating_func", SIGMOID)
-    experts = meta.integer("expert_count")
-    groups, kept = DEEPSEEK_GROUPS.get(experts, (1, 1))
     return {
-        "n_routed_experts": experts,
+        "n_routed_experts": meta.integer("expert_count"),
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
         "intermediate_size": meta.integer("feed_forward_length"),
         "n_shared_experts": meta.integer("expert_shared_count", 0),
@@ -212,7 +209,8 @@ def _deepseek(meta: Metadata, has: Has) -> Config:
         **rope(meta, None, **scale),
     }
     if sigmoid:
-        return {"model_type": "deepseek_v3", **attention, **corrected(meta)}
+        usual = DEEPSEEK_GROUPS.get(meta.integer("expert_count"), (1, 1))
+        return {"model_type": "deepseek_v3", **attention, **corrected(meta, *usual)}
     meta.only("expert_gating_func", SOFTMAX)
     groups = meta.integer("expert_group_count", 1)
     kept = meta.integer("expert_group_used_count", 1)
