@@ -11,6 +11,8 @@ from pathlib import Path
 
 from openai import OpenAI
 
+from moesaic.commands.program import program
+
 QUESTIONS = (
     "Tom has 3 apples and buys 4 more. How many apples does he have now?",
     "Write a Python function that returns the larger of two numbers.",
@@ -21,7 +23,7 @@ MAX_TOKENS = 96
 def main() -> int:
     """Returns the exit code: 0 when the server answered and then ended as it should."""
     command = [str(Path(sys.executable).parent / "moesaic"), "serve", "demo", "--port", "0", "--json"]
-    print("$ moesaic serve demo")
+    print(f"$ {program()} serve demo")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             line = server.stdout.readline() if server.stdout else ""

@@ -43,7 +43,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
         *("experts.observer", "experts.remote"),
-        *("kernels", "kvcache", "collectives", "models", "offload", "policy", "trace", "transport"),
+        *("kernels", "kvcache", "collectives", "models", "offload", "policy", "structured", "trace"),
+        "transport",
     ),
     "cluster": (
         *("config", "core", "policy.fleet.autoscale", "policy.placement.balance"),
@@ -60,9 +61,15 @@ EDGES: dict[str, tuple[str, ...]] = {
     "tokenizer": ("core", "gguf_tokenizer", "models.gguf.header", "templates", "tiktoken_model"),
     "detokenizer": ("tokenizer",),
     "stop_strings": (),
+    "bad_words": ("core", "tokenizer"),
     # Workers are known through a transport only.
-    "engine": ("core", "detokenizer", "stop_strings", "tokenizer", "transport.base"),
-    "server": ("config", "core", "engine"),
+    # the tokens that an answer of a certain form may have: masks for a worker, a grammar for an engine
+    "structured": ("core", "tokenizer"),
+    "engine": (
+        *("bad_words", "core", "detokenizer", "stop_strings", "structured.grammar", "tokenizer"),
+        "transport.base",
+    ),
+    "server": ("config", "core", "engine", "structured.grammar"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),
     # the stages of a worker's step, layer by layer, beside another implementation
@@ -90,7 +97,10 @@ EDGES: dict[str, tuple[str, ...]] = {
         "trace.options",
         *("trace.parts", "trace.routing", "transport.base"),
     ),
-    "llm": ("config", "core", "engine", "models.files", "runtime", "tokenizer", "transport.local"),
+    "llm": (
+        *("config", "core", "engine", "models.files", "runtime", "structured.grammar", "tokenizer"),
+        "transport.local",
+    ),
     "__main__": ("cli",),
     "cli": (
         *("", "batch.options", "bench.options", "commands", "config", "core", "profiling.options"),
@@ -111,7 +121,10 @@ EDGES: dict[str, tuple[str, ...]] = {
 }
 """Room -> what it may import beside itself. "a.b" allows that one module, "" the package's own names."""
 
-TORCH_ROOMS = ("kernels", "models", "kvcache", "runtime", "experts", "offload", "hardware", "verify")
+TORCH_ROOMS = (
+    *("kernels", "models", "kvcache", "runtime", "experts", "offload", "hardware", "verify"),
+    "structured.constraints",  # masks change the sampler's logits
+)
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": tuple(room for room in EDGES if room not in ("cli", "commands", "config", "")),
     "scipy": (
@@ -135,6 +148,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "httpx": ("client",),
     "rich": ("commands", "bench", "batch"),
     "cyclopts": ("cli", "commands"),
+    "llguidance": ("structured",),
 }
 """Foreign library -> the only places that import it."""
 

@@ -147,6 +147,13 @@ def test_the_help_shows_short_flags(
         ("serve demo --max-num-seqs 0", "--max-num-seqs: got 0; allowed: an integer of at least 1"),
         ("serve demo --api-key=", "--api-key: "),
         ("serve demo --portt 3", "--portt. Did you mean --port?"),
+        ("serve demo --fast-memory 2GiB", "--fast-memory. --fast-memory is a flag of run-batch."),
+        ("serve demo --log-level debug", "--log-level. Did you mean --access-log?"),
+        ("serve demo --log-levl debug", "--log-levl. Did you mean --access-log?"),
+        ("serve demo --tp=2", "--tp. Did you mean --tensor-parallel-size?"),
+        ("serve demo --ctx-size 5", "--ctx-size. Did you mean --max-model-len?"),
+        ("bench serve --hots x", "--hots. --host is a flag of serve."),
+        ("doctor --log-level x", "--log-level. --access-log is a flag of serve."),
         ("serve demo other", "got 'other', which is not an argument of this command"),
         ("serve demo --port 1 --port 2", "--port specified multiple times"),
         ("serv demo", 'Did you mean "serve"?'),
@@ -447,3 +454,8 @@ def test_the_flag_about_special_tokens_arrives(
     rest = ("demo", "--port", "0") if command == "serve" else batch
     assert cli.main([command, *rest, *flags]) == 2
     assert seen == [bool(flags)]
+
+
+def test_a_model_behind_the_served_names_is_missed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--served-model-name", "a", "demo"]) == 2
+    assert "write MODEL before it" in capsys.readouterr().err

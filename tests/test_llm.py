@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,38 @@ def test_sampled_tokens_do_not_depend_on_company_chunks_or_preemption(
     checkpoint: Path, prompts: list[list[int]], alone: list[list[int]], settings: dict[str, object]
 ) -> None:
     assert tokens(LLM(str(checkpoint), **settings), prompts, SAMPLED) == alone
+
+
+BANNED = replace(
+    SAMPLED, bad_words=["a", "bc", "\x00\x01"], allowed_token_ids=range(128), frequency_penalty=0.3
+)
+
+
+@pytest.fixture(scope="module")
+def banned_alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return [tokens(LLM(str(checkpoint)), [prompt], BANNED)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=() if name == "small chunks" else pytest.mark.slow)
+        for name, settings in SETTINGS.items()
+    ],
+)
+def test_bans_act_in_their_request_alone_and_everywhere_alike(
+    checkpoint: Path,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    banned_alone: list[list[int]],
+    settings: dict[str, object],
+) -> None:
+    params = [BANNED if index % 2 else SAMPLED for index in range(len(prompts))]
+    found = [one.outputs[0].token_ids for one in LLM(str(checkpoint), **settings).generate(prompts, params)]
+    assert found == [(banned_alone if index % 2 else alone)[index] for index in range(len(prompts))]
+    for answer in banned_alone:
+        assert set(answer) <= set(range(128)) - {ord("a")}
+        assert not {(ord("b"), ord("c")), (0, 1)} & set(pairwise(answer))
 
 
 def test_a_recorded_run_replays_into_a_fresh_scheduler(checkpoint: Path, prompts: list[list[int]]) -> None:

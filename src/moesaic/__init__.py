@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moesaic.core.errors import MoesaicError
     from moesaic.core.request import RequestOutput, SamplingParams
+    from moesaic.core.structured import StructuredOutputsParams
     from moesaic.llm import LLM
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "MoesaicError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "MoesaicError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _MODULES = {
     "LLM": "moesaic.llm",
     "MoesaicError": "moesaic.core.errors",
     "RequestOutput": "moesaic.core.request",
     "SamplingParams": "moesaic.core.request",
+    "StructuredOutputsParams": "moesaic.core.structured",
 }
 
 

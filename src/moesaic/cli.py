@@ -26,6 +26,7 @@ from moesaic.config import (
     CacheConfig,
     ClusterConfig,
     ConnectionConfig,
+    CorsConfig,
     ModelConfig,
     OffloadConfig,
     ParallelConfig,
@@ -67,6 +68,7 @@ app = App(
     help="Mixture-of-Experts language models, served with the experts as services.",
     help_epilogue="Flags of a command: moesaic COMMAND --help, and every flag explained: --help-all",
     help_formatter=GroupedFlags(SHORT),
+    default_parameter=Parameter(consume_multiple=True, negative_iterable=()),  # --served-model-name a b
 )
 bench = App(
     name="bench",
@@ -93,6 +95,7 @@ def serve(
     queues: Annotated[QueueConfig, FLAT] = QueueConfig(),
     cluster: Annotated[ClusterConfig, FLAT] = ClusterConfig(),
     server: Annotated[ServerConfig, FLAT] = ServerConfig(),
+    cors: Annotated[CorsConfig, FLAT] = CorsConfig(),
     connections: Annotated[ConnectionConfig, FLAT] = ConnectionConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     record: Annotated[RecordConfig, FLAT] = RecordConfig(),
@@ -105,7 +108,7 @@ def serve(
     from moesaic.commands import serve as command
 
     worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace, queues=queues)
-    return command.run(worker, cluster, resolve_server(server), connections, record, output.json)
+    return command.run(worker, cluster, resolve_server(server), connections, record, output.json, cors)
 
 
 @app.command
@@ -303,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CycloptsError as error:
-        return _fail(one_line(error), 2, given)
+        return _fail(one_line(error, app), 2, given)
     except ConfigError as error:
         return _fail(str(error), 2, given)
     except MoesaicError as error:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from moesaic.bad_words import BadWords, check_some_token_is_left
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, EngineDeadError, OverloadedError, RequestError
 from moesaic.core.metrics import WorkerStats
@@ -23,6 +24,7 @@ from moesaic.core.request import (
 )
 from moesaic.detokenizer import IncrementalDecoder
 from moesaic.stop_strings import Search, StopStrings
+from moesaic.structured.grammar import grammar_of
 from moesaic.tokenizer import Tokenizer
 from moesaic.transport.base import Connection
 
@@ -88,6 +90,7 @@ class Engine:
         self._streams: dict[int, _Stream] = {}
         self._groups: dict[int, set[int]] = {}
         self._next_id = 0
+        self._bad_words = BadWords(tokenizer)
         self._worker = WorkerStats()
 
     @property
@@ -115,7 +118,8 @@ class Engine:
         Raises RequestError, OverloadedError or EngineDeadError. In these cases nothing was sent.
         """
         info = self._require_worker()
-        params = _fit(prompt_token_ids, params, info)
+        params = _fit(prompt_token_ids, self._with_word_ids(params, info), info)
+        grammar = self._grammar(params)
         limit = self.limit
         if limit is not None and self._streams and len(self._streams) + params.n > limit:
             raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
@@ -123,14 +127,18 @@ class Engine:
         group = self._next_id
         requests, streams = [], {}
         stops = StopStrings(params.stop)
-        # The worker does not look for stop strings. Each of n copies could have megabytes.
-        for index, single in enumerate(replace(params, stop=()).fan_out(seed)):
+        # The worker does not look for stop strings, and it gets the grammar in another form. Each of n copies
+        # could have megabytes.
+        for index, single in enumerate(
+            replace(params, stop=(), bad_words=(), structured_outputs=None).fan_out(seed)
+        ):
             request = Request(
                 request_id=self._next_id,
                 prompt_token_ids=prompt_token_ids,
                 params=single,
                 eos_token_ids=self.eos_token_ids,
                 arrival=self._clock(),
+                grammar=grammar,
             )
             self._next_id += 1
             before = () if own_text else prompt_token_ids
@@ -179,12 +187,34 @@ class Engine:
         self._streams.clear()
         self._groups.clear()
 
+    def _with_word_ids(self, params: SamplingParams, info: messages.WorkerInfo) -> SamplingParams:
+        """`params` with the token sequences of its bad words. Raises RequestError if they forbid all."""
+        if not params.bad_words:
+            return params
+        sequences = self._bad_words.sequences(params.bad_words)
+        check_some_token_is_left(sequences, params.allowed_token_ids, info.vocab_size)
+        return replace(params, bad_word_ids=sequences)
+
     def _require_worker(self) -> messages.WorkerInfo:
         if self.dead is not None:
             raise EngineDeadError(f"the worker is gone: {self.dead}")
         if self.info is None:
             raise EngineDeadError("the worker is still loading the model")
         return self.info
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """llguidance's grammar of a structured output. Empty for any other request."""
+        form = params.structured_outputs
+        if form is None:
+            return ""
+        if not self.eos_token_ids:
+            why = "the model has no end-of-sequence token, with which a structured output ends"
+            raise RequestError(f"structured_outputs: {why}", "structured_outputs")
+        grammar = grammar_of(form, self.tokenizer.special_tokens)
+        if params.n * len(grammar) > MOST_BYTES:
+            what = f"{params.n}, for which the grammars have {params.n * len(grammar)} characters in all"
+            raise RequestError(f"n: got {what}; allowed: at most {MOST_BYTES}", "n")
+        return grammar
 
     def _send(self, message: messages.ToWorker) -> None:
         try:
@@ -203,8 +233,8 @@ class Engine:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue  # cancelled while the worker was sending its token
-            if finish is FinishReason.ERROR:
-                output = _broken_off(stream)
+            if finish in (FinishReason.ERROR, FinishReason.NOT_ALLOWED):
+                output = _broken_off(stream, finish)
             else:
                 output = _advance(stream, token, finish, logprob)
             if output.finished:
@@ -243,8 +273,8 @@ def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -
     bad = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
     if bad is not None:
         raise RequestError(f"prompt: got token id {bad}; allowed: 0 to {info.vocab_size - 1}", "prompt")
-    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        for token in tokens:
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token in getattr(params, name) or ():
             if token >= info.vocab_size:
                 allowed = f"token ids 0 to {info.vocab_size - 1}"
                 raise RequestError(f"{name}: got token id {token}; allowed: {allowed}", name)
@@ -258,9 +288,11 @@ def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -
             code="context_length_exceeded",
         )
     stop_ids = tuple(dict.fromkeys(params.stop_token_ids))
-    size = params.n * (5 * (len(prompt) + len(stop_ids)) + 14 * len(params.logit_bias))
+    ids = len(prompt) + len(stop_ids) + len(params.allowed_token_ids or ())
+    ids += sum(map(len, params.bad_word_ids))
+    size = params.n * (5 * ids + 14 * len(params.logit_bias))
     if size > MOST_BYTES:
-        what = f"the prompt, stop_token_ids and logit_bias have {size} bytes in all"
+        what = f"the prompt, token ids, bad_words and logit_bias have {size} bytes in all"
         raise RequestError(f"n: got {params.n}, for which {what}; allowed: at most {MOST_BYTES}", "n")
     scores = params.prompt_logprobs if len(prompt) > 1 else None
     return replace(
@@ -302,14 +334,14 @@ def _advance(
     )
 
 
-def _broken_off(stream: _Stream) -> RequestOutput:
-    """The end of a completion whose logits were not finite: the text that was held back, and no token."""
+def _broken_off(stream: _Stream, reason: FinishReason) -> RequestOutput:
+    """The end of a completion for which there was no token: the text that was held back."""
     return RequestOutput(
         request_id=stream.group,
         index=stream.index,
         text=stream.stops.held + stream.decoder.finish(),
         logprobs=None if stream.request.params.logprobs is None else [],
-        finish_reason=FinishReason.ERROR,
+        finish_reason=reason,
         num_prompt_tokens=len(stream.request.prompt_token_ids),
         num_cached_tokens=stream.cached_tokens,
     )

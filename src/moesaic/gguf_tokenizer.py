@@ -131,9 +131,12 @@ class _Vocabulary:
         if not isinstance(kinds, list) or len(kinds) != len(self.tokens):
             raise self.refused("token_type", f"{len(kinds)} types", f"{len(self.tokens)}, as tokens")
         self.kinds: Sequence[int] = kinds
-        self.ids = {text: at for at, text in enumerate(self.tokens) if kinds[at] != UNUSED}
-        """Text -> id of the tokens that are used."""
-        if len(self.ids) < len(self.tokens) - list(kinds).count(UNUSED):
+        used = {text: at for at, text in enumerate(self.tokens) if kinds[at] != UNUSED}
+        count = max(used.values(), default=-1) + 1
+        unused = {text: at for at, text in enumerate(self.tokens[:count]) if kinds[at] == UNUSED}
+        self.ids = unused | used
+        """Text -> id of the tokens up to the last one that is used. No text becomes an unused one."""
+        if len(used) < len(self.tokens) - list(kinds).count(UNUSED):
             raise self.refused("tokens", "two tokens with the same text", "texts that differ")
 
     def texts(self, key: str) -> list[str]:

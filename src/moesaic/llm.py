@@ -21,6 +21,7 @@ from moesaic.models import files
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.worker import Journal
+from moesaic.structured.grammar import check
 from moesaic.tokenizer import Tokenizer
 from moesaic.transport.local import local_pair
 
@@ -165,6 +166,8 @@ class LLM:
     ) -> _Batch:
         each = _one_each(self.default_sampling if params is None else params, len(prompts))
         batch = _Batch()
+        for form in {one.structured_outputs for one in each if one.structured_outputs is not None}:
+            check(form, self.tokenizer.special_tokens)
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 given = _plain(prompt)

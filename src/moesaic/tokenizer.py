@@ -16,15 +16,13 @@ from tokenizers.pre_tokenizers import Metaspace
 from moesaic import gguf_tokenizer, tiktoken_model
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
 from moesaic.models.gguf.header import is_gguf
-from moesaic.templates import content
+from moesaic.templates import content, continuation
 from moesaic.templates.pool import Renderers
 from moesaic.templates.renderer import Limits
 from moesaic.tiktoken_model import byte_level_alphabet as byte_level_alphabet
 
 FAST = "tokenizer.json"
 REPLACEMENT = "\ufffd"
-MARK = "\ue000"
-"""A private-use character. It marks the end of a continued message while the template is rendered."""
 ALLOW = "--allow-special-tokens-in-content"
 MOST_SETTINGS = 16 << 20
 """Largest tokenizer_config.json in bytes. Real ones have less than one MB, with thousands of added tokens."""
@@ -36,6 +34,7 @@ class Tokenizer:
     chat_template: a file with a Jinja template, used in place of the checkpoint's own.
     special_tokens_in_content: whether special tokens in messages mean what they mean in the template. Else
     they are text. limits: of the template, which runs in processes of its own. They end with this object.
+    with_template: False where no conversation will be formatted; then no process is started.
     Raises CheckpointError if tokenizer.json is missing or damaged, or the template cannot be compiled. Known
     tokenizers are also read from tiktoken's ranks (`tiktoken_model`).
     """
@@ -47,31 +46,35 @@ class Tokenizer:
         *,
         special_tokens_in_content: bool = False,
         limits: Limits = Limits(),
+        with_template: bool = True,
     ) -> None:
-        self._settings: Mapping[str, Any]
+        self.settings: dict[str, Any]
         if is_gguf(path):
-            self._tokenizer, self._settings = gguf_tokenizer.read(path)
+            self._tokenizer, self.settings = gguf_tokenizer.read(path)
         else:
             settings_file = path / "tokenizer_config.json"
-            self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
-            self._tokenizer = _read_tokenizer(path, self._settings)
+            self.settings = _read_settings(settings_file) if settings_file.is_file() else {}
+            self._tokenizer = _read_tokenizer(path, self.settings)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes_of_character = byte_level_alphabet()
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self.decode(self._anchor)
         self._bos = self._missing_bos()
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self._special = content.SpecialTokens([token.content for token in added if token.special])
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: number for number, token in added if token.special}
+        """Text -> id. Models are trained on what they stand for, which is no text."""
+        self._special = content.SpecialTokens(list(self.special_tokens))
         unknown = {self._special_tokens().get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
         self._normalized = {
             number: token.content
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            for number, token in added
             if token.special and token.normalized and token.content not in unknown
         }
         """Id -> text of the special tokens that the tokenizer looks for in normalized text."""
         self._special_in_content = special_tokens_in_content
         self._loading_literal = Lock()
-        source, where = self._find_template(path, chat_template)
+        source, where = self._find_template(path, chat_template) if with_template else (None, path)
+        self.chat_template = source
         self._template = None if source is None else _started(source, where, limits)
 
     @cached_property
@@ -89,6 +92,10 @@ class Tokenizer:
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._bos, *ids] if add_special_tokens else list(ids)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of `text` inside a longer text. Special tokens in it are text."""
+        return list(self._literal[0].encode(text, add_special_tokens=False).ids)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Bytes that are not valid UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
@@ -103,7 +110,18 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for. They may be a part of a character."""
-        text = self.token(token_id)
+        return self._bytes_of(token_id, self.token(token_id))
+
+    def all_bytes(self) -> list[bytes]:
+        """The bytes of every token, by id."""
+        pairs = [[*self._anchor, number] for number in range(self.vocab_size)]
+        texts = self._tokenizer.decode_batch(pairs, skip_special_tokens=False)
+        return [
+            self._bytes_of(number, text.removeprefix(self._anchor_text)) for number, text in enumerate(texts)
+        ]
+
+    def _bytes_of(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that decodes to `text` inside a longer text."""
         if REPLACEMENT not in text:
             return text.encode()
         piece = self._tokenizer.id_to_token(token_id) or ""
@@ -202,7 +220,7 @@ class Tokenizer:
         for name in variables:
             if name in own:
                 raise RequestError(f"chat_template_kwargs: {name!r} cannot be set", "chat_template_kwargs")
-        messages = _marked(plain) if continue_final_message else plain
+        messages = continuation.marked(plain) if continue_final_message else plain
         try:
             # transformers always sets tools and documents
             text = self._template.render(
@@ -212,7 +230,7 @@ class Tokenizer:
             does = f"refuses them: {error}" if error.refused else str(error)
             code = "context_length_exceeded" if error.too_long and most is not None else None
             raise RequestError(f"messages: the chat template {does}", "messages", code) from error
-        return _cut_at_mark(text) if continue_final_message else text
+        return continuation.cut_at_mark(text) if continue_final_message else text
 
     def _unwritten(self, ids: Sequence[int], text: str) -> str | None:
         """A special token in `ids` that is not written in `text`, or None.
@@ -273,7 +291,7 @@ class Tokenizer:
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        values = {name: self._settings.get(name) for name in names}
+        values = {name: self.settings.get(name) for name in names}
         return {
             name: str(value.get("content", "") if isinstance(value, dict) else value)
             for name, value in values.items()
@@ -287,13 +305,13 @@ class Tokenizer:
         """
         name = self._special_tokens().get("bos_token")
         token = None if name is None else self._tokenizer.token_to_id(name)
-        if token is None or self._settings.get("add_bos_token") is not True:
+        if token is None or self.settings.get("add_bos_token") is not True:
             return []
         return [] if token in self._tokenizer.encode("a").ids else [token]
 
     def _find_template(self, path: Path, override: Path | None) -> tuple[str | None, Path]:
         """The source of the chat template, or None, and where it was found."""
-        source: Any = self._settings.get("chat_template")
+        source: Any = self.settings.get("chat_template")
         if isinstance(source, list):  # several named templates: take the one called default
             named = (each for each in source if isinstance(each, dict))
             source = next((each.get("template") for each in named if each.get("name") == "default"), None)
@@ -361,25 +379,6 @@ def _text_of(content: object) -> str:
         allowed = 'a text, or a list of {"type": "text", "text": ...}'
         raise RequestError(f"messages: content: got {wrong!r}; allowed: {allowed}", "messages")
     return "\n".join(text for text in texts if text is not None)
-
-
-def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """`messages` with MARK and a space added to the last one's content.
-
-    The space shows whether the template trims contents: then it is gone.
-    """
-    content = messages[-1].get("content") if messages else None
-    if not isinstance(content, str) or not content.strip():
-        raise RequestError("messages: the last message has no content to continue", "messages")
-    return [*messages[:-1], {**messages[-1], "content": f"{content}{MARK} "}]
-
-
-def _cut_at_mark(text: str) -> str:
-    """`text` up to the end of the last message's content, which the model then continues."""
-    before, found, after = text.rpartition(MARK)
-    if not found:
-        raise RequestError("messages: the chat template leaves the last message out", "messages")
-    return before if after.startswith(" ") else before.rstrip()
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from moesaic.cli import main
 from tests.batch.test_kill import finish, start, when_lines
 from tests.support.fake_batch_server import results
 from tests.support.processes import children, gone
@@ -100,3 +101,19 @@ def test_a_setting_that_is_wrong_is_one_line(files, tmp_path):
     code, _, err = finish((tmp_path / "none", files[1]), demo=True)
     assert code == 2
     assert err.count("\n") == 1 and "--input-file" in err
+
+
+def test_lines_with_unknown_fields_fail_only_with_strict_fields(tmp_path, caplog):
+    file = tmp_path / "in.jsonl"
+    rows = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", **more}}
+        for name, more in (("a", {}), ("b", {"slot_id": 1}))
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for flags, code, failed in (((), 0, []), (("--strict-fields",), 1, ["b"])):
+        output = tmp_path / f"out{code}.jsonl"
+        assert main(["run-batch", "-i", str(file), "-o", str(output), "--model", "demo", *flags]) == code
+        found = results(output)
+        assert [one["custom_id"] for one in found if one["error"]] == failed
+        assert ("slot_id: unknown field" in caplog.text) == (not failed)
+        caplog.clear()

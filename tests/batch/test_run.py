@@ -82,12 +82,14 @@ def test_a_refused_request_is_a_result(files):
     assert [result["custom_id"] for result in failed] == ["id-1"]
     assert failed[0]["response"]["status_code"] == 400
     assert failed[0]["error"] == {"code": "bad", "message": "line 2: refused with bad", "line": 2}
-    assert summary.exit_code() == 0
+    assert summary.exit_code() == 1
 
 
-def test_when_every_line_failed_the_exit_code_says_so(files):
+def test_when_a_line_failed_the_exit_code_says_so_also_later(files):
     write_input(files[0], 3)
-    assert run(FakeServer(lambda body: refusal(404, "model_not_found")), files).exit_code() == 1
+    fake = FakeServer(lambda body: refusal(404, "x") if body["prompt"] == "p-id-1" else completion(body))
+    assert run(fake, files).exit_code() == 1
+    assert len(results(files[1])) == 3
     assert run(FakeServer(), files).exit_code() == 1
     empty = files[0].with_name("empty")
     empty.touch()

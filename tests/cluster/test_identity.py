@@ -50,11 +50,19 @@ KNOWN: dict[str, list[Answer]] = {}
 
 
 def workload(count: int, tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of many lengths; every other request is sampled."""
+    """Prompts of many lengths; every other request is sampled, and every fourth must not say everything."""
     random_numbers = random.Random(7)
     prompts = [[random_numbers.randrange(3, 900) for _ in range(3 + 5 * i)] for i in range(count)]
     params = [
-        SamplingParams(max_tokens=tokens, temperature=0.9 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
+        SamplingParams(
+            max_tokens=tokens,
+            temperature=0.9 * (i % 2),
+            seed=i,
+            ignore_eos=True,
+            logprobs=0,
+            allowed_token_ids=None if i % 4 else range(10 * i, 900),
+            bad_word_ids=() if i % 4 else [[token, token + step] for token in range(900) for step in (1, 2)],
+        )
         for i in range(count)
     ]
     return prompts, params

@@ -18,6 +18,7 @@ from tests.support import model_configs, tiny_models
 from moesaic import cli
 from moesaic.models import files
 from moesaic.models.checkpoint import SINGLE
+from moesaic.models.compressing import Sizes
 
 COMMAND = [sys.executable, "-m", "moesaic", "compress"]
 HIDDEN, WIDTH, EXPERTS = 4096, 14336, 8
@@ -30,19 +31,33 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return err
 
 
-def test_it_says_what_the_weights_took_and_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_the_weights_took_and_take_and_that_they_grew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, demo = tmp_path / "out", files.resolve("demo")
-    assert cli.main(["compress", "demo", str(out)]) == 0
-    said, progress = capsys.readouterr()
+    assert cli.main(["compress", "demo", str(out)]) == 1
+    said, err = capsys.readouterr()
     pattern = r".*/out: [\d.]+ MiB of 12.8 MiB \([\d.]+%\), 432 matrices compressed in [\d.]+ s\n"
-    assert re.fullmatch(pattern, said) and progress == ""
+    assert re.fullmatch(pattern, said)
+    larger = f"{out} is larger than demo, whose experts cannot be compressed so"
+    assert err == f"moesaic: {larger}; serve demo itself\n"
     assert {file.name for file in out.iterdir()} == {file.name for file in demo.iterdir()}
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
+def test_only_growth_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for after, code in ((80, 0), (100, 0), (101, 1)):
+        sizes = Sizes(100, after, 3)
+        monkeypatch.setattr("moesaic.commands.compress.compress", lambda *_, sizes=sizes: sizes)
+        assert cli.main(["compress", "demo", str(tmp_path / "out")]) == code
+        assert capsys.readouterr().err.count("\n") == code
+
+
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert cli.main(["compress", "demo", str(out), "--json"]) == 0
+    assert cli.main(["compress", "demo", str(out), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said.pop("seconds") > 0
     before, after = said.pop("bytes_before"), said.pop("bytes_after")

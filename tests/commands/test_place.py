@@ -301,3 +301,19 @@ def test_settings_come_without_torch() -> None:
 def test_settings_from_python(file: Path) -> None:
     with pytest.raises(ConfigError, match="--solver: got 'best'"):
         Place(file, ranks=2, solver="best", compare=True)  # type: ignore[arg-type]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_solved(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def solve(*_: object) -> None:
+        raise AssertionError("a solver ran")
+
+    monkeypatch.setitem(SOLVERS, "ours", solve)
+    monkeypatch.setitem(SOLVERS, "vanilla", solve)
+    said = refused(capsys, file, "--ranks", 2, "-o", "/proc/placement.json")
+    assert "--output-file: got '/proc/placement.json'; allowed: a file to write into (" in said
+    out = tmp_path / "placement.json"
+    said = refused(capsys, file, "--ranks", 2, "-o", out, "--plot", "/proc/x.svg")
+    assert "--plot: got '/proc/x.svg'; allowed: a file to write into (" in said
+    assert list(tmp_path.iterdir()) == [file]

@@ -93,6 +93,8 @@ def test_rows(native: Kernels, guarded: Guarded, width: int) -> None:
         native.merge(rows, others, draw(guarded, count, 2, width), draw(guarded, count, 2))
         native.sigmoid_gate(rows, draw(guarded, 1, width), others)
         native.clip(rows, 0.5)
+        bits = guarded(torch.full((count, (width + 31) // 32), 5, dtype=torch.int32))
+        native.mask_tokens(others, guarded(torch.arange(count)), bits)
         heads, places = draw(guarded, count, 3, width), guarded(torch.full((count,), 4))
         cosine, sine = draw(guarded, 5, width // 2), draw(guarded, 5, width // 2)
         for interleaved in (False, True):

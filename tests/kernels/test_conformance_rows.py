@@ -311,3 +311,23 @@ def test_clip(native: Kernels, width: int) -> None:
     [row] = native.clip(torch.tensor([[-torch.inf, torch.inf, torch.nan, -0.5]]), 0.75)
     assert row[:2].tolist() == [-0.75, 0.75]
     assert row[2].isnan() and row[3] == -0.5
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 100, 4096])
+def test_mask_tokens(native: Kernels, width: int) -> None:
+    words = (width + 31) // 32
+    bits = torch.randint(-(2**31), 2**31, (4, words), dtype=torch.int32)
+    bits[1], bits[2] = 0, -1
+    logits, lines = stored(6, width), torch.tensor([5, 0, 3, 2])
+    found, wanted = logits.clone(), logits.clone()
+    native.mask_tokens(found, lines, bits)
+    REFERENCE.mask_tokens(wanted, lines, bits)
+    assert same_bits(found, wanted)
+    for line, mask in zip(lines.tolist(), bits.numpy(), strict=True):
+        for token in range(width):
+            allowed = int(mask[token // 32]) >> (token % 32) & 1
+            assert found[line, token] == (logits[line, token] if allowed else -torch.inf)
+    assert same_bits(found[[1, 4]], logits[[1, 4]])
+    native.mask_tokens(found, lines[:0], bits[:0])
+    with pytest.raises(ValueError, match="lines"):
+        native.mask_tokens(found, lines + 1, bits)

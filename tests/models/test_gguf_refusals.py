@@ -79,6 +79,10 @@ def cut(size: int) -> Change:
 
 DAMAGE: dict[str, tuple[Change, str]] = {
     "another file": (word(0, "I", 7), "not a GGUF file (it begins with b'\\x07\\x00\\x00\\x00')"),
+    "a pointer": (
+        lambda data, _: data.__setitem__(slice(None), b"version https://git-lfs.github.com/spec/v1\n"),
+        "this is a Git LFS pointer, not the file itself: run git lfs pull there",
+    ),
     "nothing": (lambda data, _: data.clear(), "not a GGUF file (it is empty)"),
     "version 1": (word(4, "I", 1), "got GGUF version 1; allowed: version 2, 3, little-endian"),
     "big-endian": (word(4, "I", 3 << 24), "got big-endian numbers; allowed: version 2, 3"),

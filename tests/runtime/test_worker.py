@@ -28,6 +28,9 @@ class Still:
     def progress(self) -> list[Event]:
         return []
 
+    def compiled(self, request: Request) -> None:
+        return None
+
     def stats(self) -> WorkerStats:
         return WorkerStats()
 

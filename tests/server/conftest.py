@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from moesaic.config import ConnectionConfig
+from moesaic.config import ConnectionConfig, CorsConfig
 from moesaic.core.errors import EngineDeadError
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
@@ -20,6 +20,7 @@ from moesaic.server.hosts import Hosts
 from moesaic.server.listener import bind
 from moesaic.server.run import serve
 from moesaic.server.service import Cluster, Service
+from moesaic.server.unknown_fields import UnknownFields
 from moesaic.tokenizer import Tokenizer
 from tests.support.fake_worker import FakeWorker, engine_and_worker, make_tokenizer
 
@@ -99,13 +100,33 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         hosts: Hosts | None = None,
         body_seconds: float = 60.0,
         limits: ConnectionConfig = ConnectionConfig(),
+        strict: bool = False,
+        cors: CorsConfig = CorsConfig(),
+        other_names: tuple[str, ...] = (),
+        tokenizer_info: bool = False,
     ) -> Live:
         """closed: as on an address that is no loopback address."""
         front, worker = engine_and_worker(tokenizer, max_waiting=max_waiting, pace=pace)
-        service = Service(front, MODEL, default_sampling or {}, version="1.2.3", cluster=cluster)
+        fields = UnknownFields(strict)
+        service = Service(
+            front,
+            MODEL,
+            default_sampling or {},
+            version="1.2.3",
+            cluster=cluster,
+            fields=fields,
+            other_names=other_names,
+        )
         paths = frozenset() if cluster is None else admin_paths(closed)
         access = Access(api_key, api_key or ADMIN_KEY, paths, hosts)
-        app = create_app(service, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)
+        app = create_app(
+            service,
+            access=access,
+            max_body_bytes=max_body_bytes,
+            body_seconds=body_seconds,
+            cors=cors,
+            tokenizer_info=tokenizer_info,
+        )
         listener = bind("127.0.0.1", 0)
         errors: list[BaseException] = []
 

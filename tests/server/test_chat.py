@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from .conftest import MODEL, Live
@@ -130,9 +129,9 @@ def test_an_answer_can_be_sent_back_as_it_came(live: Live) -> None:
         ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"logprobs": 1}, "logprobs", "boolean"),
-        ({"tools": []}, "tools", "not supported"),
-        ({"tool_choice": "auto"}, "tool_choice", "'none'"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "response_format.type"),
+        ({"tools": [{}]}, "tools", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "'none'"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "response_format.type"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "modalities[0]"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot be set"),
@@ -158,5 +157,4 @@ def test_what_is_wrong_is_named(live: Live, body: dict[str, object], param: str,
 def test_harmless_forms_are_accepted(live: Live) -> None:
     body = {"response_format": {"type": "text"}, "tool_choice": "none", "tools": None, "modalities": ["text"]}
     assert live.post("/v1/chat/completions", messages=ASK, **body).status_code == 200
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        live.openai.chat.completions.create(model=MODEL, messages=ASK, tools=[])
+    assert live.openai.chat.completions.create(model=MODEL, messages=ASK, tools=[]).choices

@@ -64,8 +64,7 @@ def error_of(response: httpx.Response) -> dict[str, str]:
         ("prompt", ["a"] * 2049, "2049 prompts"),
         ("stream_options", {"include_usage": True}, "with stream true"),
         ("suffix", "x", "suffix: not supported"),
-        ("guided_json", {}, "guided_json: not a parameter"),
-        ("stream_options", {"x": 1}, "stream_options.x: not a parameter"),
+        ("grammar", "x", "grammar: not supported"),
     ],
 )
 def test_the_field_is_named(live: Live, field: str, value: object, says: str) -> None:

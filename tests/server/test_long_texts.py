@@ -112,7 +112,7 @@ def test_many_completions_share_the_entries_of_a_call(live: Live, monkeypatch: p
 
 def test_scores_of_prompts_in_one_answer_are_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes some hundred bytes, and each of n completions repeats those of its prompt."""
-    monkeypatch.setattr(completions, "MOST_SCORES", 120)
+    monkeypatch.setattr(prompts, "MOST_SCORES", 120)
     wanted = {"max_tokens": 1, "echo": True, "logprobs": 4}
     answer = live.post("/v1/completions", prompt=["x" * 5, "x" * 4], n=3, **wanted)
     says = "logprobs: got 4, with echo 135 log-probabilities of prompts in one answer; allowed: at most 120"

@@ -17,6 +17,7 @@ from moesaic.launch import launch
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.service import Service
+from moesaic.server.unknown_fields import UnknownFields
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,25 @@ class Served:
 @asynccontextmanager
 async def serving(
     config: WorkerConfig,
-    model_name: str,
+    names: tuple[str, ...],
     *,
     chat_template: Path | None = None,
     special_tokens_in_content: bool = False,
+    strict_fields: bool = False,
     seed: int | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve `config`'s model under the name `model_name` until the end of the block.
+    """Serve `config`'s model under `names` until the end of the block. Answers have the first one.
 
-    chat_template, special_tokens_in_content: see Tokenizer. seed: of the seeds that requests get.
+    chat_template, special_tokens_in_content: see Tokenizer. strict_fields: fail lines with unknown fields.
+    seed: of the seeds that requests get.
     """
     with launch(
         config, chat_template=chat_template, special_tokens_in_content=special_tokens_in_content, seed=seed
     ) as launched:
         engine = AsyncEngine(launched.engine, launched.connection)
-        service = Service(engine, model_name, launched.default_sampling, __version__)
+        unknown = UnknownFields(strict_fields)
+        sampling, others = launched.default_sampling, names[1:]
+        service = Service(engine, names[0], sampling, __version__, fields=unknown, other_names=others)
         engine.start()
         app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended)
         yield Served(app, info, lambda: launched.engine.stats().worker)

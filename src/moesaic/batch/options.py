@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moesaic.config.values import check_names
 from moesaic.core.errors import ConfigError
 
 
@@ -18,19 +19,23 @@ class RunBatch:
     output_file: Path
     """File for results, one line each, in the order in which requests finish. An existing file is
     continued."""
-    served_model_name: str | None = None
-    """Model name that the bodies of the lines use. None: MODEL as given."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model, with spaces between. The bodies of the lines may use any of them, and answers have
+    the first. Without a name: MODEL as given."""
     chat_template: Path | None = None
     """File with a Jinja chat template, used in place of the checkpoint's own."""
     allow_special_tokens_in_content: bool = False
     """Let special tokens in the content of messages act like those of the chat template. Otherwise they are
     text, so that nobody can begin a turn inside of a message."""
+    strict_fields: bool = False
+    """Fail lines with unknown fields in their body. Otherwise such fields are ignored."""
     max_in_flight: int | None = None
     """Maximum number of requests submitted to the engine at a time. None: twice --max-num-seqs."""
     seed: int | None = None
     """Seed from which requests without a seed get theirs, in the order in which they start."""
 
     def __post_init__(self) -> None:
+        check_names(self.served_model_name)
         if self.max_in_flight is not None and self.max_in_flight < 1:
             raise ConfigError.field("--max-in-flight", self.max_in_flight, "an integer of at least 1")
         if not self.input_file.is_file():

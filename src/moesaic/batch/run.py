@@ -36,15 +36,16 @@ def run(options: RunBatch, worker: WorkerConfig, console: Console | None = None)
     Raises ConfigError for bad settings and files, OutputError if results cannot be written, and
     EngineDeadError if the worker dies. The output file is complete in every case.
     """
-    name = options.served_model_name or worker.model.model
+    names = options.served_model_name or (worker.model.model,)
     service = serving(
         worker,
-        name,
+        names,
         chat_template=options.chat_template,
         special_tokens_in_content=options.allow_special_tokens_in_content,
+        strict_fields=options.strict_fields,
         seed=options.seed,
     )
-    return run_with(service, name, options, 2 * worker.scheduler.max_num_seqs, console)
+    return run_with(service, names[0], options, 2 * worker.scheduler.max_num_seqs, console)
 
 
 def run_with(

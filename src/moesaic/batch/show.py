@@ -57,11 +57,10 @@ class Summary:
         return json.dumps(self.as_json())
 
     def exit_code(self) -> int:
-        """0 when the job ran, 1 when every line failed, 128 + signal when it was stopped."""
+        """0 when every line has an answer, 1 when a line failed, 128 + signal when the run was stopped."""
         if self.interrupted_by is not None:
             return 128 + self.interrupted_by
-        good = self.completed + self.done_before - self.failed_before
-        return 1 if self.total and not good else 0
+        return 1 if self.failed or self.failed_before else 0
 
 
 def print_summary(summary: Summary, console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict
 
@@ -46,4 +47,8 @@ def run(options: Compress, as_json: bool) -> int:
             f"{options.directory}: {in_bytes(sizes.bytes_after)} of {in_bytes(sizes.bytes_before)} "
             f"({sizes.share:.1%}), {sizes.matrices} matrices compressed in {seconds:.1f} s"
         )
-    return 0
+    if sizes.share <= 1:
+        return 0
+    larger = f"{options.directory} is larger than {options.model}, whose experts cannot be compressed so"
+    print(f"moesaic: {larger}; serve {options.model} itself", file=sys.stderr)
+    return 1

@@ -17,6 +17,7 @@ from moesaic.commands.machine import Machine, examine, nearest_existing
 from moesaic.commands.model_options import NONE, THIS, Doctor
 from moesaic.commands.model_report import ModelReport, Stored
 from moesaic.commands.plan import find_hardware
+from moesaic.commands.program import program
 from moesaic.config import ModelConfig, SchedulerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD, unquantized
@@ -200,11 +201,11 @@ class _Command:
     def serve(self, shorter: int | None = None) -> str:
         """shorter: maximum tokens of a request. None: the model's own."""
         length = "" if shorter is None else f" --max-model-len {shorter}"
-        return f"moesaic serve {self._model}{self._revision}{length}"
+        return f"{program()} serve {self._model}{self._revision}{length}"
 
     def stream(self, plan: Streamed) -> str:
         model = f"--model {self._model}{self._revision}"
-        return f"moesaic run-batch -i in.jsonl -o out.jsonl {model} --fast-memory {plan.fast_memory}"
+        return f"{program()} run-batch -i in.jsonl -o out.jsonl {model} --fast-memory {plan.fast_memory}"
 
 
 def _judged(report: ModelReport, here: Here, context: int, command: _Command, disk: int) -> ModelReport:

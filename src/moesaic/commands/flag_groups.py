@@ -43,9 +43,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),
     "Server": (
         *("--host", "--port", "--served-model-name", "--chat-template"),
-        "--allow-special-tokens-in-content",
+        *("--allow-special-tokens-in-content", "--strict-fields"),
+        "--enable-tokenizer-info-endpoint",
     ),
-    "Access": ("--api-key", "--admin-key", "--allowed-hosts"),
+    "Access": (
+        *("--api-key", "--admin-key", "--allowed-hosts", "--allowed-origins", "--allowed-methods"),
+        *("--allowed-headers", "--allow-credentials"),
+    ),
     "Connections": (*("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),),
     "Observing": (
         *("--access-log", "--trace", "--record-routing", "--record-routing-share"),

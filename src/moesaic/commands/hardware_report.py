@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from moesaic.commands.processes import in_text
+from moesaic.commands.program import program
 from moesaic.commands.units import in_bytes
 from moesaic.cost.hardware import GIB, Hardware, Level
 
@@ -36,7 +37,7 @@ def as_text(hardware: Hardware, written: Path | None) -> str:
         parts += ["Copies", in_text(_link(found["link"]))]
     parts += remarks(hardware)
     if written is not None:
-        parts += ["", f"moesaic plan MODEL --hardware {written} --prompt-len S --gen-len N"]
+        parts += ["", f"{program()} plan MODEL --hardware {written} --prompt-len S --gen-len N"]
     return "\n".join(parts)
 
 

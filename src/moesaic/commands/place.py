@@ -14,6 +14,7 @@ from moesaic.commands import activation_picture
 from moesaic.commands.options import TABLES, Place
 from moesaic.commands.place_report import Report, Trial, Written, as_json, as_text
 from moesaic.commands.progress import Show, progress
+from moesaic.commands.writable import require_writable
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
@@ -54,6 +55,8 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
     cannot be written. The same holds for too many ranks or copies, and for a --model or --plot-layer that the
     profile does not have.
     """
+    require_writable("--output-file", options.output_file)
+    require_writable("--plot", options.plot)
     profile = Profile.load(options.file)
     if not profile.tokens:
         raise ConfigError(f"{options.file}: this profile counts no tokens")

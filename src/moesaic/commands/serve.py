@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from socket import socket
+from typing import TYPE_CHECKING
 
 from moesaic import __version__
 from moesaic.commands import descriptors
 from moesaic.commands.announce import Announcer
+from moesaic.commands.program import program
 from moesaic.commands.tracing import announced
-from moesaic.config import ClusterConfig, ConnectionConfig, ServerConfig, WorkerConfig
+from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, ServerConfig, WorkerConfig
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
+from moesaic.runtime.machine import cores
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
+
+if TYPE_CHECKING:
+    from moesaic.server.guard import Access
+
+
+MOST_PER_CORE = 4
+"""Processes for each core, above which the command warns."""
 
 
 class Observed:
@@ -57,16 +68,20 @@ def run(
     limits: ConnectionConfig,
     record: RecordConfig,
     as_json: bool,
+    cors: CorsConfig = CorsConfig(),
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     descriptors.prepare(_processes(cluster.resolved()))
-    name = server.served_model_name or config.model.model
+    _warn_of_many(_processes(cluster.resolved()), cores())
+    names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
         _stoppable(),
         closing(bind(server.host, server.port)) as listener,
         announced(config.trace),
-        announced(record.record_routing, "the routing is in {0}: print it with moesaic profile show {0}"),
+        announced(
+            record.record_routing, f"the routing is in {{0}}: print it with {program()} profile show {{0}}"
+        ),
         launch(
             config,
             cluster,
@@ -76,11 +91,19 @@ def run(
             record=record,
         ) as launched,
     ):
-        return _serve(launched, listener, name, server, limits, as_json)
+        return _serve(launched, listener, names, server, limits, cors, as_json)
 
 
 def _processes(cluster: ClusterConfig) -> int:
     return cluster.attention_workers * cluster.tensor_parallel_size + cluster.expert_servers
+
+
+def _warn_of_many(processes: int, cores: int) -> None:
+    """Say before the start that so many processes have to take turns."""
+    if processes > MOST_PER_CORE * cores:
+        what = f"{processes} processes for {cores} core{'s' if cores > 1 else ''}: they take turns"
+        fewer = "fewer --expert-servers or --attention-workers are faster"
+        print(f"moesaic: starts {what}, and {fewer}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -107,39 +130,56 @@ def _stoppable() -> Iterator[None]:
 def _serve(
     launched: Launched,
     listener: socket,
-    name: str,
+    names: tuple[str, ...],
     server: ServerConfig,
     limits: ConnectionConfig,
+    cors: CorsConfig,
     as_json: bool,
 ) -> int:
     """Serve the HTTP API of `launched`. Returns the exit code."""
     from moesaic.server.app import create_app  # slow imports, during which the worker already loads
     from moesaic.server.async_engine import AsyncEngine
-    from moesaic.server.elastic import admin_paths
-    from moesaic.server.guard import Access
     from moesaic.server.run import serve
     from moesaic.server.service import Service
+    from moesaic.server.unknown_fields import UnknownFields
 
     host, port = listener.getsockname()[:2]
     new_key = secrets.token_hex(24) if launched.supervisor and server.admin_key is None else None
-    with Announcer(name, host, port, as_json, reported(launched), new_key) as announcer:
+    with Announcer(names[0], host, port, as_json, reported(launched), new_key) as announcer:
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
-        service = Service(engine, name, launched.default_sampling, __version__, cluster=launched.supervisor)
-        closed = server.api_key is None and not is_loopback(host)
-        access = Access(
-            server.api_key,
-            server.admin_key or new_key,
-            admin_paths(closed) if launched.supervisor else frozenset(),
-            Hosts.of(server.host, host, server.more_hosts),
+        service = Service(
+            engine,
+            names[0],
+            launched.default_sampling,
+            __version__,
+            cluster=launched.supervisor,
+            fields=UnknownFields(server.strict_fields),
+            other_names=names[1:],
         )
-        app = create_app(service, access=access, body_seconds=limits.timeout_body)
+        app = create_app(
+            service,
+            access=_access(server, host, server.admin_key or new_key, launched),
+            body_seconds=limits.timeout_body,
+            cors=cors,
+            tokenizer_info=server.enable_tokenizer_info_endpoint,
+        )
         level = "info" if server.access_log else "warning"
         try:
             return serve(app, engine, listener, limits=limits, log_level=level, access_log=server.access_log)
         except EngineDeadError as error:
             ended = launched.how_it_ended()
             raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
+
+
+def _access(server: ServerConfig, host: str, admin_key: str | None, launched: Launched) -> Access:
+    """Who may call what of a server that listens on `host`."""
+    from moesaic.server.elastic import admin_paths  # slow imports
+    from moesaic.server.guard import Access
+
+    closed = server.api_key is None and not is_loopback(host)
+    paths = admin_paths(closed) if launched.supervisor else frozenset()
+    return Access(server.api_key, admin_key, paths, Hosts.of(server.host, host, server.more_hosts))
 
 
 def reported(launched: Launched) -> Callable[[], ClusterStatus] | None:

@@ -11,11 +11,12 @@ import cyclopts
 from cyclopts import exceptions
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel
 
-from moesaic.commands import flag_groups
+from moesaic.commands import flag_groups, suggestions
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
+NAMES = "--served-model-name"
 KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -65,7 +66,7 @@ def _flags_of(entries: list[HelpEntry]) -> str:
     return ", ".join(next(n for n in entry.positive_names if n.startswith("--")) for entry in entries)
 
 
-def one_line(error: cyclopts.CycloptsError) -> str:
+def one_line(error: cyclopts.CycloptsError, app: cyclopts.App) -> str:
     """The message of a cyclopts error, in the form "flag: got value; allowed: values"."""
     match error:
         case cyclopts.CoercionError() if error.argument is not None and error.argument.tokens:
@@ -73,7 +74,13 @@ def one_line(error: cyclopts.CycloptsError) -> str:
             return f"{flag}: got {value!r}; allowed: {allowed(error.argument.hint)}"
         case cyclopts.MissingArgumentError() if error.argument is not None:
             flag, value = error.argument.name, _behind(error.argument.name, error.root_input_tokens or [])
+            if flag == "--model" and NAMES in (error.root_input_tokens or []):
+                return f"MODEL: got nothing: all words after {NAMES} are names; write MODEL before it"
             return f"{flag}: got {value}; allowed: {allowed(error.argument.hint)}"
+        case exceptions.UnknownOptionError():
+            flag = error.token.keyword or error.token.value
+            hint = suggestions.about(flag, error.command_chain or (), app)
+            return f"Unknown option: {flag}. {hint}".rstrip()
         case exceptions.UnusedCliTokensError():
             extra = " ".join(error.unused_tokens or [])
             return f"got {extra!r}, which is not an argument of this command; see --help"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moesaic.config.cluster import ClusterConfig, ParallelConfig
+from moesaic.config.cors import CorsConfig
 from moesaic.config.environment import (
     admin_key,
     api_key,
@@ -46,6 +47,7 @@ __all__ = [
     "ClusterConfig",
     "Combine",
     "ConnectionConfig",
+    "CorsConfig",
     "Device",
     "DispatchName",
     "Dtype",

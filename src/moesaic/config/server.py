@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moesaic.config.environment import admin_key, api_key
-from moesaic.config.values import at_least, check_key
+from moesaic.config.values import at_least, check_key, check_names
 from moesaic.core.errors import ConfigError
 
 _HOST = re.compile(r"\*|[A-Za-z0-9._:%-]+")
@@ -40,8 +40,9 @@ class ServerConfig:
     allowed_hosts: str | None = None
     """Names, with commas between, by which clients may call a server without an API key, beside localhost
     and the address of --host. `*` allows every name, also that of a web page that attacks the server."""
-    served_model_name: str | None = None
-    """Name of the model in the API. None: MODEL as given."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model in the API, with spaces between. Requests may use any of them, and answers have the
+    first. Without a name: MODEL as given."""
     chat_template: str | None = None
     """File with a Jinja chat template, used in place of the checkpoint's own."""
     allow_special_tokens_in_content: bool = False
@@ -49,6 +50,11 @@ class ServerConfig:
     text, so that nobody can begin a turn inside of a message."""
     max_queue: int = 256
     """Maximum number of requests that wait beyond max_num_seqs. Further requests get status 429."""
+    strict_fields: bool = False
+    """Refuse requests with unknown fields. Otherwise such fields are ignored, and the answer's header
+    X-Moesaic-Ignored-Fields names them."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Answer /tokenizer_info with the tokenizer's settings and the chat template."""
     access_log: bool = False
     """Write a log line for each HTTP request."""
 
@@ -63,8 +69,7 @@ class ServerConfig:
         if not all(map(_HOST.fullmatch, self.more_hosts)):
             allowed = "names with commas between, such as a.example,b.example, or *"
             raise ConfigError.field("--allowed-hosts", self.allowed_hosts, allowed)
-        if self.served_model_name is not None and not self.served_model_name.strip():
-            raise ConfigError.field("--served-model-name", self.served_model_name, "a name that is not empty")
+        check_names(self.served_model_name)
 
     @property
     def more_hosts(self) -> tuple[str, ...]:

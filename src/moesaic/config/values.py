@@ -75,6 +75,13 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError.field(name, value, ", ".join(allowed))
 
 
+def check_names(names: tuple[str, ...]) -> None:
+    """Raises ConfigError for a name of the served model that is empty or given twice."""
+    for name in names:
+        if not name.strip() or names.count(name) > 1:
+            raise ConfigError.field("--served-model-name", name, "names that are not empty, each once")
+
+
 def check_key(name: str, key: str) -> None:
     """Raises ConfigError for a key that an HTTP header cannot carry. The error does not repeat the key."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:

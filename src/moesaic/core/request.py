@@ -8,11 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moesaic.core.errors import RequestError
+from moesaic.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 1000
+MAX_BAD_WORD_CHARACTERS = 1 << 16
+"""Maximum number of characters of all bad words of a request."""
 SEED_LIMIT = 2**63
 NO_TOKEN = -1
 """In place of a token id: the model's logits were not finite, so there was none to sample."""
+NOT_ALLOWED = -2
+"""In place of a token id: the request's structured output and its other parameters allow no token."""
 
 
 class FinishReason(enum.Enum):
@@ -26,6 +32,8 @@ class FinishReason(enum.Enum):
     """The client or a shutdown cancelled the request."""
     ERROR = "error"
     """The model's logits were not finite. What the request generated before is valid."""
+    NOT_ALLOWED = "not_allowed"
+    """The structured output and the other parameters of the request allowed no token."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,14 @@ class SamplingParams:
     """As `logprobs`, for the tokens of the prompt. Such a request uses no cached prefix."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be generated. None allows all."""
+    bad_words: Sequence[str] = ()
+    """Texts that are not generated: the last token of their token sequences never follows the others."""
+    bad_word_ids: Sequence[Sequence[int]] = ()
+    """The token sequences of `bad_words`, which the engine fills in for the worker."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the answer must have. A mapping of its fields is accepted too."""
 
     def __post_init__(self) -> None:
         # Lists and None are accepted. Tuples are stored, so that equal parameters compare equal.
@@ -82,9 +98,15 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _mapping("logit_bias", self.logit_bias))
+        object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words))
+        object.__setattr__(self, "bad_word_ids", tuple(map(tuple, self.bad_word_ids)))
+        if self.allowed_token_ids is not None:
+            ids = tuple(dict.fromkeys(_tuple("allowed_token_ids", self.allowed_token_ids)))
+            object.__setattr__(self, "allowed_token_ids", ids)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: got {getattr(self, name)!r}; allowed: True, False", name)
+        object.__setattr__(self, "structured_outputs", _form(self.structured_outputs))
         _integer("n", self.n, 1, 128)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -109,6 +131,23 @@ class SamplingParams:
             _integer("stop_token_ids", token, 0, None)
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise RequestError(f"stop: got {list(self.stop)!r}; allowed: texts that are not empty", "stop")
+        self._check_bans()
+
+    def _check_bans(self) -> None:
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids: got []; allowed: at least one id", "allowed_token_ids")
+            for token in self.allowed_token_ids:
+                _integer("allowed_token_ids", token, 0, None)
+        if any(not isinstance(word, str) or not word for word in self.bad_words):
+            what = f"got {list(self.bad_words)!r}; allowed: texts that are not empty"
+            raise RequestError(f"bad_words: {what}", "bad_words")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            what = f"got {len(self.bad_words)} texts; allowed: at most {MAX_BAD_WORDS}"
+            raise RequestError(f"bad_words: {what}", "bad_words")
+        if (size := sum(map(len, self.bad_words))) > MAX_BAD_WORD_CHARACTERS:
+            what = f"got {size} characters in all; allowed: at most {MAX_BAD_WORD_CHARACTERS}"
+            raise RequestError(f"bad_words: {what}", "bad_words")
 
     @property
     def greedy(self) -> bool:
@@ -137,6 +176,15 @@ def _mapping(name: str, values: Any) -> Mapping[Any, Any]:
     if not isinstance(values or {}, Mapping):
         raise RequestError(f"{name}: got {values!r}; allowed: numbers by token id", name)
     return values or {}
+
+
+def _form(value: object) -> StructuredOutputsParams | None:
+    if isinstance(value, Mapping):
+        return StructuredOutputsParams.of(value)
+    if isinstance(value, StructuredOutputsParams | None):
+        return value
+    name = "structured_outputs"
+    raise RequestError(f"{name}: got {value!r}; allowed: StructuredOutputsParams", name)
 
 
 def _wrap(seed: int) -> int:
@@ -181,6 +229,8 @@ class Request:
     """The model's end-of-sequence ids."""
     arrival: float = 0.0
     """Seconds on the engine's monotonic clock."""
+    grammar: str = ""
+    """llguidance's grammar of the whole answer. Empty: any text is allowed."""
 
     @property
     def stop_ids(self) -> frozenset[int]:

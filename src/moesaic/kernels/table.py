@@ -132,6 +132,7 @@ class Kernels:
     ]
     sigmoid_gate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     clip: Callable[[torch.Tensor, float], torch.Tensor]
+    mask_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     put: Put
     set_threads: Callable[[int, bool], None]
     """Sets the number of compute threads, and whether each is pinned to a core."""
@@ -184,6 +185,7 @@ REFERENCE = Kernels(
     merge=gate.merge,
     sigmoid_gate=dense.sigmoid_gate,
     clip=dense.clip,
+    mask_tokens=dense.mask_tokens,
     put=experts.put,
     set_threads=_torch_threads,
 )
@@ -247,6 +249,7 @@ def _natively(name: str) -> Kernels:
         merge=ops.merge,
         sigmoid_gate=ops.sigmoid_gate,
         clip=ops.clip,
+        mask_tokens=ops.mask_tokens,
         put=plain.put,
         set_threads=_native_threads,
         recorder=_recorder,

@@ -13,6 +13,7 @@ from typing import Any
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.text_config import text_of
+from moesaic.models import lookalikes
 from moesaic.models.gguf.header import SPLIT, SUFFIX, is_gguf
 from moesaic.models.gguf.model import Model as GgufModel
 
@@ -94,7 +95,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _checked(path: Path, problem: str) -> Path:
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"model: {path}: {problem}")
+        raise CheckpointError(f"model: {path}: {lookalikes.without_config(path) or problem}")
+    if (pointer := lookalikes.pointer_in(path)) is not None:
+        raise CheckpointError(f"model: {path}: {pointer}")
     return path
 
 

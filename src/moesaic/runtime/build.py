@@ -18,6 +18,8 @@ from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.model_loading import check_memory
 from moesaic.runtime.worker import Worker
+from moesaic.structured import vocabulary
+from moesaic.structured.constraints import Constraints
 
 
 def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
@@ -31,7 +33,12 @@ def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
     with out_of_memory.explained(context.config), fingerprint.unchanged(path, stamp):
         check_memory(context.config, context.limits.max_model_len)
         parts = _build_parts(context)
-        return _assemble(context, parts), _describe(context, parts)
+        constraints = Constraints(
+            lambda: vocabulary.read(path),
+            parts.loaded.model.spec.vocab_size,
+            parts.loaded.kernels.mask_tokens,
+        )
+        return _assemble(context, parts, constraints), _describe(context, parts)
 
 
 def _build_parts(context: WorkerContext) -> WorkerParts:
@@ -42,7 +49,7 @@ def _build_parts(context: WorkerContext) -> WorkerParts:
     return in_memory.build_parts(context)
 
 
-def _assemble(context: WorkerContext, parts: WorkerParts) -> Worker:
+def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constraints) -> Worker:
     servers = NoServers() if parts.servers is None else parts.servers
     executor = Executor(
         parts.loaded.model,
@@ -55,6 +62,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts) -> Worker:
         logit_rows=parts.logit_rows,
         observer=parts.observer,
         kv=parts.kv,
+        constraints=constraints,
     )
     return Worker(
         context.connection,

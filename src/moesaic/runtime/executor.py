@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
 
 from moesaic.core import messages
-from moesaic.core.request import NO_TOKEN, TokenLogprob
+from moesaic.core.request import NO_TOKEN, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.experts.client import ExpertServers
 from moesaic.kvcache.paged import PagedKV
@@ -33,6 +35,7 @@ from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.sampling.sampler import Sampler, not_finite, token_logprobs
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Step, StepResult, StepRunner
+from moesaic.structured.constraints import Constraints
 from moesaic.transport.base import Connection
 
 LOG = logging.getLogger(__name__)
@@ -64,17 +67,20 @@ class Executor:
         logit_rows: int | None = None,
         observer: WorkerObserver = UNOBSERVED,
         kv: PagedKV | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         """layerwise: for schedulers that run the model segment by segment.
 
         logit_rows: maximum number of rows whose logits are computed at once; None: all rows of a step.
-        kv: the cache, in which the layer is looked up where numbers that are not finite began.
+        kv: the cache, in which the layer is looked up where numbers that are not finite began. constraints:
+        of structured outputs; None: no request has one.
         """
         self._model = model
         self._runner = runner
         self._device = device
         self._connection = connection
-        self._sampler = Sampler(model.spec.vocab_size)
+        self._constraints = constraints
+        self._sampler = Sampler(constraints)
         self._servers = servers
         self._layerwise = layerwise
         self._recorder = recorder
@@ -115,6 +121,10 @@ class Executor:
                     self._sampler.release(request_id, action.preempted)
                 if self._recorder is not None:
                     self._recorder.release(action)
+
+    def compiled(self, request: Request) -> Future[Any] | None:
+        """The compiled grammar of a request, which may still be under way. None if it has no grammar."""
+        return None if self._constraints is None else self._constraints.compiled(request)
 
     def progress(self) -> list[Event]:
         """Go on with every step under way as far as its experts have answered. Returns what happened."""

@@ -24,6 +24,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepDone,
     StepFailed,
 )
+from moesaic.runtime.arrivals import Arrivals
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.transport.base import Connection
@@ -31,6 +32,9 @@ from moesaic.transport.wakeup import Wakeup
 
 STATS_INTERVAL = 0.25
 """Seconds between two statistics sent to the engine by a busy worker. An idle one sends them at once."""
+
+COMPILING = 0.02
+"""Seconds between two looks for messages while a worker has nothing to do but to wait for a grammar."""
 
 Journal = Callable[[Event, float, list[Action]], None]
 """Gets every event, its time and the actions that it led to, so that a run can be replayed."""
@@ -69,6 +73,7 @@ class Worker:
         self._clock = clock
         self._journal = journal
         self._events: deque[Event] = deque()
+        self._arrivals = Arrivals(executor.compiled)
         self._stopping = False
         self._last_stats = -STATS_INTERVAL
         self._unreported = False
@@ -90,8 +95,10 @@ class Worker:
         Waits up to `timeout` seconds (None: for ever), but only when there is nothing to do. Returns False
         when nothing was done.
         """
-        busy = bool(self._events) or self._executor.busy
+        computing = bool(self._events) or self._executor.busy
+        busy = computing or self._arrivals.waiting
         self._receive(0.0 if busy else timeout, 0.0 if busy else self._linger)
+        self._take(self._arrivals.ready(COMPILING if busy and not computing else 0.0))
         if not self._events and not self._stopping:
             self._progress(timeout)
         self._report_faults()
@@ -99,7 +106,7 @@ class Worker:
         if not self._events or self._stopping:
             if self._unreported:
                 self._report(self._clock())
-            return False
+            return self._arrivals.waiting
         event = self._events.popleft()
         now = self._clock()
         actions = self._scheduler.handle(event, now)
@@ -157,8 +164,9 @@ class Worker:
         while message is not None:
             match message:
                 case messages.Submit():
-                    self._put(Arrived(list(message.requests), list(message.generated)))
+                    self._take(self._arrivals.add(message))
                 case messages.Cancel():
+                    self._arrivals.cancel(message.request_ids)
                     self._put(Cancelled(message.request_ids))
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
@@ -167,6 +175,10 @@ class Worker:
                 case _:
                     raise ConnectionLost(f"a worker was sent {type(message).__name__}")
             message = self._connection.receive(linger)
+
+    def _take(self, arrived: Arrived) -> None:
+        if arrived.requests:
+            self._put(arrived)
 
     def _put(self, event: Event) -> None:
         """Queue an event, but before the end of a step.

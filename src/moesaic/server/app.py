@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from fastapi import Depends
 
-from moesaic.server import chat, completions, elastic, models, status, tokens
+from moesaic.config import CorsConfig
+from moesaic.server import chat, completions, docs_page, elastic, models, status, tokens
 from moesaic.server.cluster_metrics import ClusterCollector
+from moesaic.server.cors import Cors
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
@@ -19,8 +21,13 @@ def create_app(
     access: Access = Access(),
     max_body_bytes: int = MAX_BODY_BYTES,
     body_seconds: float = BODY_SECONDS,
+    cors: CorsConfig = CorsConfig(),
+    tokenizer_info: bool = False,
 ) -> Api:
-    """The API of `service`. The caller must start `service.engine` before it serves the API."""
+    """The API of `service`. The caller must start `service.engine` before it serves the API.
+
+    tokenizer_info: answer /tokenizer_info, which shows the chat template.
+    """
     app = Api(
         title="moesaic",
         version=service.version,
@@ -35,9 +42,12 @@ def create_app(
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]
-    for router in (completions.router, chat.router, tokens.router, models.router, elastic.router):
+    routers = [completions.router, chat.router, tokens.router, models.router, elastic.router]
+    for router in [*routers, tokens.info_router] if tokenizer_info else routers:
         app.include_router(router, dependencies=key_needed)
     app.include_router(status.router)
+    app.include_router(docs_page.router)
     install_handlers(app)
     app.add_middleware(Guard, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)
+    app.add_middleware(Cors, config=cors)  # the last one is the first that sees a request
     return app

@@ -39,8 +39,8 @@ class Stream:
     """The outputs of one call, in order of arrival: an async iterator of (prompt number, output).
 
     It ends after the last completion. It raises EngineDeadError if the worker dies first, and
-    NonFiniteLogitsError at the first completion that ends for that reason. Closing it early cancels the
-    unfinished completions.
+    NonFiniteLogitsError or RequestError at the first completion that ends because there is no token for it.
+    Closing it early cancels the unfinished completions.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -74,6 +74,12 @@ class Stream:
         self._unfinished -= item[1].finished
         if item[1].finish_reason is FinishReason.ERROR:
             raise NonFiniteLogitsError
+        if item[1].finish_reason is FinishReason.NOT_ALLOWED:
+            raise RequestError(
+                "structured_outputs: the answer ended early: no token is allowed by both the grammar and the "
+                "other parameters (such as min_tokens), or the grammar is too complex at this place",
+                "structured_outputs",
+            )
         return item
 
 

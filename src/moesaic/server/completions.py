@@ -7,18 +7,18 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from moesaic.core.errors import RequestError
 from moesaic.core.request import RequestOutput
 from moesaic.server.async_engine import Stream
 from moesaic.server.documentation import GENERATION_ERRORS, streamed
 from moesaic.server.events import EventStream, answer
 from moesaic.server.json_body import StrictJsonRoute
-from moesaic.server.logprobs import CompletionLogprobsWriter
-from moesaic.server.prompts import Prompt, completion_prompts
+from moesaic.server.logprobs import CompletionLogprobsWriter, prompt_logprobs
+from moesaic.server.prompts import Prompt, completion_prompts, require_few_scores
 from moesaic.server.requests import CompletionRequest
 from moesaic.server.responses import (
     Completion,
@@ -29,14 +29,13 @@ from moesaic.server.responses import (
 )
 from moesaic.server.sampling import completion_params
 from moesaic.server.service import Service, Serving
+from moesaic.server.structured import require_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
 
 _AT_ONCE = 1 << 12
 """Maximum number of tokens that are looked up in the event loop, which takes some ms."""
-MOST_SCORES = 1 << 22
-"""Maximum number of log-probabilities of echoed prompts in one answer. Each needs some hundred bytes."""
 
 
 @router.post("/v1/completions", response_model=Completion, responses=GENERATION_ERRORS | streamed(Completion))
@@ -44,9 +43,11 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     """Continue one or many prompts."""
     service.engine.require_serving()
     service.require_model(body.model)
+    service.fields.check(body, request)
     prompts = await completion_prompts(body, service)
     _require_few_scores(body, prompts)
     jobs = [(p.token_ids, completion_params(body, len(p.token_ids), service)) for p in prompts]
+    await require_grammar(jobs[0][1], body, service)
     reply = _Reply(body, prompts, service)
     source = service.engine.open(jobs)
     if body.stream:
@@ -56,12 +57,10 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
 
 def _require_few_scores(body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
     """Raise RequestError if the answer would have too many log-probabilities of its prompts."""
-    if not body.echo or body.logprobs is None:
-        return
-    found = (body.n or 1) * sum(len(prompt.token_ids) for prompt in prompts) * (body.logprobs + 1)
-    if found > MOST_SCORES:
-        what = f"{body.logprobs}, with echo {found} log-probabilities of prompts in one answer"
-        raise RequestError(f"logprobs: got {what}; allowed: at most {MOST_SCORES}", "logprobs")
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    if body.echo:
+        require_few_scores("logprobs", body.logprobs, tokens, body, "with echo ")
+    require_few_scores("prompt_logprobs", body.prompt_logprobs, tokens, body)
 
 
 class _Reply:
@@ -81,7 +80,7 @@ class _Reply:
         """The streamed answer: a chunk for each output that is not empty, then the usage."""
         async for number, output in source:
             choice = await self._written(number, output)
-            if choice.text or choice.logprobs or choice.finish_reason:
+            if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids:
                 yield self._completion([choice], self._running_usage())
         if self._body.streams_usage:
             yield self._completion([], self._tally.usage())
@@ -96,8 +95,9 @@ class _Reply:
         return self._completion(choices, self._tally.usage())
 
     async def _written(self, number: int, output: RequestOutput) -> CompletionChoice:
-        """`_piece`, in a thread if it looks up many tokens. A long echoed prompt takes seconds."""
-        if len(output.prompt_logprobs or ()) * ((self._body.logprobs or 0) + 1) <= _AT_ONCE:
+        """`_piece`, in a thread if it looks up many tokens. A long scored prompt takes seconds."""
+        top = max(self._body.logprobs or 0, self._body.prompt_logprobs or 0)
+        if len(output.prompt_logprobs or ()) * (top + 1) <= _AT_ONCE:
             return self._piece(number, output)
         return await asyncio.to_thread(self._piece, number, output)
 
@@ -114,13 +114,27 @@ class _Reply:
             tokenizer, top = self._service.tokenizer, self._body.logprobs or 0
             self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echoed)
         echo = self._prompts[number] if first and self._body.echo else None
-        return CompletionChoice(
+        choice = CompletionChoice(
             index=index,
             text=(self._prompt_text(echo) if echo else "") + output.text,
             logprobs=self._logprobs(self._writers[index], echo, output),
             finish_reason=self._finish_reason(output),
             stop_reason=None if self._body.max_tokens == 0 else output.stop_reason,
         )
+        self._add_tokens(choice, self._prompts[number] if first else None, output)
+        return choice
+
+    def _add_tokens(self, choice: CompletionChoice, prompt: Prompt | None, output: RequestOutput) -> None:
+        """Add token ids and scores of the prompt if they are wanted. prompt: None after the first piece."""
+        if self._body.return_token_ids:
+            choice.token_ids = output.token_ids
+        if self._body.return_token_ids and prompt is not None:
+            choice.prompt_token_ids = prompt.token_ids
+        if self._body.prompt_logprobs is not None and prompt is not None:
+            scores = output.prompt_logprobs or [None] * len(prompt.token_ids)
+            choice.prompt_logprobs = prompt_logprobs(
+                scores, self._body.prompt_logprobs, self._service.tokenizer
+            )
 
     def _finish_reason(self, output: RequestOutput) -> FinishReasonName | None:
         if output.finish_reason is None:
@@ -163,7 +177,15 @@ class _Reply:
 def _joined(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
     """Join the pieces of one choice."""
     scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    update = {"text": "".join(piece.text for piece in pieces), "logprobs": _joined_logprobs(scores)}
+    update: dict[str, Any] = {
+        "text": "".join(piece.text for piece in pieces),
+        "logprobs": _joined_logprobs(scores),
+    }
+    for name in ("prompt_token_ids", "prompt_logprobs"):
+        if name in pieces[0].model_fields_set:
+            update[name] = getattr(pieces[0], name)
+    if pieces[0].token_ids is not None:
+        update["token_ids"] = [token for piece in pieces for token in piece.token_ids or ()]
     return pieces[-1].model_copy(update=update)
 
 

@@ -140,8 +140,8 @@ def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
         return Problem(400, _whole_body(errors[0]))
     same = [(place, error) for place, error in located if place and place[0] == field]
     place, error = max(same, key=lambda one: _reached(one[0]))
-    name = _path(place)
-    rivals = [other for where, other in same if _reached(where) == _reached(place) and _path(where) == name]
+    name = path_of(place)
+    rivals = [other for where, other in same if _reached(where) == _reached(place) and path_of(where) == name]
     match error["type"]:
         case "extra_forbidden":
             return Problem(
@@ -173,7 +173,7 @@ def _reached(place: Sequence[object]) -> tuple[int, list[int]]:
     return len(place), [step for step in place if isinstance(step, int)]
 
 
-def _path(place: Sequence[object]) -> str:
+def path_of(place: Sequence[object]) -> str:
     """The path of a field. ('messages', 0, 'content', 'list[TextPart]', 1) -> 'messages[0].content[1]'."""
     return "".join(_steps(place)).removeprefix(".")
 

@@ -26,7 +26,7 @@ BODY_RATE = 500
 """Bytes of a body that give its client another second, as in Apache's mod_reqtimeout."""
 ALIVE_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """Paths that are answered when the server has too many connections for anything else."""
-OPEN_PATHS = ALIVE_PATHS | {"/version", "/openapi.json"}
+OPEN_PATHS = ALIVE_PATHS | {"/version", "/openapi.json", "/docs"}
 """Paths that need no key. All others need one if there is one, also those that do not exist."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")

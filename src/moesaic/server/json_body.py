@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from moesaic.server import unknown_fields
 from moesaic.server.errors import Problem
 
 MOST_CONTAINERS = 1 << 18
@@ -42,13 +43,16 @@ def parse(body: bytes) -> Any:
 
 
 class StrictJsonRoute(APIRoute):
-    """A route that parses its body with `parse`."""
+    """A route that parses its body with `parse`. Its answer names the fields that were ignored."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(_StrictRequest(request.scope, request.receive))
+            strict = _StrictRequest(request.scope, request.receive)
+            response = await handler(strict)
+            unknown_fields.show(strict, response)
+            return response
 
         return handle
 

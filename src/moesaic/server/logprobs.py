@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 from moesaic.core.request import TokenLogprob
 from moesaic.server.prompts import Prompt
-from moesaic.server.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from moesaic.server.responses import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 from moesaic.server.service import Tokenizer
 
 LOWEST = -9999.0
@@ -97,6 +104,24 @@ def chat_logprobs(entries: Sequence[TokenLogprob], num_top: int, tokenizer: Toke
             ChatLogprob(token=taken.token, logprob=taken.logprob, bytes=taken.bytes, top_logprobs=top)
         )
     return ChatLogprobs(content=content, refusal=None)
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprob | None], num_top: int, tokenizer: Tokenizer
+) -> PromptLogprobs:
+    """The log-probabilities of a prompt's tokens in vLLM's format. num_top: number of candidates to show."""
+    return [None if entry is None else _ranked(entry, num_top, tokenizer) for entry in entries]
+
+
+def _ranked(entry: TokenLogprob, num_top: int, tokenizer: Tokenizer) -> dict[int, PromptLogprob]:
+    """The candidates of one position by token id, the prompt's own token first."""
+    ranks = {token: rank for rank, (token, _) in enumerate(entry.top[:num_top], 1)}
+    return {
+        token: PromptLogprob(
+            logprob=_finite(logprob), rank=ranks.get(token), decoded_token=tokenizer.token(token)
+        )
+        for token, logprob in dict([(entry.token_id, entry.logprob), *entry.top[:num_top]]).items()
+    }
 
 
 def _candidate(token: int, logprob: float, tokenizer: Tokenizer) -> TopLogprob:

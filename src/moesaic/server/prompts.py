@@ -17,8 +17,10 @@ MAX_PROMPTS = 2048
 """Maximum number of prompts in one call, whatever the length of the queue."""
 
 MOST_ENTRIES = 1 << 18
-"""Maximum number of entries of logit_bias, and of stop_token_ids, of all completions of a call together. Each
-completion has its own copy, which is validated here and sent to the worker."""
+"""Maximum number of entries of logit_bias, of stop_token_ids, of allowed_token_ids and of bad_words, of all
+completions of a call together. Each completion has its own copy, which is sent to the worker."""
+MOST_SCORES = 1 << 22
+"""Maximum number of log-probabilities of prompts in one answer. Each needs some hundred bytes."""
 MOST_CHARACTERS = 4 << 20
 """Maximum number of characters of a text where the context is short. Each may need 200 bytes of memory."""
 _LONG_TOKEN = 8
@@ -37,6 +39,33 @@ class Prompt:
     """The text that the client sent; None if it sent token ids."""
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What truncate_prompt_tokens leaves of a prompt."""
+
+    tokens: int | None
+    """Maximum number of tokens that are kept. None keeps all."""
+    keep_first: bool
+    """Keep the first tokens, not the last ones."""
+
+    @classmethod
+    def of(cls, body: GenerationRequest, max_tokens: int | None, service: Service) -> Cut:
+        """The cut that `body` asks for. Raises RequestError if it leaves nothing, or more than fits."""
+        name, asked = "truncate_prompt_tokens", body.truncate_prompt_tokens
+        room = service.engine.require_serving().max_model_len - (max_tokens or 1)
+        if asked is None or room < 1:
+            return cls(None, False)
+        if asked == 0 or asked > room:
+            what = f"1 to {room}, which the context leaves for the prompt, or -1 for {room}"
+            raise RequestError(f"{name}: got {asked}; allowed: {what}", name)
+        return cls(room if asked == -1 else asked, body.truncation_side == "right")
+
+    def apply(self, ids: list[int]) -> list[int]:
+        if self.tokens is None or len(ids) <= self.tokens:
+            return ids
+        return ids[: self.tokens] if self.keep_first else ids[-self.tokens :]
+
+
 async def completion_prompts(body: CompletionRequest, service: Service) -> list[Prompt]:
     """Every prompt of the call, in order. Refuses what can never be served before it tokenizes anything."""
     sent = body.prompt
@@ -48,17 +77,27 @@ async def completion_prompts(body: CompletionRequest, service: Service) -> list[
     service.engine.require_room_ever(len(many), len(many) * (body.n or 1))
     require_few_entries(body, len(many) * (body.n or 1))
     texts = [len(one) for one in many if isinstance(one, str)]
-    _require_short(max(texts, default=0), service, "prompt")
+    check = _require_short if body.truncate_prompt_tokens is None else require_length
+    check(max(texts, default=0), service, "prompt")
     special, tokenizer = body.add_special_tokens is not False, service.tokenizer
-    return await off_loop(sum(texts), lambda: [_prompt(one, special, tokenizer) for one in many], service)
+    cut = Cut.of(body, body.max_tokens, service)
+    return await off_loop(
+        sum(texts), lambda: [_prompt(one, special, tokenizer, cut) for one in many], service
+    )
 
 
 async def chat_prompt(
-    messages: Sequence[Message], options: TemplateOptions, service: Service, any_length: bool = False
+    messages: Sequence[Message],
+    options: TemplateOptions,
+    service: Service,
+    *,
+    any_length: bool = False,
+    special: bool = False,
 ) -> list[int]:
     """The token ids of a conversation, formatted by the checkpoint's chat template.
 
-    any_length: accept more than the context holds, since no answer will be generated.
+    any_length: accept more than the context holds, since no answer will be generated, or the prompt will be
+    cut. special: add the tokenizer's special tokens too.
     """
     tokenizer = service.tokenizer
     variables = options.chat_template_kwargs or {}
@@ -74,23 +113,38 @@ async def chat_prompt(
 
     def render() -> list[int]:
         service.engine.require_serving()  # this conversation may have waited for its turn
-        return tokenizer.chat(
+        ids = tokenizer.chat(
             plain,
             add_generation_prompt=options.add_generation_prompt is not False,
             continue_final_message=bool(options.continue_final_message),
             most_characters=most,
             **variables,
         )
+        return _with_special_tokens(ids, tokenizer) if special else ids
 
     return await service.chat_threads.run(render)
 
 
 def require_few_entries(body: GenerationRequest, completions: int) -> None:
-    """Raise RequestError if logit_bias and stop_token_ids are too large for so many completions."""
-    for name, entries in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+    """Raise RequestError if a list of tokens is too large for so many completions."""
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words"):
+        entries = getattr(body, name)
         if completions * len(entries or ()) > MOST_ENTRIES:
             what = f"{len(entries or ())} entries for each of {completions} completions"
             raise RequestError(f"{name}: got {what}; allowed: at most {MOST_ENTRIES} in all", name)
+
+
+def require_few_scores(
+    name: str, count: int | None, tokens: int, body: GenerationRequest, how: str = ""
+) -> None:
+    """Raise RequestError if prompts of `tokens` tokens would have too many log-probabilities in one answer.
+
+    count: the value of field `name`, the candidates for each token; None scores no token.
+    """
+    found = 0 if count is None else (body.n or 1) * tokens * (count + 1)
+    if found > MOST_SCORES:
+        what = f"{count}, {how}{found} log-probabilities of prompts in one answer"
+        raise RequestError(f"{name}: got {what}; allowed: at most {MOST_SCORES}", name)
 
 
 async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:
@@ -110,10 +164,17 @@ def require_length(characters: int, service: Service, field: str) -> int:
     return allowed
 
 
-def _prompt(sent: str | list[int], special: bool, tokenizer: Tokenizer) -> Prompt:
-    if isinstance(sent, str):
-        return Prompt(tokenizer.encode(sent, special), sent)
-    return Prompt(sent, None)
+def _prompt(sent: str | list[int], special: bool, tokenizer: Tokenizer, cut: Cut) -> Prompt:
+    whole = tokenizer.encode(sent, special) if isinstance(sent, str) else sent
+    ids = cut.apply(whole)
+    return Prompt(ids, sent if isinstance(sent, str) and len(ids) == len(whole) else None)
+
+
+def _with_special_tokens(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """`ids` with the special tokens that the tokenizer adds before and after a text."""
+    one, around = tokenizer.encode("a", False), tokenizer.encode("a")
+    begin = next(at for at in range(len(around)) if around[at : at + len(one)] == one)
+    return [*around[:begin], *ids, *around[begin + len(one) :]]
 
 
 def _require_short(characters: int, service: Service, field: str) -> int:

@@ -1,19 +1,34 @@
 """The bodies of requests: OpenAI's fields with vLLM's extensions.
 
-Values are not coerced, and null equals absent. A field that is not defined here is refused by name, since a
-parameter that is silently ignored would give unexpected answers. The ranges repeat those of SamplingParams,
-so that the published schema contains them.
+Values are not coerced, and null equals absent. `unknown_fields` ignores fields that are not defined here and
+names them in the answer. A field that would change the answer and is not supported is refused, unless its
+value asks for nothing. The ranges repeat those of SamplingParams, so that the published schema contains them.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from moesaic.core.request import MAX_LOGPROBS, SEED_LIMIT
+from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, SEED_LIMIT
 
-Unsupported = Annotated[None, Field(description="Not supported: only null is accepted.")]
+
+def _null_if_empty(value: Any) -> Any:
+    """Null for a value that asks for nothing, such as `tools: []`."""
+    return None if value in ("", [], {}) else value
+
+
+_EMPTY = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "string", "maxLength": 0},
+        {"type": "array", "maxItems": 0},
+        {"type": "object", "maxProperties": 0},
+    ],
+    "description": "Not supported: only null or an empty value is accepted.",
+}
+Unsupported = Annotated[None, BeforeValidator(_null_if_empty), WithJsonSchema(_EMPTY)]
 Ignored = "Accepted and ignored."
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -28,9 +43,9 @@ Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """A body that is validated strictly: no coercion, no unknown fields, no NaN."""
+    """A body that is validated strictly: no coercion and no NaN. Unknown fields are kept in `model_extra`."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class StreamOptions(Body):
@@ -40,7 +55,53 @@ class StreamOptions(Body):
     """Send a last chunk with the token counts."""
     continuous_usage_stats: bool | None = None
     """Also send the token counts so far with each chunk (vLLM)."""
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = Field(None, description=Ignored)
+
+
+class StructuredOutputs(Body):
+    """The form of the answer: exactly one of json to structural_tag (vLLM)."""
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    """A JSON Schema."""
+    regex: str | None = None
+    choice: Annotated[list[str], FIRST] | None = None
+    grammar: str | None = None
+    """Lark with llguidance's additions, or llama.cpp's GBNF."""
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """The schema of a response_format, with a name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """None: any JSON object."""
+    strict: bool | None = Field(None, description=Ignored)
+
+
+class TaggedStructure(Body):
+    """What stands between a begin and an end."""
+
+    begin: str
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    end: str
+
+
+class ResponseFormat(Body):
+    """The form of the answer, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[list[TaggedStructure], FIRST] | None = None
+    triggers: Annotated[list[str], FIRST] | None = None
+
+
+OLD = "The older name of the field in structured_outputs."
 
 
 class GenerationRequest(Body):
@@ -63,12 +124,35 @@ class GenerationRequest(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    prompt_logprobs: Logprobs | None = None
+    """Score the prompt's tokens, with this many candidates for each. Not in a stream."""
+    return_token_ids: bool | None = None
+    """Send the token ids of prompt and answer too."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Keep this many tokens of the prompt. -1 keeps as many as the context has room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where truncate_prompt_tokens cuts. left when absent."""
+    priority: int | None = None
+    """Accepted if it is 0: requests are scheduled in the order of their arrival."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = Field(None, description=OLD)
+    guided_regex: str | None = Field(None, description=OLD)
+    guided_choice: Annotated[list[str], FIRST] | None = Field(None, description=OLD)
+    guided_grammar: str | None = Field(None, description=OLD)
+    guided_json_object: bool | None = Field(None, description=OLD)
+    guided_whitespace_pattern: str | None = Field(None, description=OLD)
+    guided_decoding_backend: str | None = Field(None, description=Ignored)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=Ignored)
     metadata: dict[str, Any] | None = Field(None, description=Ignored)
     store: bool | None = Field(None, description=Ignored)
-    service_tier: Literal["auto", "default"] | None = Field(None, description=Ignored)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description=Ignored
+    )
     safety_identifier: str | None = Field(None, description=Ignored)
     prompt_cache_key: str | None = Field(None, description=Ignored)
 
@@ -105,12 +189,6 @@ class TextPart(Body):
     text: str
 
 
-class ResponseFormat(Body):
-    """The format of the answer. Only free text is supported."""
-
-    type: Literal["text"]
-
-
 class Message(Body):
     """One turn of a conversation."""
 
@@ -139,23 +217,25 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its special tokens, such as BOS, around what the template wrote. False when
+    absent."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """The older name of max_completion_tokens, which takes precedence."""
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    response_format: ResponseFormat | None = None
-    tool_choice: Literal["none"] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], FIRST] | None = None
     tools: Unsupported = None
-    parallel_tool_calls: Unsupported = None
+    parallel_tool_calls: bool | None = Field(None, description=Ignored)
     functions: Unsupported = None
-    function_call: Unsupported = None
+    function_call: Literal["none", "auto"] | None = None
     audio: Unsupported = None
     prediction: Unsupported = None
     reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
-    web_search_options: Unsupported = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: Annotated[None, Field(description="Not supported: only null is accepted.")] = None
 
 
 class TokenizeRequest(TemplateOptions):
@@ -177,7 +257,9 @@ class DetokenizeRequest(Body):
 
 
 class ScaleRequest(Body):
-    """The body of POST /scale_elastic_ep. An absent number stays unchanged."""
+    """The body of POST /scale_elastic_ep. An absent number stays unchanged; an unknown field is refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
     expert_servers: Annotated[int, Field(ge=1, le=1024)] | None = None
     attention_workers: Annotated[int, Field(ge=1, le=1024)] | None = None

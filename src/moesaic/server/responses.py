@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-FinishReasonName = Literal["stop", "length", "abort", "error"]
+FinishReasonName = Literal["stop", "length", "abort", "error", "not_allowed"]
 
 
 class Payload(BaseModel):
@@ -44,6 +44,19 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(BaseModel):
+    """One candidate for a token of a prompt (vLLM)."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most likely token. None for a token that is not among the listed candidates."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt its candidates by token id, the token itself first. None for the first token."""
+
+
 class CompletionChoice(BaseModel):
     """One completion, or a piece of it in a stream."""
 
@@ -53,6 +66,10 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReasonName | None
     stop_reason: str | int | None
     """The stop string or stop token id that ended the completion, if one did (vLLM)."""
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    """With return_token_ids: tokens of the prompt, in a stream with the first piece only."""
 
 
 class Completion(Payload):
@@ -103,6 +120,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
     stop_reason: str | int | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Payload):
@@ -114,6 +132,8 @@ class ChatCompletion(Payload):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatDelta(BaseModel):
@@ -131,6 +151,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(Payload):
@@ -142,6 +163,8 @@ class ChatChunk(Payload):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """With return_token_ids, in the first chunk."""
 
 
 class ModelCard(Payload):
@@ -174,6 +197,14 @@ class Detokenized(Payload):
     """The answer of /detokenize."""
 
     prompt: str
+
+
+class TokenizerInfo(Payload):
+    """The answer of /tokenizer_info: everything in tokenizer_config.json."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
 
 
 class Health(Payload):

@@ -8,6 +8,7 @@ from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from moesaic.server.service import Service
+from moesaic.server.structured import structured_outputs
 
 COMPLETION_TOKENS = 16
 """OpenAI's default length of a completion."""
@@ -15,7 +16,8 @@ COMPLETION_TOKENS = 16
 _SAME_NAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids"),
+    *("bad_words", "prompt_logprobs"),
 )
 
 
@@ -33,13 +35,16 @@ def completion_params(body: CompletionRequest, prompt_tokens: int, service: Serv
     if limit is None:
         room = service.engine.require_serving().max_model_len - prompt_tokens
         limit = max(1, min(COMPLETION_TOKENS, room))
-    scores = {"prompt_logprobs": body.logprobs if body.echo else None}
-    return _params(body, service, max_tokens=max(1, limit), logprobs=body.logprobs, **scores)
+    scores = [
+        count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None
+    ]
+    wanted = {"prompt_logprobs": max(scores, default=None), "logprobs": body.logprobs}
+    return _params(body, service, max_tokens=max(1, limit), **wanted)
 
 
 def chat_params(body: ChatRequest, service: Service) -> SamplingParams:
     """The parameters of a chat. Without a limit the answer may fill the context."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: allowed only with logprobs true", "top_logprobs")
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -49,7 +54,17 @@ def chat_params(body: ChatRequest, service: Service) -> SamplingParams:
 def _params(body: GenerationRequest, service: Service, **chosen: Any) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: allowed only with stream true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs: allowed only with stream false", "prompt_logprobs")
+    if body.priority:
+        what = f"got {body.priority}; allowed: 0, since requests are scheduled in the order of their arrival"
+        raise RequestError(f"priority: {what}", "priority")
     given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    return SamplingParams(**{**service.default_sampling, **given, **chosen}, stop=stop, logit_bias=bias)
+    return SamplingParams(
+        **{**service.default_sampling, **given, **chosen},
+        stop=stop,
+        logit_bias=bias,
+        structured_outputs=structured_outputs(body),
+    )

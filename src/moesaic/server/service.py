@@ -16,6 +16,7 @@ from moesaic.core.request import SamplingParams
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.chat_threads import IN_TOKENIZER, ChatThreads
 from moesaic.server.errors import UnknownModelError
+from moesaic.server.unknown_fields import UnknownFields
 
 CHATS_AT_ONCE = 4
 """Number of conversations that the chat template is applied to at a time."""
@@ -27,6 +28,9 @@ class Tokenizer(Protocol):
     """The methods of the engine's tokenizer that the server uses."""
 
     vocab_size: int
+    settings: dict[str, Any]
+    chat_template: str | None
+    special_tokens: dict[str, int]
 
     @property
     def longest_token(self) -> int: ...
@@ -73,7 +77,7 @@ class Service:
 
     engine: AsyncEngine
     model_name: str
-    """The model's name in the API."""
+    """The model's name in answers and metrics."""
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """The checkpoint's defaults (temperature, top_p, top_k, min_p, repetition_penalty)."""
     version: str = "unknown"
@@ -88,6 +92,10 @@ class Service:
     """The threads that apply the chat template."""
     text_threads: ChatThreads = field(default_factory=lambda: ChatThreads(TEXTS_AT_ONCE, busy=IN_TOKENIZER))
     """The threads that encode and decode long texts."""
+    fields: UnknownFields = field(default_factory=UnknownFields)
+    """What becomes of unknown fields."""
+    other_names: tuple[str, ...] = ()
+    """Further names that requests may use."""
 
     def __post_init__(self) -> None:
         try:
@@ -96,13 +104,18 @@ class Service:
             raise ConfigError(f"the checkpoint's generation_config.json: {error}") from error
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.model_name, *self.other_names)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.engine.engine.tokenizer
 
     def require_model(self, name: str | None) -> None:
-        """Raise UnknownModelError unless `name` is the served model or None."""
-        if name is not None and name != self.model_name:
-            raise UnknownModelError(f"model: got {name!r}; this server serves {self.model_name!r}")
+        """Raise UnknownModelError unless `name` is one of the served model's names or None."""
+        if name is not None and name not in self.names:
+            served = ", ".join(map(repr, self.names))
+            raise UnknownModelError(f"model: got {name!r}; this server serves {served}")
 
 
 def _service_of(request: Request) -> Service:

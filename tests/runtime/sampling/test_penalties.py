@@ -79,7 +79,7 @@ def test_a_batch_is_adjusted_to_the_bit_as_its_rows_alone(batch: list[Row], late
 @settings(derandomize=True, max_examples=35, deadline=None)
 @given(batch=st.lists(requests(), min_size=1, max_size=6))
 def test_reports_of_a_batch_are_to_the_bit_those_of_its_rows_alone(batch: list[Row]) -> None:
-    sampler = Sampler(VOCAB)
+    sampler = Sampler()
     for index, (request, generated, _) in enumerate(batch):
         sampler.admit(Request(index, request.prompt_token_ids, request.params, (EOS,)), generated)
     logits = torch.tensor([row[2] for row in batch]).nan_to_num(posinf=3e4)
@@ -108,7 +108,7 @@ def test_ties_are_reported_alike_whoever_wants_more() -> None:
     """Of many equal logits a topk of more picks others: a row gets those it would get alone."""
 
     def report(*wishes: int) -> object:
-        sampler = Sampler(4096)
+        sampler = Sampler()
         for index, wish in enumerate(wishes):
             params = SamplingParams(temperature=0.0, logprobs=wish)
             sampler.admit(Request(index, [1], params), [])

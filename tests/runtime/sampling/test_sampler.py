@@ -28,8 +28,13 @@ def plain_sample(logits: list[float], request: Request, generated: list[int]) ->
         logits[token] = logits[token] / scale if logits[token] > 0 else logits[token] * scale
     for token in set(generated):
         logits[token] -= p.frequency_penalty * generated.count(token) + p.presence_penalty
-    if len(generated) < p.min_tokens:
-        for token in request.stop_ids:
+    forbidden = set(request.stop_ids) if len(generated) < p.min_tokens else set()
+    for word in p.bad_word_ids:
+        if [*generated, word[-1]][-len(word) :] == list(word):
+            forbidden.add(word[-1])
+    allowed = set(range(len(logits)) if p.allowed_token_ids is None else p.allowed_token_ids)
+    for token in range(len(logits)):
+        if token not in (allowed - forbidden or allowed):
             logits[token] = -math.inf
     if p.greedy:
         return logits.index(max(logits))
@@ -67,6 +72,8 @@ def rows(draw: st.DrawFn) -> tuple[Request, list[int], list[float]]:
         logit_bias=draw(st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-3.0, 2.0]), max_size=2)),
         min_tokens=draw(st.integers(0, 3)),
         stop_token_ids=[5],
+        allowed_token_ids=draw(st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)),
+        bad_word_ids=draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=4)),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
     )
     token = st.integers(0, VOCAB - 1)
@@ -81,7 +88,7 @@ def rows(draw: st.DrawFn) -> tuple[Request, list[int], list[float]]:
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(batch=st.lists(rows(), min_size=1, max_size=6))
 def test_a_batch_is_sampled_as_its_rows_alone(batch: list[tuple[Request, list[int], list[float]]]) -> None:
-    sampler = Sampler(VOCAB)
+    sampler = Sampler()
     for index, (request, generated, _) in enumerate(batch):
         sampler.admit(Request(index, request.prompt_token_ids, request.params, (EOS,)), generated)
     logits = torch.tensor([row[2] for row in batch], dtype=torch.float32)
@@ -99,7 +106,7 @@ def test_sampled_tokens_follow_the_distribution() -> None:
     """20,000 draws: every share within four standard deviations of its probability."""
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.09, 0.01])
     draws = 20_000
-    sampler = Sampler(5)
+    sampler = Sampler()
     for index in range(draws):
         sampler.admit(make(index, seed=index), [])
     tokens, _ = sampler.sample(np.arange(draws), probabilities.log().repeat(draws, 1))
@@ -120,16 +127,16 @@ def test_noise_is_uniform_and_differs_by_seed_and_position() -> None:
 
 def test_the_sample_of_a_preempted_request_is_the_same() -> None:
     logits = torch.zeros(1, VOCAB)
-    steady = Sampler(VOCAB)
+    steady = Sampler()
     steady.admit(make(seed=5), [])
     tokens = [int(steady.sample(np.array([0]), logits.clone())[0][0]) for _ in range(8)]
-    again = Sampler(VOCAB)
+    again = Sampler()
     again.admit(make(seed=5), tokens[:4])
     assert [int(again.sample(np.array([0]), logits.clone())[0][0]) for _ in range(4)] == tokens[4:]
 
 
 def test_logprobs_are_of_the_raw_logits_and_come_for_who_asked() -> None:
-    sampler = Sampler(4)
+    sampler = Sampler()
     sampler.admit(make(0, temperature=0.0, logprobs=2, logit_bias={2: 100.0}), [])
     sampler.admit(make(1, temperature=0.0), [])
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).repeat(2, 1)
@@ -141,7 +148,7 @@ def test_logprobs_are_of_the_raw_logits_and_come_for_who_asked() -> None:
 
 
 def test_zero_logprobs_give_the_token_alone() -> None:
-    sampler = Sampler(4)
+    sampler = Sampler()
     sampler.admit(make(0, temperature=0.0, logprobs=0), [])
     _, (entry,) = sampler.sample(np.array([0]), torch.tensor([[0.0, 2.0, 1.0, -1.0]]))
     assert entry is not None and entry.top == []
@@ -158,7 +165,7 @@ def test_zero_logprobs_give_the_token_alone() -> None:
     ],
 )
 def test_no_parameters_lead_out_of_the_vocabulary(params: dict[str, object]) -> None:
-    sampler = Sampler(4)
+    sampler = Sampler()
     sampler.admit(make(0, [0, 1, 2, 3], **params), [])
     logits = torch.tensor([[3e4, -2.0, 1.0, 0.0]])
     for _ in range(5):
@@ -174,7 +181,7 @@ def test_of_a_small_vocabulary_all_are_the_likeliest() -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_give_no_token(broken: float, params: dict[str, object]) -> None:
     for logits in ([broken] * 4, [1.0, broken, 0.0, 2.0], [-math.inf, 1.0, 0.0, broken]):
-        sampler = Sampler(4)
+        sampler = Sampler()
         sampler.admit(make(0, **params), [])
         tokens, logprobs = sampler.sample(np.array([0]), torch.tensor([logits]))
         assert tokens.tolist() == [NO_TOKEN] and logprobs == []
@@ -190,7 +197,7 @@ def test_a_broken_row_leaves_the_others_as_they_are(at: int) -> None:
     ]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 4, 50, generator=generator)
-    whole, broken = Sampler(50), Sampler(50)
+    whole, broken = Sampler(), Sampler()
     for sampler in (whole, broken):
         for number, each in enumerate(params):
             sampler.admit(make(number, seed=7 + number, **each), [])
@@ -209,14 +216,14 @@ def test_a_broken_row_leaves_the_others_as_they_are(at: int) -> None:
 
 
 def test_large_finite_logits_and_banned_tokens_are_sampled() -> None:
-    sampler = Sampler(4)
+    sampler = Sampler()
     sampler.admit(make(0, temperature=0.0, stop_token_ids=[1, 2], min_tokens=3), [])
     for logits in ([3e38, 3.1e38, 3.2e38, 3.3e38], [-3e38] * 4):
         assert sampler.sample(np.array([0]), torch.tensor([logits]))[0][0] in (0, 3)
 
 
 def test_what_scored_a_broken_prompt_gets_no_token() -> None:
-    sampler = Sampler(4)
+    sampler = Sampler()
     sampler.admit(make(0), [])
     sampler.give_up(0)
     assert sampler.sample(np.array([0]), torch.zeros(1, 4))[0].tolist() == [NO_TOKEN]
@@ -229,13 +236,13 @@ def test_what_scored_a_broken_prompt_gets_no_token() -> None:
 
 
 def test_a_bias_does_not_bring_back_a_stop_token_before_min_tokens() -> None:
-    sampler = Sampler(4)
+    sampler = Sampler()
     sampler.admit(make(0, temperature=0.0, logit_bias={EOS: 100.0}, min_tokens=2), [])
     found = [sampler.sample(np.array([0]), torch.tensor([[0.0, 2.0, 1.0, 5.0]]))[0][0] for _ in range(3)]
     assert found == [1, 1, EOS]
 
 
 def test_a_tie_goes_to_the_lowest_id() -> None:
-    sampler = Sampler(4)
+    sampler = Sampler()
     sampler.admit(make(0, temperature=0.0), [])
     assert sampler.sample(np.array([0]), torch.tensor([[0.0, 2.0, 2.0, 2.0]]))[0].tolist() == [1]

@@ -252,6 +252,17 @@ def clip(rows: torch.Tensor, limit: float) -> torch.Tensor:
     return out
 
 
+def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, masks: torch.Tensor) -> None:
+    """Sets logits [*, v] of the rows `lines` [n] int64 to -inf where a bit of masks [n, w] int32 is clear."""
+    rows, width = checks.axes(logits, 2)
+    n = len(lines)
+    places, words = checks.exact(lines, n, dtype=torch.int64), (width + 31) // 32
+    bits = checks.exact(masks, n, words, dtype=torch.int32)
+    if n and not 0 <= int(lines.min()) <= int(lines.max()) < rows:
+        raise ValueError(f"lines: got {lines.tolist()}; allowed: 0 to {rows - 1}")
+    _native.mask_tokens(checks.exact(logits, rows, width), places, bits, n, width)
+
+
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes rows [n, Hkv, d] to slots [n] of a cache [blocks, block_size, Hkv, stored width]."""
     heads, width = checks.axes(cache, 4)[2], width_of(cache)

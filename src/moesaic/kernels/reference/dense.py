@@ -104,6 +104,18 @@ def clip(rows: torch.Tensor, limit: float) -> torch.Tensor:
     return rows.clamp(-limit, limit)
 
 
+def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, masks: torch.Tensor) -> None:
+    """Sets logits of tokens that a mask forbids to -infinity, in place.
+
+    logits: [*, v]. lines: [n] int64, the rows to change. masks: [n, (v + 31) // 32] int32 with a bit for each
+    token, 1 where it is allowed. Token t is bit t % 32 of word t // 32.
+    """
+    masks, lines = masks.to(logits.device), lines.to(logits.device)
+    bits = masks[:, :, None] >> torch.arange(32, device=logits.device, dtype=torch.int32) & 1
+    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    logits[lines] = logits[lines].masked_fill(forbidden, -torch.inf)
+
+
 def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h]."""
     wide = functional.silu(linear(rows, gate), inplace=True).mul_(linear(rows, up))

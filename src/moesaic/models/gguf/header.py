@@ -189,6 +189,8 @@ class _Cursor:
 
 
 def _header(cursor: _Cursor) -> Header:
+    if cursor.data[:8] == b"version ":
+        raise ValueError("this is a Git LFS pointer, not the file itself: run git lfs pull there")
     if cursor.data[:4] != b"GGUF":
         raise ValueError(f"not a GGUF file (it begins with {cursor.data[:4]!r})")
     cursor.at = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from moesaic.core.request import NO_TOKEN, FinishReason, Request
+from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, FinishReason, Request
 from moesaic.policy.scheduling.intvector import IntVector
 
 
@@ -135,11 +135,13 @@ class Sequence:
         """Add a sampled token. Returns the reason when the request ends with it, otherwise None.
 
         A stop token ends the request only from the `min_tokens`-th token on, as long as the sampler masks it.
-        NO_TOKEN ends it without a token.
+        NO_TOKEN and NOT_ALLOWED end it without a token.
         """
         if token == NO_TOKEN:
             self.failed = True
             return FinishReason.ERROR
+        if token == NOT_ALLOWED:
+            return FinishReason.NOT_ALLOWED
         may_stop = self.num_generated >= self.request.params.min_tokens
         self.tokens.append(token)
         if may_stop and token in self.stop_ids:

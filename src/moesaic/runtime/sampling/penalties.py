@@ -1,4 +1,4 @@
-"""Logit bias, penalties and min_tokens of a whole batch, in vLLM's order.
+"""Logit bias, penalties, min_tokens and bans of a whole batch, in vLLM's order.
 
 A request changes the logits of few tokens: those that it names, and those that it has seen. Flat arrays have
 these (row, token) pairs of all requests, so one gather and one scatter change all of them. Each pair is
@@ -15,6 +15,7 @@ import torch
 
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray
+from moesaic.runtime.sampling.bans import WordBans, forbid
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
 """Rows [m] and tokens [m] of m logits. No pair occurs twice."""
@@ -70,24 +71,39 @@ class Adjustment:
         if params.penalised:
             seen = request.prompt_token_ids if params.repetition_penalty != 1.0 else []
             self.counts = TokenCounts(seen, generated)
+        self.allowed: IntArray | None = None
+        """The only tokens that may come, ascending. None allows all."""
+        if params.allowed_token_ids is not None:
+            self.allowed = np.unique(np.array(params.allowed_token_ids, dtype=np.int64))
+        self._words = WordBans(params.bad_word_ids, generated) if params.bad_word_ids else None
         self._stops = np.array(sorted(request.stop_ids), dtype=np.int64)
         self._generated = len(generated)
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
         """Whether a request changes any logit."""
-        return params.penalised or bool(params.logit_bias) or params.min_tokens > 0
+        bans = params.allowed_token_ids is not None or bool(params.bad_word_ids)
+        return params.penalised or bool(params.logit_bias) or params.min_tokens > 0 or bans
+
+    @property
+    def bans(self) -> bool:
+        """Whether allowed_token_ids or bad_words change logits."""
+        return self.allowed is not None or self._words is not None
 
     @property
     def forbidden(self) -> IntArray:
-        """Tokens that must not come next: before min_tokens, those that would end the answer."""
-        return self._stops if self._generated < self.params.min_tokens else self._stops[:0]
+        """Tokens that must not come next: ends of bad words, and before min_tokens ends of the answer."""
+        stops = self._stops if self._generated < self.params.min_tokens else self._stops[:0]
+        words = [] if self._words is None else self._words.next()
+        return np.concatenate([stops, np.array(words, dtype=np.int64)]) if words else stops
 
     def append(self, token: int) -> None:
         """One more generated token."""
         self._generated += 1
         if self.counts is not None:
             self.counts.append(token)
+        if self._words is not None:
+            self._words.append(token)
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adjustment]) -> None:
@@ -96,8 +112,12 @@ def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adju
     bias = [value for one in adjustments for value in one.bias]
     logits[biased] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
     _penalise(logits, rows, adjustments)
-    forbidden = _pairs(rows, [one.forbidden for one in adjustments], logits.device)
-    logits[forbidden] = -torch.inf
+    nothing = np.array([], dtype=np.int64)
+    stops = [nothing if one.bans else one.forbidden for one in adjustments]
+    logits[_pairs(rows, stops, logits.device)] = -torch.inf
+    for row, one in zip(rows, adjustments, strict=True):
+        if one.bans:
+            forbid(logits, row, one.allowed, one.forbidden)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adjustment]) -> None:

@@ -1,7 +1,8 @@
 """Samples tokens from logits, for a whole batch at once.
 
 The order is vLLM's: logit bias, penalties and min_tokens, and then for rows that are not greedy temperature,
-min-p, top-k and top-p. Log-probabilities are those of the logits before all of this.
+min-p, top-k and top-p. Log-probabilities are those of the logits before all of this. The mask of a request
+with a structured output follows min_tokens. It changes that request's row and no other.
 
 Sampling noise depends on (seed, position) and on nothing else. So a request's tokens never depend on its
 batch, on preemption, or on the worker that computes it.
@@ -19,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moesaic.core.request import NO_TOKEN, Request, TokenLogprob
+from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
+from moesaic.structured.constraints import Constraint, Constraints
 
 LARGEST = 1e30
 """Largest logit that is sampled from. Divided by the smallest temperature it is still a finite float32."""
@@ -38,13 +40,16 @@ class _Row:
     """Number of tokens in the prompt and the answer so far."""
     adjustment: Adjustment | None
     """How the request changes its logits. None where it does not change them."""
+    constraint: Constraint | None
+    """Of a request with a structured output."""
 
 
 class Sampler:
     """Keeps the requests in the batch and samples their next tokens."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, constraints: Constraints | None = None) -> None:
+        """constraints: of requests with structured outputs. None: no request has one."""
+        self._constraints = constraints
         self._rows: dict[int, _Row] = {}
         self._broken: set[int] = set()
         """Requests with logits of their prompt that were not finite."""
@@ -53,7 +58,8 @@ class Sampler:
         """A request enters the batch. generated: its tokens from before a preemption."""
         adjustment = Adjustment(request, generated) if Adjustment.wanted(request.params) else None
         length = len(request.prompt_token_ids) + len(generated)
-        self._rows[request.request_id] = _Row(request, length, adjustment)
+        constraint = None if self._constraints is None else self._constraints.constrain(request, generated)
+        self._rows[request.request_id] = _Row(request, length, adjustment, constraint)
 
     def release(self, request_id: int, preempted: bool = False) -> None:
         """Forget a request. Ids of requests that were never admitted are ignored.
@@ -78,7 +84,7 @@ class Sampler:
 
         The second list is empty if no request wants log-probabilities. logits: [p, vocab] float32, row i for
         request_ids[i]. They may be changed in place. A row that is not finite gets NO_TOKEN and no
-        log-probabilities.
+        log-probabilities. A row for which no token is allowed gets NOT_ALLOWED.
         """
         rows = [self._rows[int(request_id)] for request_id in request_ids]
         bad = set(not_finite(logits))
@@ -90,6 +96,9 @@ class Sampler:
         adjusted = {line: row.adjustment for line, row in enumerate(rows) if row.adjustment is not None}
         if adjusted:
             adjust(logits, list(adjusted), list(adjusted.values()))
+        bound = {line: row.constraint for line, row in enumerate(rows) if row.constraint is not None}
+        if self._constraints is not None and bound:
+            self._constraints.apply(logits, list(bound), list(bound.values()))
         result = _argmax(logits)
         noisy = [index for index, row in enumerate(rows) if not row.request.params.greedy]
         if noisy:
@@ -99,6 +108,8 @@ class Sampler:
             row.length += 1
             if row.adjustment is not None:
                 row.adjustment.append(int(token))
+        if self._constraints is not None and bound:
+            result[self._constraints.accept(bound, result, logits)] = NOT_ALLOWED
         return result, report
 
     def _sample_others(

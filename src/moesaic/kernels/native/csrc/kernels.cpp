@@ -19,6 +19,7 @@ const moesaic::Products kProducts = MOESAIC_PRODUCTS;
 extern const moesaic::Table kTable;
 const moesaic::Table kTable = {
     MOESAIC_PRODUCTS, attention, store_rows, norm, rope, gate, merge, embed, join_rows, sigmoid_gate, clip,
+    mask_tokens,
 };
 #endif
 

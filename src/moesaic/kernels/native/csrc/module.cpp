@@ -249,6 +249,10 @@ void clip(Address rows, Address out, int64_t n, int64_t width, float limit) {
     perform(active->clip, Clip{at<float>(rows), at<float>(out), n, width, limit});
 }
 
+void mask_tokens(Address logits, Address lines, Address masks, int64_t n, int64_t width) {
+    perform(active->mask_tokens, MaskTokens{at<float>(logits), at<int64_t>(lines), at<uint32_t>(masks), n, width});
+}
+
 std::vector<std::string> names() {
     std::vector<std::string> all;
     for (const Table* table : available()) all.push_back(table->name);
@@ -325,6 +329,7 @@ NB_MODULE(_native, m) {
     m.def("join", join);
     m.def("sigmoid_gate", sigmoid_gate);
     m.def("clip", clip);
+    m.def("mask_tokens", mask_tokens);
     nb::class_<Tape>(m, "Tape", "the operations that ran between record() and stop()")
         .def(nb::init<>())
         .def("run", &Tape::run)

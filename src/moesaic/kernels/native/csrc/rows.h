@@ -235,4 +235,22 @@ inline void clip(const moesaic::Clip& job) {
     });
 }
 
+inline void mask_tokens(const moesaic::MaskTokens& job) {
+    int64_t words = (job.width + 31) / 32;
+    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            float* row = job.logits + job.lines[i] * job.width;
+            for (int64_t w = 0; w < words; w++) {
+                uint32_t word = job.masks[i * words + w];
+                if (word == ~0u) continue;
+                int64_t count = std::min<int64_t>(32, job.width - w * 32);
+                for (int64_t t = 0; t < count; t++) {
+                    float kept = row[w * 32 + t];
+                    row[w * 32 + t] = (word >> t) & 1 ? kept : -std::numeric_limits<float>::infinity();
+                }
+            }
+        }
+    });
+}
+
 }  // namespace MOESAIC_ISA

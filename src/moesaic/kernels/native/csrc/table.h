@@ -203,6 +203,14 @@ struct Clip {
     float limit;
 };
 
+// logits[lines[i]][t] = -infinity for each token t whose bit in masks[i] is clear. Bit t is bit t % 32 of word t / 32.
+struct MaskTokens {
+    float* logits;  // [*, width]
+    const int64_t* lines;  // [n]
+    const uint32_t* masks;  // [n, (width + 31) / 32]
+    int64_t n, width;
+};
+
 constexpr int64_t kAllHeld = -1;
 
 // Operations that multiply by weights: all that depends on whether rows are rounded.
@@ -226,6 +234,7 @@ struct Table : Products {
     void (*join)(const Join&);
     void (*sigmoid_gate)(const SigmoidGate&);
     void (*clip)(const Clip&);
+    void (*mask_tokens)(const MaskTokens&);
 };
 
 }  // namespace moesaic

@@ -1,0 +1,63 @@
+"""What to say about a flag that a command does not have."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+
+from cyclopts import App
+
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("--log-level", "--uvicorn-log-level", "--enable-log-requests", "--verbose"), "--access-log"
+    ),
+    **dict.fromkeys(("--ctx-size", "--context-length", "--max-seq-len", "--session-len"), "--max-model-len"),
+    **dict.fromkeys(("--max-running-requests", "--max-batch-size", "--parallel"), "--max-num-seqs"),
+    **dict.fromkeys(
+        ("--gpu-memory-utilization", "--mem-fraction-static", "--memory-ratio"), "--kv-cache-memory"
+    ),
+    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel"), "--tensor-parallel-size"),
+    **dict.fromkeys(("--dp", "--dp-size", "--data-parallel"), "--data-parallel-size"),
+    **dict.fromkeys(("--ep", "--ep-size", "--expert-parallel-size"), "--enable-expert-parallel"),
+    **dict.fromkeys(("--model-path", "--model-name-or-path"), "--model"),
+    **dict.fromkeys(("--alias", "--model-name"), "--served-model-name"),
+    **dict.fromkeys(("--chunked-prefill-size", "--ubatch-size", "--n-batch"), "--max-num-batched-tokens"),
+    **dict.fromkeys(("--cpu-offload-gb", "--n-gpu-layers", "--n-cpu-moe"), "--fast-memory"),
+    **dict.fromkeys(("--cache-type-k", "--cache-type-v", "--kv-cache-type"), "--kv-cache-dtype"),
+    **dict.fromkeys(("--enable-eplb", "--ep-num-redundant-experts"), "--redundant-experts"),
+    **dict.fromkeys(("--cors-allow-origins", "--cors-origins"), "--allowed-origins"),
+}
+"""Flags of other programs and the flags that do this here."""
+ALIKE = 0.8
+"""Least likeness of a flag that is taken for a typing mistake. Less gives far-fetched answers."""
+
+
+def about(flag: str, command: Sequence[str], app: App) -> str:
+    """A sentence about what `flag` may have meant, or an empty text. command: such as ("bench", "serve")."""
+    flags = dict(_flags(app, ()))
+    name = flag.partition("=")[0]
+    here = flags.get(tuple(command), frozenset())
+    known = here.union(ELSEWHERE, *flags.values())
+    alike = difflib.get_close_matches(name, sorted(here), 1, ALIKE) or difflib.get_close_matches(
+        name, sorted(known), 1, ALIKE
+    )
+    if not alike:
+        return ""
+    meant = ELSEWHERE.get(alike[0], alike[0]) if alike[0] not in here else alike[0]
+    return f"Did you mean {meant}?" if meant in here else _of_others(meant, flags)
+
+
+def _of_others(flag: str, flags: Mapping[tuple[str, ...], frozenset[str]]) -> str:
+    """Which commands have `flag`."""
+    found = [" ".join(command) for command, names in flags.items() if flag in names]
+    return f"{flag} is a flag of {', '.join(found)}." if found else ""
+
+
+def _flags(app: App, command: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], frozenset[str]]]:
+    """Every command with the names of its flags."""
+    if app.default_command is not None:
+        arguments = app.assemble_argument_collection()
+        yield command, frozenset(name for one in arguments if one.parse for name in one.names)
+    for name in app:
+        if not name.startswith("-"):
+            yield from _flags(app[name], (*command, name))

@@ -1,0 +1,61 @@
+"""Which tokens must not come next: those outside of allowed_token_ids, and the last tokens of bad words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from moesaic.core.tokens import IntArray
+
+
+class WordBans:
+    """The tokens that would complete a forbidden sequence, after what was generated so far.
+
+    >>> bans = WordBans([[7], [1, 2, 3], [2, 4]], generated=[1, 2])
+    >>> bans.next().tolist()
+    [7, 3, 4]
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]], generated: Sequence[int]) -> None:
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        """The beginning of a sequence -> the tokens that complete it."""
+        for sequence in sequences:
+            self._ends.setdefault(tuple(sequence[:-1]), []).append(sequence[-1])
+        self._lengths = sorted({len(beginning) for beginning in self._ends})
+        longest = max(self._lengths, default=0)
+        self._tail = list(generated[-longest:]) if longest else []
+        self._longest = longest
+
+    def append(self, token: int) -> None:
+        """One more generated token."""
+        if self._longest:
+            self._tail = [*self._tail, token][-self._longest :]
+
+    def next(self) -> list[int]:
+        """The tokens that must not come next."""
+        found: list[int] = []
+        for length in self._lengths:
+            if length <= len(self._tail):
+                found += self._ends.get(tuple(self._tail[len(self._tail) - length :]), ())
+        return found
+
+
+def forbid(logits: torch.Tensor, row: int, allowed: IntArray | None, forbidden: IntArray) -> None:
+    """Set the logits of tokens that must not come next to minus infinity, in one row of [p, vocab], in place.
+
+    allowed: the only tokens that may come, ascending, each once; None allows all. forbidden: tokens that must
+    not come. They are ignored if no other token is allowed: one has to come.
+    """
+    if len(forbidden):
+        hit = np.unique(forbidden)
+        if allowed is not None:
+            hit = hit[allowed[np.searchsorted(allowed, hit).clip(max=len(allowed) - 1)] == hit]
+        if len(hit) < (logits.shape[1] if allowed is None else len(allowed)):
+            logits[row, torch.from_numpy(forbidden).to(logits.device)] = -torch.inf
+    if allowed is not None:
+        chosen = torch.from_numpy(allowed).to(logits.device)
+        kept = logits[row, chosen]
+        logits[row] = -torch.inf
+        logits[row, chosen] = kept

@@ -1,0 +1,118 @@
+"""What becomes of fields that a client sends and that the bodies in `requests` do not define.
+
+Clients of other servers send many of them. A field that asks for something which would change the answer is
+refused. All others are ignored: a header of the answer names them, and the log has a line for each name.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from moesaic.core.errors import RequestError
+from moesaic.server.errors import path_of
+
+HEADER = "X-Moesaic-Ignored-Fields"
+MOST_LOGGED = 100
+"""Maximum number of names that one server logs and remembers."""
+MOST_SHOWN = 20
+"""Maximum number of names in the header of one answer."""
+MOST_FOUND = 4096
+"""Maximum number of unknown fields of one body that are looked at. A body may have millions."""
+_LONGEST = 64
+"""Maximum length of a name in the header and in the log, in characters."""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("grammar", "json_schema", "structural_tag", "regex"), ("", {})),
+    **dict.fromkeys(("documents", "images", "videos", "audios", "plugins", "mcp_servers"), ([], {})),
+    **dict.fromkeys(("chat_template", "system", "input_prefix", "input_suffix"), ("",)),
+    **dict.fromkeys(("use_beam_search", "watermarking", "echo"), (False,)),
+    **dict.fromkeys(("thinking_token_budget", "reasoning_budget"), (-1,)),
+    **dict.fromkeys(("logits_processors", "repetition_detection"), ([], {})),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), ({},)),
+    **dict.fromkeys(("length_penalty", "num_beams", "guidance_scale"), (1,)),
+    **dict.fromkeys(("typical_p", "tfs_z", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability", "top_a"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("max_new_tokens", "max_output_tokens", "n_predict", "num_predict"), (-1,)),
+    **dict.fromkeys(("lora_path", "lora_name"), ("",)),
+}
+"""Unknown fields that would change the answer, with the values beside null that ask for nothing."""
+
+_LOG = logging.getLogger(__name__)
+_UNUSUAL = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class UnknownFields:
+    """Refuses or ignores the unknown fields of bodies. strict: refuse all of them."""
+
+    def __init__(self, strict: bool = False) -> None:
+        self._strict = strict
+        self._logged: set[str] = set()
+
+    def check(self, body: BaseModel, request: Request) -> None:
+        """Note the fields of `body` that are ignored, for `show` and in the log.
+
+        Raises RequestError for a field that is refused.
+        """
+        if self._strict:
+            for place in _unknown(body, ()):
+                what = f"{path_of(place)}: not a parameter of this endpoint"
+                raise RequestError(what, str(place[0]), "unknown_parameter")
+        _refuse(body)
+        found = islice(_unknown(body, ()), MOST_FOUND)
+        names = dict.fromkeys(".".join(step for step in place if isinstance(step, str)) for place in found)
+        if names:
+            request.state.ignored = [clean(name) for name in islice(names, MOST_SHOWN)]
+            request.state.ignored += ["..."] * (len(names) > MOST_SHOWN)
+            for name in names:
+                self._log(clean(name))
+
+    def _log(self, name: str) -> None:
+        if name in self._logged or len(self._logged) > MOST_LOGGED:
+            return
+        self._logged.add(name)
+        if len(self._logged) > MOST_LOGGED:
+            _LOG.warning("further unknown fields of requests are ignored without a line here")
+        else:
+            _LOG.warning("%s: unknown field of a request, ignored (--strict-fields refuses it)", name)
+
+
+def show(request: Request, response: Response) -> None:
+    """Name the ignored fields of `request` in a header of its answer."""
+    names = getattr(request.state, "ignored", None)
+    if names:
+        response.headers[HEADER] = ", ".join(names)
+
+
+def clean(name: str) -> str:
+    """`name` as it may stand in a header and in a log: short, of letters, digits, `_`, `.`, `-` and `?`."""
+    return _UNUSUAL.sub("?", name[:_LONGEST]) or "?"
+
+
+def _refuse(body: BaseModel) -> None:
+    """Raise RequestError for an unknown field that would change the answer."""
+    sent = body.model_extra or {}
+    for name in NEUTRAL.keys() & sent.keys():
+        value = sent[name]
+        if value is not None and not any(value == neutral for neutral in NEUTRAL[name]):
+            raise RequestError(f"{name}: not supported; leave it out", name, "unsupported_parameter")
+
+
+def _unknown(model: BaseModel, place: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """The places of the unknown fields in `model`. Example: ('messages', 0, 'timestamp')."""
+    for name in model.model_extra or ():
+        yield (*place, name)
+    for name, value in model.__dict__.items():
+        if isinstance(value, BaseModel):
+            yield from _unknown(value, (*place, name))
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for index, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from _unknown(item, (*place, name, index))

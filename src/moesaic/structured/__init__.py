@@ -1,0 +1,1 @@
+"""Structured output: which tokens a request may generate next, by llguidance's grammars."""

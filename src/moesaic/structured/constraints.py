@@ -1,0 +1,128 @@
+"""The constraints of a worker's requests: grammars are compiled, and masks computed, beside its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+
+from moesaic.core.request import Request
+from moesaic.core.tokens import IntArray
+from moesaic.structured.grammar import limits
+from moesaic.structured.token_filter import GrammarFilter, Masks, TokenFilter
+from moesaic.structured.vocabulary import Vocabulary
+
+LOG = logging.getLogger(__name__)
+GRAMMARS = 64
+"""Compiled grammars that are kept for later requests."""
+
+MaskTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""The operation `mask_tokens` of `kernels.table`."""
+
+
+class Constraint:
+    """The structured output of one request in the batch."""
+
+    def __init__(self, request_id: int, found: TokenFilter) -> None:
+        self.request_id = request_id
+        self.filter = found
+        self.next: Future[Masks] | None = None
+        """[1, words] the mask of the next token. A thread computes it."""
+
+    def accept(self, token: int) -> bool:
+        """Go on behind a sampled token. False if it is not allowed."""
+        return self.filter.accept([token])
+
+    @property
+    def reason(self) -> tuple[int, str]:
+        """The request, and why no token is allowed."""
+        return self.request_id, self.filter.error or "min_tokens or another parameter forbids all of them"
+
+
+class Constraints:
+    """Compiles the grammars of requests and masks logits.
+
+    vocabulary: reads the tokenizer; it is called in a thread at the first request with a grammar. width:
+    number of logits. mask_tokens: the operation that changes logits. One thread compiles and one computes
+    masks, so a large grammar delays only the requests that wait for it.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], width: int, mask_tokens: MaskTokens) -> None:
+        self._vocabulary = vocabulary
+        self._width = width
+        self._mask_tokens = mask_tokens
+        self._compiler = ThreadPoolExecutor(1, "grammar")
+        self._masker = ThreadPoolExecutor(1, "mask")
+        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
+        self._compiled: OrderedDict[tuple[str, tuple[int, ...]], Future[LLMatcher]] = OrderedDict()
+
+    def compiled(self, request: Request) -> Future[LLMatcher] | None:
+        """The compiled grammar of a request, which may still be under way. None if it has no grammar."""
+        if not request.grammar:
+            return None
+        key = request.grammar, request.eos_token_ids
+        if key not in self._compiled:
+            self._compiled[key] = self._compiler.submit(self._compile, *key)
+            while len(self._compiled) > GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return self._compiled[key]
+
+    def constrain(self, request: Request, generated: Sequence[int]) -> Constraint | None:
+        """The constraint of a request behind its generated tokens. None if it has no grammar.
+
+        Waits if the grammar is not compiled yet.
+        """
+        compiled = self.compiled(request)
+        if compiled is None:
+            return None
+        found = Constraint(request.request_id, GrammarFilter(compiled.result().deep_copy(), self._width))
+        if generated:
+            found.filter.accept(generated)
+        self._prepare([found])
+        return found
+
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], constraints: Sequence[Constraint]) -> None:
+        """Set the logits of tokens that are not allowed to -infinity, in place.
+
+        logits: [*, width] float32; row lines[i] is that of constraints[i].
+        """
+        masks = np.concatenate([one.next.result() for one in constraints if one.next is not None])
+        self._mask_tokens(logits, torch.tensor(lines), torch.from_numpy(masks))
+
+    def accept(
+        self, constraints: Mapping[int, Constraint], tokens: IntArray, logits: torch.Tensor
+    ) -> list[int]:
+        """Go on behind the sampled tokens, and begin to compute the next masks.
+
+        constraints: by row of `tokens` and of the logits, which `apply` changed. Returns the rows that have
+        no allowed token: the best logit is -infinity.
+        """
+        lines = list(constraints)
+        best = logits[torch.tensor(lines), torch.from_numpy(tokens[lines])]
+        none = {line for line, gone in zip(lines, torch.isneginf(best).tolist(), strict=True) if gone}
+        refused = [line for line in lines if line in none or not constraints[line].accept(int(tokens[line]))]
+        for line in refused:
+            LOG.warning("request %d ended: no token is allowed: %s", *constraints[line].reason)
+        self._prepare(one for line, one in constraints.items() if line not in refused)
+        return refused
+
+    def close(self) -> None:
+        """End the threads. Masks and grammars under way are dropped."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._masker.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, constraints: Iterable[Constraint]) -> None:
+        for constraint in constraints:
+            constraint.next = self._masker.submit(constraint.filter.masks)
+
+    def _compile(self, grammar: str, eos_token_ids: tuple[int, ...]) -> LLMatcher:
+        if eos_token_ids not in self._tokenizers:
+            self._tokenizers[eos_token_ids] = self._vocabulary().compiled(self._width, eos_token_ids)
+        tokenizer = self._tokenizers[eos_token_ids]
+        return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())

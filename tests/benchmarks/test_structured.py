@@ -1,0 +1,58 @@
+"""The benchmark of structured output, on a few schemas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import FOLDER
+
+SUITE = [
+    {
+        "description": "integers",
+        "schema": {"type": "integer", "maximum": 3},
+        "tests": [{"data": 3, "valid": True}, {"data": 4, "valid": False}, {"data": "a", "valid": False}],
+    },
+    {"description": "none", "schema": {"not": {}}, "tests": [{"data": 3, "valid": False}]},
+]
+
+
+def measured(*line: str) -> Any:
+    """What the script prints for machines."""
+    command = [sys.executable, str(FOLDER / "structured.py"), "--json", *line]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.slow
+def test_instances_and_answers_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "maximum.json").write_text(json.dumps(SUITE), encoding="utf-8")
+    found = measured("suite", str(tmp_path))
+    assert found["maximum"] == {
+        "schemas": 2,
+        "refused": 1,
+        "reasons": ['Unimplemented keys: ["not"]'],
+        "right": 3,
+        "missed": 0,
+        "wrong": 0,
+    }
+    schemas = tmp_path / "schemas"
+    schemas.mkdir()
+    number = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+    (schemas / "a.json").write_text(json.dumps(number), encoding="utf-8")
+    (schemas / "b.json").write_text(json.dumps({"type": "string", "not": {}}), encoding="utf-8")
+    found = measured("schemas", "demo", str(schemas), "--closed", "--budget", "80")
+    assert found["schemas"] == 2 and found["refused"] == {'Unimplemented keys: ["not"]': 1}
+    assert found["finished"] == {"stop": 1} and found["invalid"] == []
+
+
+@pytest.mark.slow
+def test_speeds_are_compared() -> None:
+    options = ("--requests", "1", "2", "--new", "8", "--rounds", "2")
+    found = measured("speed", "demo", *options)
+    assert [one["requests"] for one in found["speeds"]] == [1, 2]
+    assert all(one["least"] <= one["ratio"] <= one["most"] for one in found["speeds"])

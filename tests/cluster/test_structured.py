@@ -1,0 +1,53 @@
+"""Structured outputs in a cluster: under each schedule, and after the death of a worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any, get_args
+
+import pytest
+
+from moesaic import SamplingParams
+from moesaic.config import Schedule
+from tests.cluster.test_identity import alone, workload
+from tests.support.cluster_driver import cluster
+
+FORMS: list[dict[str, Any] | None] = [
+    {"regex": "([a-z]{4}[0-9]{4};){3}"},
+    None,
+    {"json": {"type": "array", "items": {"type": "integer", "maximum": 9999}, "minItems": 6, "maxItems": 9}},
+    {"regex": "(ab|cd|ef){12,20}"},
+]
+
+
+def constrained() -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts, _ = workload(8, 24)
+    params = [
+        SamplingParams(
+            max_tokens=40,
+            temperature=0.9 * (i % 2),
+            seed=i,
+            logprobs=0,
+            structured_outputs=FORMS[i % 4],  # type: ignore[arg-type]
+        )
+        for i in range(8)
+    ]
+    return prompts, params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_a_killed_workers_requests_go_on(schedule: str) -> None:
+    """The matcher of the worker that takes over begins behind the tokens that the dead one sent."""
+    killed: list[int] = []
+    with cluster(schedule=schedule, attention_workers=2, expert_servers=2) as served:
+
+        def kill(tokens: int) -> None:
+            if tokens >= 60 and not killed:
+                killed.append(served.pid("attention worker 0"))
+                os.kill(killed[0], signal.SIGKILL)
+
+        served.submit(*constrained())
+        assert served.finish(kill) == alone(*constrained())
+    assert killed
