@@ -54,7 +54,12 @@ EDGES: dict[str, tuple[str, ...]] = {
     "templates": ("config", "core"),
     "parsers": ("core",),  # answers of models: pure, text in and events out
     "tiktoken_model": ("core",),
-    "tokenizer": ("core", "templates", "tiktoken_model"),
+    "gguf_tokenizer": (
+        "core",
+        "models.gguf",
+        "tiktoken_model",
+    ),  # the metadata of a GGUF file has the tokenizer
+    "tokenizer": ("core", "gguf_tokenizer", "models.gguf.header", "templates", "tiktoken_model"),
     "detokenizer": ("tokenizer",),
     "stop_strings": (),
     "bad_words": ("core", "tokenizer"),
@@ -131,9 +136,9 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),  # FlexGen's search is a linear program; ours is none
     "pymetis": ("policy.placement.solvers.metis",),
     "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
-    "safetensors": ("models.checkpoint",),
+    "safetensors": ("models.opened",),
     "huggingface_hub": ("models.files",),
-    "tokenizers": ("tokenizer", "tiktoken_model"),
+    "tokenizers": ("tokenizer", "gguf_tokenizer", "tiktoken_model"),
     "transformers": ("verify.reference",),
     "jinja2": ("templates.compiled", "templates.process"),  # never in the process of the server
     "msgspec": ("transport",),

@@ -13,8 +13,9 @@ from typing import Any
 import tokenizers
 from tokenizers.pre_tokenizers import Metaspace
 
-from moesaic import tiktoken_model
+from moesaic import gguf_tokenizer, tiktoken_model
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
+from moesaic.models.gguf.header import is_gguf
 from moesaic.templates import content, continuation
 from moesaic.templates.pool import Renderers
 from moesaic.templates.renderer import Limits
@@ -28,7 +29,7 @@ MOST_SETTINGS = 16 << 20
 
 
 class Tokenizer:
-    """The tokenizer of the checkpoint in directory `path`.
+    """The tokenizer of the checkpoint in directory `path`, or in a GGUF file.
 
     chat_template: a file with a Jinja template, used in place of the checkpoint's own.
     special_tokens_in_content: whether special tokens in messages mean what they mean in the template. Else
@@ -47,9 +48,13 @@ class Tokenizer:
         limits: Limits = Limits(),
         with_template: bool = True,
     ) -> None:
-        settings_file = path / "tokenizer_config.json"
-        self.settings = _read_settings(settings_file) if settings_file.is_file() else {}
-        self._tokenizer = _read_tokenizer(path, self.settings)
+        self.settings: dict[str, Any]
+        if is_gguf(path):
+            self._tokenizer, self.settings = gguf_tokenizer.read(path)
+        else:
+            settings_file = path / "tokenizer_config.json"
+            self.settings = _read_settings(settings_file) if settings_file.is_file() else {}
+            self._tokenizer = _read_tokenizer(path, self.settings)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes_of_character = byte_level_alphabet()
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]

@@ -284,7 +284,10 @@ def test_for_people(capsys: pytest.CaptureFixture[str], machine: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["./nowhere"], "model: got './nowhere'; allowed: a directory with config.json, a hub id, demo"),
+        (
+            ["./nowhere"],
+            "model: got './nowhere'; allowed: a directory with config.json, a GGUF file, a hub id, demo",
+        ),
         (["demo", "--hardware", "abacus"], "--hardware: got 'abacus'; allowed: t4, "),
         (["demo", "--revision", "x"], "--revision: got 'x'; allowed: none"),
         (["--revision", "x"], "--revision: got 'x'; allowed: nothing without a MODEL"),

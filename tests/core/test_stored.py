@@ -4,7 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.core.stored import BLOCK, COMPRESSED, GROUP, GROUP_BYTES, HEAD, NUMBER_BYTES, row_bytes
+from moesaic.core.stored import (
+    BLOCK,
+    COMPRESSED,
+    GROUP,
+    GROUP_BYTES,
+    HEAD,
+    NUMBER_BYTES,
+    OF_EXPERTS,
+    expert_code,
+    is_native,
+    is_packed,
+    of_expert,
+    of_matrices,
+    row_bytes,
+)
 
 
 @pytest.mark.parametrize("dtype", NUMBER_BYTES)
@@ -30,3 +44,15 @@ def test_whole_blocks_take_three_quarters_and_their_heads() -> None:
 def test_another_type_is_none() -> None:
     with pytest.raises(KeyError):
         row_bytes("int3", 3)
+
+
+def test_types_of_gate_and_down_go_together_in_a_name_and_in_a_number() -> None:
+    assert of_expert("int8", "int8") == "int8" and of_matrices("int8") == ("int8", "int8")
+    both = of_expert("int4_offset", "int8_16")
+    assert of_matrices(both) == ("int4_offset", "int8_16") and is_packed(both) and is_native(both)
+    assert expert_code("fp8") == OF_EXPERTS.index("fp8")
+    assert divmod(expert_code(both), 256) == (
+        OF_EXPERTS.index("int8_16") + 1,
+        OF_EXPERTS.index("int4_offset"),
+    )
+    assert not is_packed("float32") and is_native("float32") and not is_native("float16")

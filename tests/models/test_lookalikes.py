@@ -48,9 +48,3 @@ def test_a_lora_adapter(tmp_path: Path, config: str, base: str) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"w")
     said = refused(tmp_path)
     assert "this is a LoRA adapter" in said and base in said and "give the merged model" in said
-
-
-def test_a_directory_of_gguf_files_is_no_directory_without_config(tmp_path: Path) -> None:
-    for name in ("b.gguf", "a-Q4_K_M.gguf"):
-        (tmp_path / name).write_bytes(b"GGUF")
-    assert "this directory has only GGUF files, such as a-Q4_K_M.gguf" in refused(tmp_path)

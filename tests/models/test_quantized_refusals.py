@@ -256,11 +256,6 @@ MIXED = {
         "experts.2.gate_proj.weight: got bfloat16; allowed: int4",
     ),
     "another is int8": (r"experts\.2\.", "int8 rows", "experts.2.gate_proj.weight: got int8; allowed: int4"),
-    "downs are FP8": (
-        r"experts\.\d+\.down",
-        "fp8 rows",
-        "experts.0.down_proj.weight: got fp8; allowed: int4",
-    ),
 }
 
 
@@ -272,14 +267,31 @@ def test_experts_of_a_layer_with_several_types(source: Path, tmp_path: Path, wha
         registry.load(path, kernels)
 
 
-def test_layers_with_several_types_on_servers(source: Path, tmp_path: Path) -> None:
-    """A process of its own holds them; a server has one type, and would round them."""
-    path = mixed(source, tmp_path, r"layers\.0\.mlp\.experts\.", None)
-    registry.load(path, kernels)
-    registry.expert_layout(path, kernels)
-    says = "routed experts of layer 1: got int4; allowed: bfloat16, as in layer 0"
-    with pytest.raises(CheckpointError, match=says):
-        registry.expert_layout(path, kernels, served=True)
+LAYERS = {
+    "a layer is bf16": (r"layers\.0\.mlp\.experts\.", None, "bfloat16", {1: "int4"}),
+    "downs are FP8": (r"experts\.\d+\.down", "fp8 rows", "int4+fp8", {}),
+    "downs of a layer are FP8": (r"1\.mlp\.experts\.\d+\.down", "fp8 rows", "int4", {1: "int4+fp8"}),
+}
+
+
+@pytest.mark.parametrize("what", LAYERS)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_servers_hold_layers_of_several_types(source: Path, tmp_path: Path, what: str, mapped: bool) -> None:
+    names, other, dtype, others = LAYERS[what]
+    path = mixed(source, tmp_path, names, other)
+    layout = registry.expert_layout(path, kernels)
+    assert (layout.dtype, layout.others) == (dtype, others)
+    store, wanted = Store(path, layout, mapped), {0: [1], 1: [0, 3]}
+    store.take(wanted)
+    for layer, loaded in registry.load_experts(path, kernels, wanted).items():
+        for expert in wanted[layer]:
+            parts = [part[expert] for part in loaded.parts]
+            for mine, theirs in zip(store._held[layer, expert], parts, strict=True):
+                assert theirs is not None
+                assert mine.tobytes() == theirs.view(torch.uint8).numpy().tobytes()
+    sizes = [sum(part.nbytes for part in store._held[layer, wanted[layer][0]]) for layer in (0, 1)]
+    assert layout.num_bytes == layout.num_experts * sum(sizes)
+    assert layout.expert_bytes == max(sizes)
 
 
 def test_servers_name_the_tensor_of_another_type(source: Path, tmp_path: Path) -> None:

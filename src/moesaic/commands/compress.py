@@ -14,7 +14,7 @@ from moesaic.commands.progress import progress
 from moesaic.commands.units import in_bytes
 from moesaic.core.errors import ConfigError
 from moesaic.models.compressing import compress
-from moesaic.models.files import resolve
+from moesaic.models.files import refuse_gguf, resolve
 from moesaic.runtime.machine import cores
 
 MB = 10**6
@@ -27,6 +27,7 @@ def run(options: Compress, as_json: bool) -> int:
     """
     begun = time.monotonic()
     path = resolve(options.model)
+    refuse_gguf(path, "compress")
     try:
         with progress(Console(stderr=True), time.monotonic, "MB/s") as show:
             sizes = compress(

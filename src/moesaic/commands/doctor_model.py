@@ -70,7 +70,7 @@ def examined(options: Doctor, folder: Path) -> ModelReport:
     """The report on a model. folder: for what is downloaded of a hub id."""
     assert options.model is not None
     found = files.find(options.model, folder, options.revision)
-    raw = files.read_json(found.config)
+    raw = found.read()
     spec, problems = _understood(found, options.model, raw)
     stored = _stored(found, raw, spec)
     sizes = _sizes(raw, options.model, stored)
@@ -96,9 +96,9 @@ def _understood(found: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpe
             problems.append(str(error))
             return None
 
-    spec = tried(lambda: registry.understand(raw, found.config.parent))
+    spec = tried(lambda: registry.understand(raw, found.parent))
     if spec is not None:
-        tried(lambda: registry.understand(raw, found.config.parent, _claims(found, raw)))
+        tried(lambda: registry.understand(raw, found.parent, _claims(found, raw)))
     if found.directory is not None:
         directory = found.directory
         tried(lambda: Tokenizer(directory).close())
@@ -132,12 +132,12 @@ def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored
     with contextlib.suppress(MoesaicError):  # already a line of the report
         kind = registry.quantised_type(raw) or kind
     if found.directory is not None:
-        here = found.directory.glob("*.safetensors")
+        here = (file for file in files.model_files(found.directory) if file.suffix in files.WEIGHTS)
         sizes = {file.name: file.stat().st_size for file in here}
         with contextlib.suppress(MoesaicError):  # already a line of the report
             if spec is not None:
                 kind = registry.stored_type(raw, found.directory, Claims(found.directory))
-    weights = [size for name, size in (sizes or {}).items() if name.endswith(".safetensors")]
+    weights = [size for name, size in (sizes or {}).items() if name.endswith(files.WEIGHTS)]
     download = None if found.files is None else sum(found.files.values())
     return Stored(kind, method, sum(weights), len(weights), download)
 
@@ -176,7 +176,9 @@ def _here(options: Doctor, found: Found, machine: Machine, measure: bool) -> Her
     if options.hardware not in (THIS, NONE):
         figures = find_hardware(options.hardware)
     elif options.hardware == THIS and measure:
-        directory = found.directory or nearest_existing(Path(machine.hub_cache))
+        own = found.directory
+        directory = nearest_existing(Path(machine.hub_cache)) if own is None else own
+        directory = directory if directory.is_dir() else directory.parent
         figures = hardware.now(str(directory))
     if figures is not None:
         return Here(figures.name, figures.fast.memory, figures.slow.processor is not None, figures)
@@ -223,7 +225,7 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
     known = stored if stored in NUMBER_BYTES else COMPRESSED
     model = _in_memory(sizes, loads(stored), here, command.found)
     fits = []
-    for one in outlook.formats(sizes, known):
+    for one in outlook.formats(sizes, known, stored):
         loaded = loads(one.name)
         exact = one.name == stored == loaded and model.conversion is not None
         one = outlook.format_of(model, one.name) if exact else one

@@ -19,8 +19,10 @@ class Doctor:
     """Examine this machine, or a model before it is downloaded or loaded."""
 
     model: str | None = None
-    """Model to examine: a Hugging Face directory, a config.json, a hub id, or `demo`. Of a hub id only its
-    config.json and its index of tensors are downloaded. None: the machine alone is examined."""
+    """Model to examine: a Hugging Face directory, a config.json, a GGUF file, a hub id, or `demo`.
+
+    Of a hub id only its config.json and its index of tensors are downloaded. None: the machine alone is
+    examined."""
     _: KW_ONLY
     revision: str | None = None
     """Branch, tag or commit of a hub id."""

@@ -22,6 +22,7 @@ from moesaic.cost.machines import MACHINES
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.kernels import table
+from moesaic.models.files import refuse_gguf
 from moesaic.papers import report as papers
 from moesaic.planning.sizes import by_config, has_weights, in_format, of_checkpoint
 from moesaic.policy.offloading import advice, planner
@@ -107,6 +108,7 @@ def find_model(name: str) -> ModelSizes:
     if name in KNOWN:
         return KNOWN[name]
     path = Path(moesaic.__file__).parent / "demo" if name == "demo" else Path(name).expanduser()
+    refuse_gguf(path, "plan")
     file = path / "config.json" if path.is_dir() else path
     try:
         raw: Any = json_module.loads(file.read_text(encoding="utf-8"))

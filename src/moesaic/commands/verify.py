@@ -34,6 +34,7 @@ def run(options: Verify, as_json: bool) -> int:
     that it does not have.
     """
     path = files.resolve(options.model, options.revision)
+    files.refuse_gguf(path, "verify")
     tokens = list(options.prompt_tokens) or _tokens(path, options.prompt or PROMPT)
     kernels = table.pick("cpu", options.kernels)
     kernels.set_threads(options.threads or cores(), False)

@@ -49,5 +49,6 @@ class ExpertServerConfig:
         layout, queues = parts.pop("layout"), QueueConfig(**parts.pop("queues"))
         prefixes = {int(layer): prefix for layer, prefix in layout.pop("prefixes").items()}
         activation = Activation(**layout.pop("activation"))
-        read = ExpertLayout(prefixes=prefixes, activation=activation, **layout)
+        others = {int(layer): dtype for layer, dtype in layout.pop("others").items()}
+        read = ExpertLayout(prefixes=prefixes, activation=activation, others=others, **layout)
         return cls(layout=read, queues=queues, **parts)

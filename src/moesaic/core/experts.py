@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moesaic.core.placement import fingerprint
-from moesaic.core.stored import row_bytes
+from moesaic.core.stored import of_matrices, row_bytes
 
 
 def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int, weights: str = "") -> str:
@@ -64,7 +64,8 @@ class ExpertLayout:
     dtype: str
     """The type that kernels read: "float32", "bfloat16", "compressed", or with torch "float16".
 
-    Weights that are stored in another type are converted.
+    Weights that are stored in another type are converted. Quantised ones have the types of core.stored, and
+    then other layers may have other types (`others`).
     """
     weights: str = ""
     """Fingerprint of the checkpoint (`models.fingerprint`). Empty where no checkpoint was read."""
@@ -75,6 +76,12 @@ class ExpertLayout:
     columns of one matrix [h, 2w], down as [w, h], and a bias for each of both (gpt-oss). BIASED_ROWS: the
     matrices of ROWS and the biases of COLUMNS (gpt-oss in MXFP4)."""
     activation: Activation = SILU
+    others: dict[int, str] = field(default_factory=dict)
+    """Layer -> the type of its experts, for layers where that is not `dtype`."""
+
+    def dtype_of(self, layer: int) -> str:
+        """The type that kernels read in a layer."""
+        return self.others.get(layer, self.dtype)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -94,24 +101,34 @@ class ExpertLayout:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        return sum(self.matrix_bytes)
+        """Bytes of one expert, in the layer where experts are largest."""
+        return max(sum(self._bytes_of(dtype)) for dtype in self._types)
 
     @property
     def matrix_bytes(self) -> tuple[int, ...]:
         """Bytes of one expert's gate, up and down matrices in memory, and of its three biases if it has them.
 
-        Biases are float32.
+        Each is that of the layer where it is largest. Biases are float32.
         """
-        inner = self.width * row_bytes(self.dtype, self.hidden)
-        matrices = inner, inner, self.hidden * row_bytes(self.dtype, self.width)
+        return tuple(map(max, zip(*map(self._bytes_of, self._types), strict=True)))
+
+    @property
+    def _types(self) -> set[str]:
+        return {self.dtype, *self.others.values()}
+
+    def _bytes_of(self, dtype: str) -> tuple[int, ...]:
+        """As `matrix_bytes`, where experts have this type."""
+        of_inner, of_down = of_matrices(dtype)
+        inner = self.width * row_bytes(of_inner, self.hidden)
+        matrices = inner, inner, self.hidden * row_bytes(of_down, self.width)
         biases = 4 * self.width, 4 * self.width, 4 * self.hidden
         return matrices if self.form == ROWS else matrices + biases
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all routed experts."""
-        return len(self.prefixes) * self.num_experts * self.expert_bytes
+        each = (sum(self._bytes_of(self.dtype_of(layer))) for layer in self.prefixes)
+        return self.num_experts * sum(each)
 
     def tensors(self, layer: int, expert: int) -> tuple[Stored, ...]:
         """Name and shape of what the checkpoint stores of an expert.

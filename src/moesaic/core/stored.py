@@ -44,12 +44,51 @@ QUANTIZED = {
     "int4": Quantization("int4", 32),
     "int4_offset": Quantization("uint4", 32, offset=True),
     "mxfp4": Quantization("e2m1", 32),
+    "int8_16": Quantization("int8", 16),
 }
 """The types of quantised weights by name."""
 PACKED = (COMPRESSED, *QUANTIZED)
 """Types whose rows are bytes, and not numbers."""
 OF_EXPERTS = ("bfloat16", "float32", *PACKED)
 """Types of expert weights that the native kernels read, in the order of table.h's `Stored`."""
+AND = "+"
+"""Between two quantised types: the first of gate and up, the second of down, as in "int4_offset+int8_16"."""
+
+
+def of_matrices(dtype: str) -> tuple[str, str]:
+    """The type of an expert's gate and up, and that of its down.
+
+    >>> of_matrices("int8"), of_matrices("int4_offset+int8_16")
+    (('int8', 'int8'), ('int4_offset', 'int8_16'))
+    """
+    inner, _, down = dtype.partition(AND)
+    return inner, down or inner
+
+
+def of_expert(inner: str, down: str) -> str:
+    """The type of experts whose gate and up have one type, and down another or the same."""
+    return inner if inner == down else f"{inner}{AND}{down}"
+
+
+def is_packed(dtype: str) -> bool:
+    """Whether rows of experts of this type are bytes, and not numbers."""
+    return all(one in PACKED for one in of_matrices(dtype))
+
+
+def is_native(dtype: str) -> bool:
+    """Whether the native kernels can read experts of this type."""
+    return all(one in OF_EXPERTS for one in of_matrices(dtype))
+
+
+def expert_code(dtype: str) -> int:
+    """How the compiled module is told a type of experts.
+
+    It is the index in OF_EXPERTS. If down has another type than gate and up, 256 times one more than that
+    one's index is added.
+    """
+    inner, down = map(OF_EXPERTS.index, of_matrices(dtype))
+    return inner if inner == down else inner + 256 * (down + 1)
+
 
 BLOCK = 1024
 """Numbers of a compressed or quantised row that are stored together. A row's last block may be shorter."""

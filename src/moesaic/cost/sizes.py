@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, row_bytes
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, of_matrices, row_bytes
 from moesaic.cost.routing import Routing
 
 BYTES = {dtype: float(size) for dtype, size in NUMBER_BYTES.items()}
@@ -155,7 +155,7 @@ class ModelSizes:
     compressed: bool = False
     """True: routed experts are stored in 12 bits a number, with a head for each block of their rows."""
     quantized: str | None = None
-    """Type of quantised routed experts: a key of core.stored.QUANTIZED. None: they are not quantised."""
+    """Type of quantised routed experts: as `core.stored.of_expert`. None: they are not quantised."""
     expert_biases: int = 0
     """Numbers of the biases of a routed expert, which are float32."""
     conversion: str | None = None
@@ -188,7 +188,8 @@ class ModelSizes:
         packed, biases = COMPRESSED if self.compressed else self.quantized, 4 * self.expert_biases
         if packed is None:
             return self.expert * self.number + biases
-        inner, outer = (row_bytes(packed, numbers) for numbers in (self.hidden, self.expert_width))
+        types = of_matrices(packed)
+        inner, outer = row_bytes(types[0], self.hidden), row_bytes(types[1], self.expert_width)
         return float(2 * self.expert_width * inner + self.hidden * outer + biases)
 
     @property

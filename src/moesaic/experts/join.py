@@ -17,6 +17,7 @@ from moesaic.core import messages
 from moesaic.core.errors import CheckpointError, ConfigError, ConnectionLost, MoesaicError
 from moesaic.experts.process import serve
 from moesaic.models import fingerprint
+from moesaic.models.gguf.header import is_gguf
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
@@ -119,8 +120,9 @@ def _once(joining: JoinOptions, on_joined: Callable[[messages.Enlisted], None]) 
 
 def _config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> ExpertServerConfig:
     model = Path(enlisted.model) if joining.model is None else joining.model
-    if not model.is_dir():
-        raise ConfigError.field("--model", str(model), "a directory with the checkpoint that is served")
+    if not model.is_dir() and not (is_gguf(model) and model.is_file()):
+        allowed = "a directory with the checkpoint that is served, or its GGUF file"
+        raise ConfigError.field("--model", str(model), allowed)
     stamp = fingerprint.stamp(model)
     other = fingerprint.difference(fingerprint.of(model), enlisted.layout.weights)
     if other:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.stored import OF_EXPERTS
+from moesaic.core.stored import expert_code
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.store import Store
 from moesaic.kernels.native import plain
@@ -24,7 +24,8 @@ class NativeBackend:
         self._store = Store(path, layout, mapped)
         self._reading = threading.Lock()
         """Locked while the kernel reads weights, which must not be dropped meanwhile."""
-        self._size, self._stored = (layout.hidden, layout.width), OF_EXPERTS.index(layout.dtype)
+        self._size = layout.hidden, layout.width
+        self._stored = {layer: expert_code(layout.dtype_of(layer)) for layer in layout.layers}
         self._activation = layout.activation
 
     @property
@@ -41,4 +42,5 @@ class NativeBackend:
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         found = [(part.hidden, part.rows, part.experts, part.out, part.lines) for part in parts]
         with self._reading:
-            plain.experts(self._store.table(layer), self._size, self._stored, found, self._activation)
+            stored = self._stored[layer]
+            plain.experts(self._store.table(layer), self._size, stored, found, self._activation)

@@ -13,7 +13,7 @@ from moesaic.config import ExpertServerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats
-from moesaic.core.stored import OF_EXPERTS
+from moesaic.core.stored import is_native
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
@@ -126,7 +126,7 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
 
 def _backend(config: ExpertServerConfig) -> ExpertBackend:
     on_cpu = config.device == "cpu"
-    native = on_cpu and config.kernels != "reference" and config.layout.dtype in OF_EXPERTS
+    native = on_cpu and config.kernels != "reference" and is_native(config.layout.dtype)
     if native:
         try:
             from moesaic.experts.native_backend import NativeBackend

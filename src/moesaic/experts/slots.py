@@ -20,7 +20,7 @@ CHUNK = 64 << 20
 
 
 class Slots:
-    """Slots that have room for the matrices of one expert each.
+    """Slots that have room for the matrices of one expert each. A matrix may be smaller than its room.
 
     >>> slots = Slots([3, 5])
     >>> slot, parts = slots.copy([np.full(3, 7, np.uint8), np.full(5, 9, np.uint8)])
@@ -32,7 +32,7 @@ class Slots:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """sizes: bytes of each matrix of an expert."""
+        """sizes: bytes of each matrix of an expert, or more."""
         self._sizes = tuple(sizes)
         self._slot = sum(map(aligned, sizes))
         self._free: list[Bytes] = []
@@ -43,7 +43,7 @@ class Slots:
             self._grow()
         slot, copies, begin = self._free.pop(), [], 0
         for part, size in zip(parts, self._sizes, strict=True):
-            copy = slot[begin : begin + size]
+            copy = slot[begin : begin + len(part)]
             copy[:] = part
             copies.append(copy)
             begin += aligned(size)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, PARTS, ROWS, ExpertLayout
+from moesaic.core.stored import of_matrices
 from moesaic.experts.slots import Bytes, Slots
 from moesaic.kernels.compressed import decompress
 from moesaic.models.columns import as_rows, bias_rows
@@ -80,10 +81,12 @@ class Store:
     def _take(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
             raise CheckpointError(f"experts: got {expert}; allowed: 0 to {self.layout.num_experts - 1}")
-        stored = STORED.get(self.layout.dtype, self.layout.dtype)
+        stored, down = (STORED.get(one, one) for one in of_matrices(self.layout.dtype_of(layer)))
+        tensors = self.layout.tensors(layer, expert)
+        kinds = [stored, down] if self.layout.form == COLUMNS else [stored, stored, down]
         parts = [
-            self._checkpoint.part(name, *shape, stored=stored if len(shape) == 2 else "F32")
-            for name, *shape in self.layout.tensors(layer, expert)
+            self._checkpoint.part(name, *shape, stored=kind)
+            for (name, *shape), kind in zip(tensors, [*kinds, "F32", "F32"], strict=False)
         ]
         if self.layout.form == COLUMNS:
             parts = as_rows(parts, WIDTHS[stored], self.layout.width)

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from moesaic.core.experts import SILU, Activation
-from moesaic.core.stored import COMPRESSED, OF_EXPERTS, row_bytes
+from moesaic.core.stored import COMPRESSED, expert_code, is_native, of_matrices, row_bytes
 
 Part = tuple[torch.Tensor | None, ...]
 """One tensor of each expert, by logical id."""
@@ -30,7 +30,7 @@ class PointerTable:
     hidden: int
     width: int
     stored: int
-    """Index into OF_EXPERTS of their dtype."""
+    """`core.stored.expert_code` of their dtype."""
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class ExpertWeights:
     """[h] float32 each."""
     activation: Activation = field(default=SILU, kw_only=True)
     packed: str = field(default=COMPRESSED, kw_only=True)
-    """Type of experts that are uint8: one of core.stored.PACKED."""
+    """Type of experts that are uint8: one for which `core.stored.is_packed` holds."""
 
     @classmethod
     def of_held(
@@ -135,19 +135,16 @@ class ExpertWeights:
             return PointerTable(torch.tensor(lines), 0, 0, 0)
         width, hidden, dtype = len(held[0][0]), len(held[0][2]), held[0][0].dtype
         kind = self.packed if dtype is torch.uint8 else NAMES.get(dtype)
-        if kind not in OF_EXPERTS:
+        if kind is None or not is_native(kind):
             raise TypeError(f"experts: got {dtype}; allowed: float32, bfloat16, uint8")
-        inner, outer = (self._row(dtype, numbers) for numbers in (hidden, width))
+        types = of_matrices(self.packed) if dtype is torch.uint8 else (None, None)
+        inner, outer = _row(types[0], hidden), _row(types[1], width)
         for gate, up, down in held:
             alike = gate.shape == up.shape == (width, inner) and down.shape == (hidden, outer)
             if not alike or any(one.dtype != dtype or not one.is_contiguous() for one in (gate, up, down)):
                 raise TypeError("the experts of a layer differ in shape or type, or are not dense")
         self._check_biases(hidden, width)
-        return PointerTable(torch.tensor(lines), hidden, width, OF_EXPERTS.index(kind))
-
-    def _row(self, dtype: torch.dtype, numbers: int) -> int:
-        """Size of a row with this number of columns."""
-        return row_bytes(self.packed, numbers) if dtype is torch.uint8 else numbers
+        return PointerTable(torch.tensor(lines), hidden, width, expert_code(kind))
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -163,3 +160,8 @@ class ExpertWeights:
                 good = one is not None and one.shape == (size,) and one.dtype is torch.float32
                 if one is None or not good or not one.is_contiguous():
                     raise TypeError(f"the biases of expert {expert}: allowed: dense float32 [{size}]")
+
+
+def _row(packed: str | None, numbers: int) -> int:
+    """Size of a row with this number of columns. packed: type of its bytes; None: it has numbers."""
+    return numbers if packed is None else row_bytes(packed, numbers)

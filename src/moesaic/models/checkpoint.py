@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
@@ -18,12 +17,15 @@ from moesaic.models import fused
 from moesaic.models.columns import transpose
 from moesaic.models.config import shown
 from moesaic.models.files import INDEX as INDEX
-from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.files import SINGLE as SINGLE
 from moesaic.models.finite import first_not_finite
+from moesaic.models.gguf.blocks import BLOCKS
+from moesaic.models.gguf.header import is_gguf
+from moesaic.models.gguf.model import Model
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
-from moesaic.models.pages import PAGE, drop_pages, prefer_huge
+from moesaic.models.opened import Opened, Slice, opened, shards
+from moesaic.models.pages import PAGE, drop_pages
 from moesaic.models.quantization.parse import find, scheme_of
 from moesaic.models.quantization.scheme import Array, Matrix, Part, as_array
 from moesaic.models.wrapped import plain_names
@@ -34,7 +36,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, CO
 
 
 class Checkpoint:
-    """The tensors of one directory. Each is read only when it is needed.
+    """The tensors of one directory or GGUF file. Each is read only when it is needed.
 
     Raises CheckpointError, in one line, for a directory without safetensors, and for a file that is truncated
     or corrupt. It also raises it for a tensor that is missing, or whose shape or type the model does not
@@ -47,8 +49,8 @@ class Checkpoint:
         self._copies = None if mapped else Copies()
         self._progress = progress
         self._bytes_read = 0
-        self._files: dict[str, Any] = {}
-        self._shard: dict[str, str] = _shards(path)
+        self._files: dict[Path, Opened] = {}
+        self._shard = shards(path)
         self._claimed: set[str] = set()
         self._scheme = scheme_of(path)
         for shard in sorted(set(self._shard.values())):
@@ -56,13 +58,13 @@ class Checkpoint:
             listed = {name for name, where in self._shard.items() if where == shard}
             for name in sorted(listed - held):
                 problem = f"tensor {shown(name)} is missing, though the index lists it"
-                raise CheckpointError(f"{path / shard}: {problem}")
+                raise CheckpointError(f"{shard}: {problem}")
         stored = plain_names(self._shard)
         self._shard = {name: self._shard[each] for name, each in stored.items()}
         self._stored_as = stored
         self.wrapped = any(name != each for name, each in stored.items())
         """Whether these are files of a larger model with a text model in it."""
-        self._bytes = sum((path / shard).stat().st_size for shard in self._files)
+        self._bytes = sum(shard.stat().st_size for shard in self._files)
 
     @property
     def names(self) -> frozenset[str]:
@@ -84,8 +86,9 @@ class Checkpoint:
                 self._check(part)
                 self._claimed.add(part.tensor)
             return
-        self.dtype(name)
         found = self._slice(name)
+        if found.get_dtype() not in BLOCKS or len(shape) < 3:  # else quantised matrices of all experts
+            self.dtype(name)
         inside = self.inside(name)
         if inside is not None:
             experts = [*found.get_shape(), 0][0]
@@ -159,9 +162,10 @@ class Checkpoint:
         def array(part: Part) -> Array:
             nonlocal read
             stored = self._read(part.tensor)
-            read += stored.nbytes
+            read += stored.nbytes if not part.index else stored.nbytes // len(stored)
             raw = stored.contiguous().reshape(-1).view(torch.uint8).numpy()
-            found = as_array(raw, str(self._kind(part.tensor)), part, tuple(stored.shape))
+            shape = tuple(self._slice(part.tensor).get_shape())
+            found = as_array(raw, str(self._kind(part.tensor)), part, shape)
             if self._copies is not None:
                 found = found.copy()
                 drop_pages(stored.data_ptr(), stored.nbytes)
@@ -191,6 +195,13 @@ class Checkpoint:
             part.check(kind, () if kind is None else tuple(self._slice(part.tensor).get_shape()))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
+
+    def number(self, name: str) -> torch.dtype:
+        """The type of numbers that matrices have in the files: that of tensor `name`, the embedding.
+
+        In GGUF files, where types differ more, it is the one that holds the numbers of all of them.
+        """
+        return DTYPES[Model(self.path).numbers] if is_gguf(self.path) else self.dtype(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the type in which a tensor is stored. Checks its name and type."""
@@ -257,18 +268,16 @@ class Checkpoint:
         tensor: torch.Tensor = self._open(self._shard[name]).get_tensor(self._stored_as[name])
         return tensor
 
-    def _slice(self, name: str) -> Any:
+    def _slice(self, name: str) -> Slice:
         inside = self.inside(name)
         name = name if inside is None else inside.tensor
         if name not in self._shard:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         return self._open(self._shard[name]).get_slice(self._stored_as[name])
 
-    def _open(self, shard: str) -> Any:
+    def _open(self, shard: Path) -> Opened:
         if shard not in self._files:
-            self._files[shard] = _open(self.path / shard)
-            if self._copies is None:
-                _prefer_huge_pages(self._files[shard], self.path / shard)
+            self._files[shard] = opened(self.path, shard, huge=self._copies is None)
         return self._files[shard]
 
 
@@ -313,7 +322,7 @@ class Listed(Claims):
     def __init__(self, path: Path) -> None:
         """path: the directory of the index."""
         self.path = path
-        self._shard = _shards(path)
+        self._shard = shards(path)
         self._claimed = set()
         self._scheme = None  # the types of tensors are not known
 
@@ -326,15 +335,6 @@ class Listed(Claims):
         self._claimed.add(name)
 
 
-def _prefer_huge_pages(opened: Any, file: Path) -> None:
-    """Asks for huge pages, before any tensor is read."""
-    names = opened.offset_keys()
-    if names:
-        with file.open("rb") as header:
-            tensors = file.stat().st_size - 8 - int.from_bytes(header.read(8), "little")
-        prefer_huge(opened.get_tensor(names[0]).data_ptr(), tensors)
-
-
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:
     """Returns a dense copy."""
     copy = matrix.new_empty(matrix.shape[::-1])
@@ -345,35 +345,3 @@ def _transposed(matrix: torch.Tensor) -> torch.Tensor:
 def _page_in(mapped: torch.Tensor) -> None:
     """Reads every page of a mapped tensor, so that the first requests do not wait for page faults."""
     mapped.view(-1).view(torch.uint8)[::PAGE].sum()
-
-
-def _shards(path: Path) -> dict[str, str]:
-    """Returns tensor name -> file name."""
-    if (path / INDEX).is_file():
-        table = read_json(path / INDEX, INDEX_BYTES).get("weight_map")
-        if not isinstance(table, dict) or not table:
-            raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
-        for shard in {str(shard) for shard in table.values()}:
-            if not shard.isprintable():
-                raise CheckpointError(
-                    f"{path / INDEX}: weight_map: got {shown(shard)}; allowed: names of files"
-                )
-        return {str(name): Path(str(shard)).name for name, shard in table.items()}
-    if (path / SINGLE).is_file():
-        return dict.fromkeys(_open(path / SINGLE).keys(), SINGLE)
-    pickles = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt")) + sorted(path.glob("*.pth"))
-    if pickles:
-        raise CheckpointError(
-            f"{path}: holds {pickles[0].name} but no safetensors; pickled weights can run code "
-            "and are not read: convert them to safetensors"
-        )
-    raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
-
-
-def _open(file: Path) -> Any:
-    if not file.is_file():
-        raise CheckpointError(f"{file}: this shard is missing")
-    try:
-        return safe_open(str(file), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: truncated or corrupt safetensors file ({error})") from error

@@ -29,7 +29,9 @@ def nearest_known(
     spec = read_spec(path)
     shape = spec.vocab_size, spec.hidden_size
     name, checkpoint = "model.embed_tokens.weight", Checkpoint(path)
-    return nearest(checkpoint.tensor(name, *shape, dtype=checkpoint.dtype(name)), known, progress)
+    quantized = checkpoint.quantized(name, *shape) is not None
+    dtype = torch.float32 if quantized else checkpoint.dtype(name)
+    return nearest(checkpoint.tensor(name, *shape, dtype=dtype), known, progress)
 
 
 def nearest(

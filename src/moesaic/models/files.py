@@ -14,12 +14,18 @@ from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.text_config import text_of
 from moesaic.models import lookalikes
+from moesaic.models.gguf.header import SPLIT, SUFFIX, is_gguf
+from moesaic.models.gguf.model import Model as GgufModel
 
 DEMO = "demo"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
 """Files to download from a hub: weights as safetensors, never pickles or code."""
 IGNORED = ["*/*", "consolidated*"]
 """Copies of the weights in other layouts, which some repositories have beside the one that is read."""
+MODEL = "a directory with config.json, a GGUF file, a hub id, demo"
+"""What the name of a model can be."""
+WEIGHTS = (".safetensors", SUFFIX)
+"""How names of files with weights end."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG_BYTES = 4 << 20
@@ -31,19 +37,60 @@ INDEX_BYTES = 64 << 20
 def resolve(model: str, revision: str | None = None) -> Path:
     """Returns the directory of a model, given as a path, the word "demo", or a hub id such as "org/name".
 
+    A model in a GGUF file is that file, or the first of several. It can also be given as its directory.
     A hub id is looked up in the local Hugging Face cache, or downloaded into it. huggingface_hub reads its
     own settings (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Raises ConfigError in one line.
     """
-    if revision is not None and (model == DEMO or Path(model).expanduser().is_dir()):
-        raise ConfigError.field("--revision", revision, "none for a model in a directory, which has no other")
+    if revision is not None and (model == DEMO or Path(model).expanduser().exists()):
+        raise ConfigError.field(
+            "--revision", revision, "none for a model in a directory or a file, which has no other"
+        )
     if model == DEMO:
         return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
     path = Path(model).expanduser()
+    if is_gguf(path):
+        if not path.is_file():
+            raise ConfigError(f"model: {model}: there is no such file")
+        return GgufModel(path).path
     if path.is_dir():
-        return _checked(path, "no config.json in this directory")
+        return _gguf_in(path) or _checked(path, "no config.json in this directory")
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ConfigError.field("model", model, "a directory with config.json, a hub id, demo")
+        raise ConfigError.field("model", model, MODEL)
     return _checked(_from_hub(model, revision), "no config.json in this repository")
+
+
+def _gguf_in(path: Path) -> Path | None:
+    """The GGUF file of a directory that has one model in this form and no other weights."""
+    if any(path.glob("*.safetensors")):
+        return None
+    found = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not _is_later_part(file)]
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:4])
+        raise ConfigError.field("model", str(path), f"one GGUF file; this directory has {names}")
+    return GgufModel(found[0]).path if found else None
+
+
+def _is_later_part(file: Path) -> bool:
+    found = SPLIT.fullmatch(file.name)
+    return found is not None and int(found[2]) != 1
+
+
+def refuse_gguf(path: Path, command: str) -> None:
+    """Raises ConfigError for a GGUF file. command: what cannot read one."""
+    if is_gguf(path):
+        raise ConfigError(f"{command}: got {path}, a GGUF file; allowed: a directory with safetensors")
+
+
+def model_files(path: Path) -> list[Path]:
+    """The files that a model is read from: some may not exist."""
+    if is_gguf(path):
+        return GgufModel(path).files
+    return [path / "config.json", path / INDEX, *sorted(path.glob("*.safetensors"))]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json of the model at `path` says, or would say for a GGUF file."""
+    return GgufModel(path).config if is_gguf(path) else read_json(path / "config.json")
 
 
 def _checked(path: Path, problem: str) -> Path:
@@ -79,7 +126,7 @@ def _hub_errors(model: str, revision: str | None) -> Generator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise ConfigError.field("model", model, "a directory with config.json, a hub id, demo") from error
+        raise ConfigError.field("model", model, MODEL) from error
     except GatedRepoError as error:
         raise ConfigError(f"model: {model!r} is gated: accept its licence and log in to the hub") from error
     except RepositoryNotFoundError as error:
@@ -101,11 +148,20 @@ class Found:
     """What can be known of a model without a download of its weights."""
 
     config: Path
-    """Its config.json."""
+    """Its config.json, or its GGUF file."""
     directory: Path | None = None
-    """The directory of the whole checkpoint. None: only small files are on this machine."""
+    """The whole checkpoint: its directory or GGUF file. None: only small files are on this machine."""
     files: Mapping[str, int] | None = None
     """The files of a model on the hub that would be downloaded, with their bytes."""
+
+    def read(self) -> dict[str, Any]:
+        """What its config.json says, or would say."""
+        return read_config(self.config) if is_gguf(self.config) else read_json(self.config)
+
+    @property
+    def parent(self) -> Path:
+        """How messages name the checkpoint."""
+        return self.config if is_gguf(self.config) else self.config.parent
 
     @property
     def index(self) -> Path | None:
@@ -126,9 +182,10 @@ def find(model: str, folder: Path, revision: str | None = None) -> Found:
         if revision is not None:
             raise ConfigError.field("--revision", revision, "none for a config.json, which has no other")
         return Found(path)
-    if model == DEMO or path.exists() or path.is_absolute() or model.startswith((".", "~")):
-        directory = resolve(model, revision)
-        return Found(directory / "config.json", directory)
+    here = path.exists() or is_gguf(path)
+    if model == DEMO or here or path.is_absolute() or model.startswith((".", "~")):
+        found = resolve(model, revision)
+        return Found(found if is_gguf(found) else found / "config.json", found)
     cached = _in_cache(model, revision)
     if cached is not None:
         return Found(cached / "config.json", cached)
@@ -219,9 +276,11 @@ def generation_defaults(path: Path) -> GenerationDefaults:
 
     Raises CheckpointError for a value that a request could not have.
     """
-    config = text_of(read_json(path / "config.json"))
+    config = text_of(read_config(path))
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
+    if is_gguf(path):
+        generation, file = GgufModel(path).generation, path
     said = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
     size = config.get("vocab_size")
     end = size if isinstance(size, int) else float("inf")  # the model's own parser refuses other types

@@ -26,7 +26,8 @@ from pathlib import Path
 from moesaic.config.environment import cache_folder
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
-from moesaic.models.files import read_json
+from moesaic.models.files import read_config
+from moesaic.models.gguf.header import is_gguf
 from moesaic.models.headers import Headers, Place
 
 SAMPLED = 64 << 20
@@ -63,7 +64,7 @@ def origin(path: Path) -> str:
 
     A compressed checkpoint computes the same bits as the one that it was made from, so it has that one's.
     """
-    told = read_json(path / "config.json").get("quantization_config")
+    told = read_config(path).get("quantization_config")
     made_from = told.get(ORIGIN) if isinstance(told, dict) else None
     return made_from if isinstance(made_from, str) else of(path)
 
@@ -168,9 +169,7 @@ class DigestQueue:
 def _of(path: Path, state: str) -> str:
     kept = _read_cache(state)
     if not _FINGERPRINT.fullmatch(kept.get("fingerprint", "")):
-        config = {
-            key: value for key, value in read_json(path / "config.json").items() if key not in NOT_COMPARED
-        }
+        config = {key: value for key, value in read_config(path).items() if key not in NOT_COMPARED}
         tensors = Headers(path).every()
         names = (f"{name} {place.dtype} {place.shape}" for name, place in tensors.items())
         most = SAMPLED // max(1, len(tensors))
@@ -222,7 +221,8 @@ def _hash(lines: Iterable[str]) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    return [path / "config.json", *Headers(path).files]
+    config = [] if is_gguf(path) else [path / "config.json"]
+    return [*config, *Headers(path).files]
 
 
 def _found(file: Path) -> os.stat_result:

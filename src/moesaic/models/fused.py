@@ -4,6 +4,8 @@
 transformers writes them with save_original_format=False. Granite's files call the two input_linear.weight and
 output_linear.weight. Elsewhere in moesaic each matrix has the name that
 it has in a checkpoint with experts one by one. Readers look here for a name that a checkpoint does not have.
+GGUF files have the same matrix of all experts in one tensor, which is called as that of one expert, without
+its number: `experts.up_proj.weight` [E, w, h].
 
 gpt-oss has other tensors of these names, in columns (`core.experts.ExpertLayout.form`): [E, h, 2w] and
 [E, w, h], beside `gate_up_proj_bias` [E, 2w] and `down_proj_bias` [E, h]. The part of one expert is called
@@ -70,6 +72,9 @@ def inside(name: str, has: Callable[[str], bool]) -> Inside | None:
     prefix, expert, word = found.groups()
     tensor, number, count = WHERE[word]
     granite = f"{prefix.removesuffix('.experts')}.{GRANITE[tensor]}"
+    stacked = f"{prefix}.{word}.weight"
+    if has(stacked):
+        return Inside(stacked, int(expert), 0, 1)
     for each in (f"{prefix}.{tensor}", f"{prefix.replace(*RENAMED)}.{tensor}", granite):
         if has(each):
             return Inside(each, int(expert), number, count)

@@ -15,6 +15,7 @@ from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields, shown
 from moesaic.models.gates import load_gate
+from moesaic.models.gguf.model import METHOD
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
 
@@ -50,8 +51,8 @@ class Config:
     """Of each layer: tokens that a token attends to; None: all."""
     max_position: int
     rope: rope.RopeConfig
-    mxfp4: bool
-    """Whether experts are stored in MXFP4."""
+    rows: bool
+    """Whether experts are stored in rows: in MXFP4, or in a GGUF file."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -109,15 +110,15 @@ def parse(raw: dict[str, Any]) -> Config:
         windows=_windows(fields, layers),
         max_position=max_position,
         rope=rope.read(fields, max_position, 150000.0),
-        mxfp4=_is_mxfp4(raw),
+        rows=_in_rows(raw),
     )
     fields.done()
     return config
 
 
-def _is_mxfp4(raw: dict[str, Any]) -> bool:
+def _in_rows(raw: dict[str, Any]) -> bool:
     told = raw.get("quantization_config")
-    return isinstance(told, dict) and told.get("quant_method") == "mxfp4"
+    return isinstance(told, dict) and told.get("quant_method") in ("mxfp4", METHOD)
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -144,7 +145,7 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
         config.hidden_size,
         config.expert_width,
         config.num_experts,
-        form=BIASED_ROWS if config.mxfp4 else COLUMNS,
+        form=BIASED_ROWS if config.rows else COLUMNS,
         activation=config.activation,
     )
 

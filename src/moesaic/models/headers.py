@@ -20,6 +20,10 @@ from moesaic.models import fused
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.files import SINGLE as SINGLE
+from moesaic.models.gguf.blocks import BLOCKS
+from moesaic.models.gguf.blocks import row_bytes as gguf_row_bytes
+from moesaic.models.gguf.header import is_gguf
+from moesaic.models.gguf.model import Model
 from moesaic.models.quantization.parse import find, scheme_of
 from moesaic.models.quantization.scheme import Array, Bytes, Matrix, Part, as_array
 
@@ -64,15 +68,20 @@ class _Header:
 
 
 class Headers:
-    """The headers of one directory. Each is read when one of its tensors is first looked up.
+    """The headers of one directory or GGUF model. Each is read when one of its tensors is first looked up.
 
     Raises CheckpointError, in one line, for tensors that are missing, damaged or of another shape or type.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._shards = _index(path)
         self._headers: dict[str, _Header] = {}
+        if is_gguf(path):
+            self._list = path
+            self._shards = self._read_gguf(path)
+        else:
+            self._list = path / INDEX
+            self._shards = _index(path)
         self._scheme = scheme_of(path)
 
     def quantized(self, name: str, *shape: int) -> Matrix | None:
@@ -97,7 +106,7 @@ class Headers:
             part.check(found.dtype, found.shape)
         except CheckpointError as error:
             raise CheckpointError(f"{header.file}: {error}") from None
-        if found.size != math.prod(found.shape) * BYTES[found.dtype]:
+        if found.size != _size(found.dtype, found.shape):
             what = f"tensor {part.tensor} has {found.size} bytes"
             raise CheckpointError(f"{header.file}: truncated or corrupt: {what}")
         return found
@@ -139,7 +148,7 @@ class Headers:
             return self._within(inside, *shape)
         shard = self._shards.get(name, INDEX) if self._shards else SINGLE
         if shard == INDEX:
-            raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
+            raise CheckpointError(f"{self._list}: tensor {name} is missing")
         header = self._headers.get(shard) or self._open(shard)
         file, entry = header.file, header.entries.get(name)
         if not isinstance(entry, dict):
@@ -181,13 +190,15 @@ class Headers:
     def _header(self, name: str) -> _Header:
         shard = self._shards.get(name, INDEX) if self._shards else SINGLE
         if shard == INDEX:
-            raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
+            raise CheckpointError(f"{self._list}: tensor {name} is missing")
         return self._headers.get(shard) or self._open(shard)
 
     @property
     def files(self) -> list[Path]:
         """The files with tensors, and the index if there is one."""
         shards = sorted(set(self._shards.values()))
+        if is_gguf(self.path):
+            return [self.path.parent / name for name in shards]
         return [self.path / name for name in ([INDEX, *shards] if shards else [SINGLE])]
 
     def every(self) -> dict[str, Place]:
@@ -200,6 +211,16 @@ class Headers:
                     found[name] = _any_place(name, entry, header)
         return dict(sorted(found.items()))
 
+    def _read_gguf(self, path: Path) -> dict[str, str]:
+        """Fills in the headers of a GGUF model's files. Returns tensor -> file."""
+        found = {}
+        for name, (file, tensor) in Model(path).tensors.items():
+            header = self._headers.setdefault(file.name, _Header(file, 0, file.stat().st_size, {}))
+            span = [tensor.offset, tensor.offset + tensor.size]
+            header.entries[name] = {"dtype": tensor.kind, "shape": list(tensor.shape), "data_offsets": span}
+            found[name] = file.name
+        return found
+
     def _open(self, shard: str) -> _Header:
         file = self.path / shard
         try:
@@ -207,6 +228,13 @@ class Headers:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: not a safetensors file ({error})") from error
         return header
+
+
+def _size(kind: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    if kind in BLOCKS:
+        return math.prod(shape[:-1]) * gguf_row_bytes(kind, shape[-1])
+    return math.prod(shape) * BYTES[kind]
 
 
 def _index(path: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from moesaic.core.experts import (
     Stored,
     column_tensors,
 )
-from moesaic.core.stored import COMPRESSED, PACKED, QUANTIZED
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_expert, of_matrices, row_bytes
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
@@ -95,12 +95,12 @@ class Loader:
 
         Compressed and quantised ones stay so if the kernels support that and ranks do not share them.
         """
-        stays, first = self.of_expert.size == 1 and self.kernels.packed, names.stored(0)[0]
-        matrix = self.checkpoint.quantized(*first)
-        if matrix is not None and self.device.startswith("cpu"):
-            return matrix.dtype if stays else "float32"
-        stays = stays and matrix is None and self.dtype is torch.bfloat16
-        if stays and self.checkpoint.dtype(first[0]) is torch.uint8:
+        stays = self.of_expert.size == 1 and self.kernels.packed
+        quantised = quantised_experts(self.checkpoint, names)
+        if quantised is not None and self.device.startswith("cpu"):
+            return quantised if stays and is_packed(quantised) else "float32"
+        stays = stays and quantised is None and self.dtype is torch.bfloat16
+        if stays and self.checkpoint.dtype(names.stored(0)[0][0]) is torch.uint8:
             return COMPRESSED
         return str(self.dtype).removeprefix("torch.")
 
@@ -231,6 +231,11 @@ class ExpertNames:
         matrices = tuple((f"{name}.weight", rows, columns) for name, rows, columns in self.shapes(expert))
         return (*matrices, *self.biases(expert)) if self.form == BIASED_ROWS else matrices
 
+    def bytes_of(self, dtype: str) -> int:
+        """Bytes of an expert's matrices in a type of core/stored.py."""
+        inner, down = of_matrices(dtype)
+        return 2 * self.width * row_bytes(inner, self.hidden) + self.hidden * row_bytes(down, self.width)
+
     def biases(self, expert: int) -> tuple[Stored, Stored]:
         """Returns name and shape of the biases of one expert that has some."""
         inner, last = column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)[2:]
@@ -243,6 +248,15 @@ class ExpertNames:
             (f"{self.prefix}.{expert}.{self.up}", self.width, self.hidden),
             (f"{self.prefix}.{expert}.{self.down}", self.hidden, self.width),
         )
+
+
+def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
+    """Type of a layer's first expert, as `core.stored.of_expert`; None: its gate is not quantised."""
+    first, *_, last = (one for one in names.stored(0) if len(one) == 3)
+    matrix, down = checkpoint.quantized(*first), checkpoint.quantized(*last)
+    if matrix is None or down is None:
+        return None if matrix is None else matrix.dtype
+    return of_expert(matrix.dtype, down.dtype)
 
 
 def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
@@ -267,10 +281,10 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
         raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
     kind = loader.expert_type(names)
-    if kind in PACKED or (kind != "float32" and loader.device.startswith("cpu")):
+    if is_packed(kind) or (kind != "float32" and loader.device.startswith("cpu")):
         _refuse_other_types(loader.checkpoint, names, sorted(wanted), kind)
-    packed = kind if kind in PACKED else COMPRESSED
-    loader = replace(loader, dtype=torch.uint8 if kind in PACKED else getattr(torch, kind), scan=False)
+    packed = kind if is_packed(kind) else COMPRESSED
+    loader = replace(loader, dtype=torch.uint8 if is_packed(kind) else getattr(torch, kind), scan=False)
     load = FORMS[names.form]
     held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
     return ExpertWeights.of_held(names.num_experts, held, PARTS[names.form], names.activation, packed)
@@ -278,14 +292,16 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
 
 def _refuse_other_types(checkpoint: Checkpoint, names: ExpertNames, wanted: Iterable[int], kind: str) -> None:
     """Raises CheckpointError unless these experts are all of type `kind`, or none is quantised."""
+    inner, down = of_matrices(kind)
     for expert in wanted:
-        for name, *shape in names.stored(expert):
-            matrix = checkpoint.quantized(name, *shape)
-            found = None if matrix is None else matrix.dtype
-            if len(shape) == 2 and found != (kind if kind in QUANTIZED else None):
-                found = found or str(checkpoint.dtype(name)).removeprefix("torch.")
-                problem = f"got {found}; allowed: {kind}, as the layer's first expert"
-                raise CheckpointError(f"{checkpoint.path}: tensor {name}: {problem}")
+        *inners, last = (one for one in names.stored(expert) if len(one) == 3)
+        for matrix, allowed in [*((one, inner) for one in inners), (last, down)]:
+            quantized = checkpoint.quantized(*matrix)
+            found = None if quantized is None else quantized.dtype
+            if found != (allowed if allowed in QUANTIZED else None):
+                found = found or str(checkpoint.dtype(matrix[0])).removeprefix("torch.")
+                problem = f"got {found}; allowed: {allowed}, as the layer's first expert"
+                raise CheckpointError(f"{checkpoint.path}: tensor {matrix[0]}: {problem}")
 
 
 def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:

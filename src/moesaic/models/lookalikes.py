@@ -15,9 +15,6 @@ def without_config(path: Path) -> str | None:
     adapter = path / "adapter_config.json"
     if adapter.is_file():
         return f"this is a LoRA adapter{_base_of(adapter)}; merge it into its model and give the merged model"
-    found = sorted(file.name for file in path.glob("*.gguf"))
-    if found:
-        return f"this directory has only GGUF files, such as {found[0]}; safetensors are needed"
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.stored import COMPRESSED, PACKED, QUANTIZED
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_matrices
 from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -23,9 +23,10 @@ from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial
 from moesaic.models.config import shown
 from moesaic.models.conversion import Counted
 from moesaic.models.families import MODELS, Config, ModelFile
-from moesaic.models.files import read_json
+from moesaic.models.files import model_files, read_config
+from moesaic.models.gguf.header import is_gguf
 from moesaic.models.layers import Scale
-from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
+from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts, quantised_experts
 from moesaic.models.model import Model
 from moesaic.models.quantization import parse as quantization
 from moesaic.models.shard import WHOLE, Shard
@@ -179,15 +180,19 @@ def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) ->
 
 
 def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
-    """Type in which the routed experts of a checkpoint are stored, or all matrices if there are none."""
+    """Type in which the routed experts of a checkpoint are stored, or all matrices if there are none.
+
+    Of quantised ones it is the type of the layer where they are largest.
+    """
     file, config = _understood(raw, path)
     layers = config.spec.moe_layers
     name = EMBEDDING
     if layers:
-        name, *shape = file.expert_names(config, layers[0]).stored(0)[0]
-        matrix = checkpoint.quantized(name, *shape)
-        if matrix is not None:
-            return matrix.dtype
+        names = [file.expert_names(config, layer) for layer in layers]
+        kinds = {kind for one in names if (kind := quantised_experts(checkpoint, one)) is not None}
+        if kinds:
+            return max(sorted(kinds), key=names[0].bytes_of)
+        name = names[0].stored(0)[0][0]
     found = checkpoint.dtype(name)
     return COMPRESSED if found is torch.uint8 else str(found).removeprefix("torch.")
 
@@ -204,7 +209,7 @@ def quantised_type(raw: dict[str, Any]) -> str | None:
 def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
     """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/stored.py."""
     number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
-    if stored in QUANTIZED and device.startswith("cpu"):
+    if of_matrices(stored)[0] in QUANTIZED and device.startswith("cpu"):
         return stored if kernels.packed else "float32"
     if stored not in DTYPES and kernels.packed and number is torch.bfloat16:
         return stored
@@ -214,16 +219,14 @@ def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
 def _extra_layers(spec: ModelSpec) -> list[str]:
     """Patterns of the tensors of layers that are not loaded."""
     first = spec.num_layers
-    return [rf"model\.layers\.{layer}\..*" for layer in range(first, first + spec.extra_layers)]
+    extra = range(first, first + spec.extra_layers)
+    return [rf"(model\.layers|blk)\.{layer}\..*" for layer in extra]
 
 
-def expert_layout(
-    path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto", served: bool = False
-) -> ExpertLayout:
+def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto") -> ExpertLayout:
     """Returns the tensor names and sizes of a model's routed experts, for expert servers.
 
-    served: whether servers will hold them, which have one type for all layers.
-    Raises CheckpointError for a model without routed experts, and for layers that servers cannot hold.
+    Raises CheckpointError for a model without routed experts.
     """
     file, config = _parse(path)
     spec: ModelSpec = config.spec
@@ -233,8 +236,7 @@ def expert_layout(
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
     one = names[spec.moe_layers[0]]
-    if served:
-        _refuse_other_types(loader, names)
+    kind = loader.expert_type(one)
     return ExpertLayout(
         prefixes={
             layer: checkpoint.stored_as(each.prefix, *each.stored(0)[0]) for layer, each in names.items()
@@ -246,23 +248,20 @@ def expert_layout(
         width=one.width,
         num_experts=one.num_experts,
         top_k=spec.top_k,
-        dtype=loader.expert_type(one),
+        dtype=kind,
         weights=fingerprint.of(path),
         origin=fingerprint.origin(path),
         form=one.form,
         activation=one.activation,
+        others=_other_types(loader, names, kind),
     )
 
 
-def _refuse_other_types(loader: Loader, names: Mapping[int, ExpertNames]) -> None:
-    """Raises CheckpointError for quantised experts of a layer that the first one's type makes less exact."""
-    kinds = {layer: loader.expert_type(each) for layer, each in names.items()}
-    first, kind = next(iter(kinds.items()))
-    for layer, found in kinds.items():
-        quantized = loader.checkpoint.quantized(*names[layer].stored(0)[0]) is not None
-        if quantized and found != kind != "float32":
-            problem = f"routed experts of layer {layer}: got {found}; allowed: {kind}, as in layer {first}"
-            raise CheckpointError(f"{loader.checkpoint.path}: {problem}")
+def _other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> dict[int, str]:
+    """Layer -> the type of its experts, of quantised ones that are not of type `kind`, or near such ones."""
+    found = {layer: loader.expert_type(each) for layer, each in names.items()}
+    quantized = [one for one in {kind, *found.values()} if of_matrices(one)[0] in QUANTIZED]
+    return {layer: one for layer, one in found.items() if one != kind} if quantized else {}
 
 
 def load_experts(
@@ -282,7 +281,7 @@ def load_experts(
     """
     file, config = _parse(path)
     checkpoint = Checkpoint(path, mapped=mapped)
-    number = _dtype("auto" if dtype in PACKED else dtype, device, checkpoint, kernels)
+    number = _dtype("auto" if is_packed(dtype) else dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, of_expert=of_expert)
     for layer in wanted:
         if layer not in config.spec.moe_layers:
@@ -291,20 +290,19 @@ def load_experts(
 
 
 def _parse(path: Path) -> tuple[ModelFile, Any]:
-    """Reads config.json, and checks that the files have each tensor of the model that it describes.
+    """Reads the config, and checks that the files have each tensor of the model that it describes.
 
     So the files bound the config's sizes before anything is allocated. A directory without any weights is
     not checked: nothing can be loaded from it.
     """
-    weights = sorted(path.glob("*.safetensors"))
-    return _checked(path, _stamp(path / "config.json", path / INDEX, *weights))
+    return _checked(path, _stamp(*model_files(path)))
 
 
 @lru_cache(maxsize=4)
 def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
     """As _parse. stamp: of the files, so that a file that changed is read again."""
-    file, config = _understood(read_json(path / "config.json"), path)
-    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+    file, config = _understood(read_config(path), path)
+    if is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file():
         _claim(file, config, Claims(path))
     return file, config
 
@@ -344,7 +342,7 @@ def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
     if dtype == "auto":
-        stored = checkpoint.dtype(EMBEDDING)
+        stored = checkpoint.number(EMBEDDING)
         return _kept(torch.bfloat16 if stored is torch.uint8 else stored, device, kernels)
     allowed = [name for name, one in DTYPES.items() if one in kernels.allowed]
     if dtype not in allowed:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANTIZED
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANTIZED, of_matrices
 from moesaic.core.text_config import TEXT
 from moesaic.cost.reading import read
 from moesaic.cost.sizes import ModelSizes
@@ -80,7 +80,7 @@ def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
         model,
         number=number,
         compressed=name == COMPRESSED,
-        quantized=name if name in QUANTIZED else None,
+        quantized=name if of_matrices(name)[0] in QUANTIZED else None,
         computed=number if gpu else ROW_BYTES,
         conversion=None,
         read=None,
@@ -93,5 +93,5 @@ def _number(name: str) -> float:
 
     Quantised ones become float32 when they are loaded. Files in MXFP4 have bf16 beside the experts.
     """
-    kind = "float32" if name in QUANTIZED and name != "mxfp4" else name
+    kind = "float32" if of_matrices(name)[0] in QUANTIZED and name != "mxfp4" else name
     return float(NUMBER_BYTES.get(kind, NUMBER_BYTES["bfloat16"]))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from moesaic.core.messages import WorkerInfo
-from moesaic.core.stored import PACKED
+from moesaic.core.stored import is_packed
 from moesaic.experts.client import NoServers
 from moesaic.kernels.table import torch_code
 from moesaic.kvcache.paged import bytes_per_token
@@ -110,7 +110,7 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
 def _packed(parts: WorkerParts) -> str:
     here = (weights.packed for weights in parts.loaded.model.experts.values() if weights.packed_numbers)
     kind = next(here, "") if parts.elsewhere is None else parts.elsewhere.dtype
-    return f", experts {kind}" if kind in PACKED else ""
+    return f", experts {kind}" if kind and is_packed(kind) else ""
 
 
 def _device_name(device: torch.device) -> str:

@@ -100,7 +100,7 @@ def _check(config: WorkerConfig) -> None:
 
 def _announce_layout(context: WorkerContext) -> ExpertLayout:
     """Send where the experts are in the checkpoint, so that servers can load while this worker does."""
-    layout = layout_of(context.config.model, served=True)
+    layout = layout_of(context.config.model)
     context.connection.send(Layout(layout))
     return layout
 

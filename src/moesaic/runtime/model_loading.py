@@ -105,13 +105,10 @@ def check_shared(config: WorkerConfig) -> None:
         )
 
 
-def layout_of(config: ModelConfig, served: bool = False) -> ExpertLayout:
-    """Where the checkpoint has its routed experts, for the kernels and the device that `config` names.
-
-    served: see `registry.expert_layout`.
-    """
+def layout_of(config: ModelConfig) -> ExpertLayout:
+    """Where the checkpoint has its routed experts, for the kernels and the device that `config` names."""
     device, path = str(device_of(config)), files.resolve(config.model, config.revision)
-    return registry.expert_layout(path, table.pick(device, config.kernels), device, config.dtype, served)
+    return registry.expert_layout(path, table.pick(device, config.kernels), device, config.dtype)
 
 
 def kv_type(config: CacheConfig, loaded: LoadedModel) -> torch.dtype:

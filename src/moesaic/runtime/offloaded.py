@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ROWS, ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.offload import Offload
+from moesaic.core.stored import of_matrices
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
@@ -157,7 +159,10 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     Raises ConfigError for experts that the kernels cannot use as they are stored: of pages, only quantised
     experts and those in columns are converted, and only for a CPU.
     """
-    layout, path = layout_of(config, served=True), files.resolve(config.model, config.revision)
+    path = files.resolve(config.model, config.revision)
+    files.refuse_gguf(path, "--fast-memory")
+    layout = layout_of(config)
+    _require_one_type(layout, path)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
     matrix = headers.quantized(*first)
     if on_gpu(config) and (layout.form != ROWS or matrix is not None):
@@ -172,6 +177,18 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
             "or quantised"
         )
     return layout
+
+
+def _require_one_type(layout: ExpertLayout, path: Path) -> None:
+    """Raises ConfigError if experts have several types: each slot of memory holds any of them."""
+    allowed = "experts of one type in all layers"
+    if layout.others:
+        layer, other = next(iter(layout.others.items()))
+        what = f"those of layer {layer} are {other}, others {layout.dtype}"
+        raise ConfigError(f"--fast-memory: the experts of {path}: {what}; allowed: {allowed}")
+    if len(set(of_matrices(layout.dtype))) > 1:
+        what = f"their matrices are {layout.dtype}"
+        raise ConfigError(f"--fast-memory: the experts of {path}: {what}; allowed: {allowed}")
 
 
 def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | None:

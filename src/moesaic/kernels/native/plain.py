@@ -49,9 +49,9 @@ def experts(
     """Computes the pairs of all parts as one batch, and writes each result to its line, without gate weights.
 
     table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 for an expert that is
-    not here; or [6, E]: then also of their biases [w], [w] and [h] float32. size: (h, w). stored: index of
-    the matrices' dtype in OF_EXPERTS. Raises KeyError for an expert that is not here, and ValueError for
-    arrays that do not fit. After an error nothing has been written.
+    not here; or [6, E]: then also of their biases [w], [w] and [h] float32. size: (h, w). stored: the
+    `core.stored.expert_code` of their dtype. Raises KeyError for an expert that is not here, and ValueError
+    for arrays that do not fit. After an error nothing has been written.
     """
     _native.gathered_experts(table, *size, stored, parts, *numbers(activation))
 

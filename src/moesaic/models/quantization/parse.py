@@ -10,7 +10,10 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANT_METHOD, unquantized
 from moesaic.core.text_config import TEXT
 from moesaic.models.config import Fields, shown
-from moesaic.models.files import read_json
+from moesaic.models.files import read_config
+from moesaic.models.gguf import scheme as gguf
+from moesaic.models.gguf.header import is_gguf
+from moesaic.models.gguf.model import METHOD as GGUF
 from moesaic.models.quantization import compressed_tensors, fp8, gptq, mxfp4
 from moesaic.models.quantization.scheme import Kinds, Matrix, Scheme
 
@@ -38,6 +41,8 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
         return None
     told = raw["quantization_config"]
     method = told.get("quant_method", "unknown") if isinstance(told, dict) else told
+    if method == GGUF and isinstance(told, dict):
+        return gguf.parse(Fields(told, "quantization_config."))
     if not isinstance(told, dict) or not isinstance(method, str) or method not in METHODS:
         allowed = ", ".join([*METHODS, QUANT_METHOD])
         raise CheckpointError(
@@ -48,12 +53,17 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
 
 def scheme_of(path: Path) -> Scheme | None:
     """The scheme of the checkpoint at `path`. A directory without config.json has none."""
-    file = path / "config.json"
-    return parse(read_json(file)) if file.is_file() else None
+    known = is_gguf(path) or (path / "config.json").is_file()
+    return parse(read_config(path)) if known else None
 
 
 def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -> Matrix | None:
-    """The tensor `name` [rows, columns] as a quantised matrix; None if the checkpoint has it as it is."""
+    """The tensor `name` [rows, columns] as a quantised matrix; None if the checkpoint has it as it is.
+
+    Vectors of a GGUF file may also be put together from others.
+    """
+    if len(shape) == 1 and isinstance(scheme, gguf.Gguf):
+        return scheme.vector(name, shape[0], kinds)
     if scheme is None or len(shape) != 2 or not name.endswith(".weight"):
         return None
     rows, columns = shape

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANTIZED
 from moesaic.kernels.quantized import TABLES, dequantize, pack
+from moesaic.models.gguf.blocks import BLOCKS, row_bytes
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -153,7 +154,13 @@ def scratch_of(stored: str, numbers: int) -> int:
 
 
 def as_array(stored: Bytes, dtype: str, part: Part, shape: tuple[int, ...]) -> Array:
-    """The part's array. stored: the bytes of the whole tensor. Numbers of FLOATS become float32."""
+    """The part's array. stored: the bytes of the whole tensor. Numbers of FLOATS become float32.
+
+    Rows of a type of GGUF's blocks stay bytes.
+    """
+    if dtype in BLOCKS:
+        rows: Array = stored.reshape(*shape[:-1], row_bytes(dtype, shape[-1]))
+        return rows[part.index] if part.index else rows
     kind = _KINDS[dtype]
     whole: Array = stored.view(kind).reshape(shape)
     found = whole[part.index] if part.index else whole

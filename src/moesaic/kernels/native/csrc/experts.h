@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <thread>
+#include <type_traits>
+#include <utility>
 
 #include "activation.h"
 
@@ -76,31 +78,32 @@ inline void order_bands(const moesaic::Experts& job, int64_t inner, int64_t down
 
 // The weights that follow a thread's last strip of a band: those of the band that it will most likely claim next. A
 // wrong guess costs the prefetch of weights that another thread reads.
-template <class T>
 struct After {
     const moesaic::Experts& job;
     const Array<Group>& groups;
     const Array<Band>& bands;
+    int64_t inner_row, down_row;  // bytes of a row of gate and up, and of down
 
-    const T* operator()() const {
+    const void* operator()() const {
         int64_t next = moesaic::pool().unclaimed();
         if (next >= bands.size) return nullptr;
         const Band& band = bands[next];
         int64_t expert = groups[band.group].expert;
-        return band.down ? reinterpret_cast<const T*>(job.down[expert]) + band.begin * span<T>(job.w)
-                         : reinterpret_cast<const T*>(job.gate[expert]) + band.begin * span<T>(job.h);
+        uint64_t at = band.down ? job.down[expert] + uint64_t(band.begin * down_row)
+                                : job.gate[expert] + uint64_t(band.begin * inner_row);
+        return reinterpret_cast<const void*>(at);
     }
 };
 
 template <class T, class Act>
 void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                 const int64_t* pairs, const RowOf<T>* hidden, RowOf<T>* inner, const After<T>& after) {
+                 const int64_t* pairs, const RowOf<T>* hidden, RowOf<T>* inner, const After& after) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin);
     int64_t width = padded(job.h), inner_width = padded(job.w);
     int64_t ld = span<T>(job.h);
     const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * ld;
     const T* up = reinterpret_cast<const T*>(job.up[group.expert]) + begin * ld;
-    const T* next = begin + columns < end ? gate + columns * ld : after();
+    const T* next = begin + columns < end ? gate + columns * ld : static_cast<const T*>(after());
     const Act activation(job, group.expert, begin, columns);
     float left[PANEL * INNER_COLUMNS], right[PANEL * INNER_COLUMNS];
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
@@ -129,10 +132,10 @@ namespace MOESAIC_ISA {
 
 template <class T, class Act>
 void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                const int64_t* pairs, const RowOf<T>* inner, const After<T>& after) {
+                const int64_t* pairs, const RowOf<T>* inner, const After& after) {
     int64_t columns = std::min(DOWN_COLUMNS, end - begin), inner_width = padded(job.w), ld = span<T>(job.w);
     const T* down = reinterpret_cast<const T*>(job.down[group.expert]) + begin * ld;
-    const T* next = begin + columns < end ? down + columns * ld : after();
+    const T* next = begin + columns < end ? down + columns * ld : static_cast<const T*>(after());
     float sums[PANEL * DOWN_COLUMNS];
     int64_t rows = group.end - group.begin;
     panels<T>(inner + group.room * inner_width, inner_width, rows, [&](int64_t first, int64_t n, auto x) {
@@ -199,8 +202,57 @@ const RowOf<T>* packed_rows(const moesaic::Experts& job, const Array<int64_t>& p
     return packed_at<T>(job.n, job.h, kRows, row_at);
 }
 
+// The strips of experts whose matrices all have type T.
 template <class T, class Act>
-int64_t experts_of(const moesaic::Experts& job) {
+struct Alike {
+    using Rows = T;  // for which rows are packed
+    static int64_t row(moesaic::Stored, int64_t numbers) { return span<T>(numbers) * int64_t(sizeof(T)); }
+    template <class... Of>
+    static void inner(Of&&... of) { inner_strip<T, Act>(std::forward<Of>(of)...); }
+    template <class... Of>
+    static void down(Of&&... of) { down_strip<T, Act>(std::forward<Of>(of)...); }
+};
+
+#if !defined(MOESAIC_AMX_BF16)
+// Calls use(pointer to a quantised type). Rows are packed alike for all of them.
+template <class Use>
+auto with_quantized(moesaic::Stored stored, const Use& use) {
+    switch (stored) {
+        case moesaic::Stored::kFp8: return use(static_cast<Fp8*>(nullptr));
+        case moesaic::Stored::kInt8: return use(static_cast<Int8*>(nullptr));
+        case moesaic::Stored::kInt8Offset: return use(static_cast<Int8Offset*>(nullptr));
+        case moesaic::Stored::kInt4: return use(static_cast<Int4*>(nullptr));
+        case moesaic::Stored::kInt4Offset: return use(static_cast<Int4Offset*>(nullptr));
+        case moesaic::Stored::kInt8Of16: return use(static_cast<Int8Of16*>(nullptr));
+        default: return use(static_cast<Mxfp4*>(nullptr));
+    }
+}
+
+// The strips of experts whose down projections have another quantised type than gate and up.
+template <class Act>
+struct Mixed {
+    using Rows = Int8;
+    static int64_t row(moesaic::Stored stored, int64_t numbers) {
+        return with_quantized(stored, [&](auto* of) { return span<std::remove_pointer_t<decltype(of)>>(numbers); });
+    }
+    template <class... Of>
+    static void inner(const moesaic::Experts& job, const Of&... with) {
+        with_quantized(job.stored, [&](auto* of) {
+            inner_strip<std::remove_pointer_t<decltype(of)>, Act>(job, with...);
+        });
+    }
+    template <class... Of>
+    static void down(const moesaic::Experts& job, const Of&... with) {
+        with_quantized(job.down_stored, [&](auto* of) {
+            down_strip<std::remove_pointer_t<decltype(of)>, Act>(job, with...);
+        });
+    }
+};
+#endif
+
+template <class Strips>
+int64_t experts_by(const moesaic::Experts& job) {
+    using T = typename Strips::Rows;
     int64_t total = job.pairs(), most = std::min(total, job.experts);
     Array<int64_t> pairs(total);
     Array<Group> groups(most);
@@ -216,7 +268,7 @@ int64_t experts_of(const moesaic::Experts& job) {
     int64_t placed = place_groups<T>(groups), apart = rooms(inner_bands + down_bands);
     const RowOf<T>* hidden = packed_rows<T>(job, pairs, groups, placed);
     RowOf<T>* inner = room_of<T>(kInner, give_rooms<T>(groups, apart, placed) * padded(job.w));
-    After<T> after{job, groups, bands};
+    After after{job, groups, bands, Strips::row(job.stored, job.h), Strips::row(job.down_stored, job.w)};
     parallel(bands.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
         Band band = bands[task];
         Group& group = groups[band.group];
@@ -226,13 +278,13 @@ int64_t experts_of(const moesaic::Experts& job) {
         Registers<T> registers;
         if (!band.down) {
             for (int64_t c = band.begin; c < band.end; c += INNER_COLUMNS) {
-                inner_strip<T, Act>(job, group, c, band.end, pairs.data, hidden, inner, after);
+                Strips::inner(job, group, c, band.end, pairs.data, hidden, inner, after);
             }
             group.missing.fetch_sub(1, std::memory_order_release);
             return;
         }
         for (int64_t c = band.begin; c < band.end; c += DOWN_COLUMNS) {
-            down_strip<T, Act>(job, group, c, band.end, pairs.data, inner, after);
+            Strips::down(job, group, c, band.end, pairs.data, inner, after);
         }
         group.unread.fetch_sub(1, std::memory_order_release);
     });
@@ -245,8 +297,14 @@ constexpr bool kPacked = false;  // tiles are loaded from bf16 rows
 constexpr bool kPacked = true;
 #endif
 
+template <class T, class Act>
+int64_t experts_of(const moesaic::Experts& job) { return experts_by<Alike<T, Act>>(job); }
+
 template <class Act>
 int64_t experts_with(const moesaic::Experts& job) {
+#if !defined(MOESAIC_AMX_BF16)
+    if (job.down_stored != job.stored) return experts_by<Mixed<Act>>(job);
+#endif
     switch (job.stored) {
         case moesaic::Stored::kNarrow: return experts_of<Narrow, Act>(job);
         case moesaic::Stored::kWide: return experts_of<float, Act>(job);
@@ -258,6 +316,7 @@ int64_t experts_with(const moesaic::Experts& job) {
         case moesaic::Stored::kInt4: return experts_of<Int4, Act>(job);
         case moesaic::Stored::kInt4Offset: return experts_of<Int4Offset, Act>(job);
         case moesaic::Stored::kMxfp4: return experts_of<Mxfp4, Act>(job);
+        case moesaic::Stored::kInt8Of16: return experts_of<Int8Of16, Act>(job);
 #endif
         default: return moesaic::kAllHeld;  // module.cpp refuses other types
     }
@@ -272,7 +331,7 @@ inline int64_t experts(const moesaic::Experts& job) {
 inline void gated_mlp(const moesaic::GatedMlp& job) {
     uint64_t gate = uint64_t(job.gate), up = uint64_t(job.up), down = uint64_t(job.down);
     moesaic::Stored stored = job.wide ? moesaic::Stored::kWide : moesaic::Stored::kNarrow;
-    experts({job.rows, nullptr, &gate, &up, &down, job.out, job.n, 1, job.h, job.w, 1, stored});
+    experts({job.rows, nullptr, &gate, &up, &down, job.out, job.n, 1, job.h, job.w, 1, stored, stored});
 }
 
 }  // namespace MOESAIC_ISA

@@ -21,6 +21,12 @@ using Vector = nb::ndarray<U, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class U>
 using Matrix = nb::ndarray<U, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+// The types of an expert's matrices.
+struct Types {
+    Stored inner;  // of gate and up
+    Stored down;
+};
+
 class Gathered {
    public:
     // part: hidden [m, h]; row and expert of each pair [p]; results [q, h]; line of each pair in the results [p].
@@ -49,12 +55,12 @@ class Gathered {
     }
 
     // table: [3, experts] addresses of gate, up and down; or [6, experts], then those of their biases.
-    Experts job(const Matrix<const uint64_t>& table, int64_t h, int64_t w, Stored stored,
+    Experts job(const Matrix<const uint64_t>& table, int64_t h, int64_t w, Types types,
                 const Activation& activation) const {
         const uint64_t* gate = table.data();
         int64_t experts = int64_t(table.shape(1));
         Experts made{nullptr,  ids.data(), gate, gate + experts, gate + 2 * experts, nullptr, int64_t(rows.size()),
-                     /*top_k=*/0, h,       w,    experts,        stored};
+                     /*top_k=*/0, h,       w,    experts,        types.inner,        types.down};
         if (table.shape(0) == 6) made.biases = {gate + 3 * experts, gate + 4 * experts, gate + 5 * experts};
         made.activation = activation;
         made.apart = {rows.data(), row_of.data(), out.data(), int64_t(ids.size())};

@@ -54,14 +54,15 @@ void inner_rows(const Act& activation, const Strip& gate, const Strip& up, const
 
 template <class Act>
 void tiled_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end, const bf16* hidden,
-                 bf16* inner, const After<Tiled>& after) {
+                 bf16* inner, const After& after) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin), n = group.end - group.begin;
     const Tiled* gate = reinterpret_cast<const Tiled*>(job.gate[group.expert]) + begin * job.h;
     const Tiled* up = reinterpret_cast<const Tiled*>(job.up[group.expert]) + begin * job.h;
     const Act activation(job, group.expert, begin, columns);
     for (int64_t row = 0; row < n; row += 2 * SIDE) {
         bool fresh = row == 0, last = n - row <= 2 * SIDE;
-        const Tiled* next = !last ? nullptr : begin + columns < end ? gate + columns * job.h : after();
+        const Tiled* next = !last ? nullptr : begin + columns < end ? gate + columns * job.h
+                                   : static_cast<const Tiled*>(after());
         Strip left{gate, fresh ? up : nullptr, job.h, columns, job.h, fresh};
         Strip right{up, next, job.h, columns, job.h, fresh};
         const bf16* from = hidden + (group.place + row) * padded(job.h);
@@ -79,13 +80,13 @@ void tiled_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
 
 template <>
 inline void inner_strip<Tiled, Silu>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                                     const int64_t*, const bf16* hidden, bf16* inner, const After<Tiled>& after) {
+                                     const int64_t*, const bf16* hidden, bf16* inner, const After& after) {
     tiled_strip<Silu>(job, group, begin, end, hidden, inner, after);
 }
 
 template <>
 inline void inner_strip<Tiled, Biased>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                                       const int64_t*, const bf16* hidden, bf16* inner, const After<Tiled>& after) {
+                                       const int64_t*, const bf16* hidden, bf16* inner, const After& after) {
     tiled_strip<Biased>(job, group, begin, end, hidden, inner, after);
 }
 

@@ -116,7 +116,7 @@ void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address 
 
 // Converts a number to Stored. Raises ValueError if it is invalid, or if these kernels do not support it.
 Stored stored_as(int number) {
-    int most = int(active->packed ? Stored::kMxfp4 : Stored::kWide);
+    int most = int(active->packed ? Stored::kInt8Of16 : Stored::kWide);
     if (number < 0 || number > most) {
         std::string allowed = "0 to " + std::to_string(most) + " with these kernels";
         throw nb::value_error(("stored: got " + std::to_string(number) + "; allowed: " + allowed).c_str());
@@ -124,20 +124,31 @@ Stored stored_as(int number) {
     return Stored(number);
 }
 
+// The types that a number stands for: see stored.expert_code in Python.
+Types types_of(int number) {
+    Stored inner = stored_as(number < 0 ? number : number % 256);
+    Stored down = number < 256 ? inner : stored_as(number / 256 - 1);
+    if (down != inner && !(is_quantized(inner) && is_quantized(down))) {
+        throw nb::value_error("stored: two types; allowed: only quantised ones");
+    }
+    return {inner, down};
+}
+
 int64_t experts(Address hidden, Address ids, Address gate, Address up, Address down, Address gate_bias,
                 Address up_bias, Address down_bias, Address out, int64_t n, int64_t top_k, int64_t h, int64_t w,
                 int64_t experts, int stored, float alpha, float added, float limit) {
+    Types types = types_of(stored);
     Biases biases{at<uint64_t>(gate_bias), at<uint64_t>(up_bias), at<uint64_t>(down_bias)};
     return perform(active->experts, Experts{at<float>(hidden), at<int64_t>(ids), at<uint64_t>(gate), at<uint64_t>(up),
                                             at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts,
-                                            stored_as(stored), biases, {alpha, added, limit}});
+                                            types.inner, types.down, biases, {alpha, added, limit}});
 }
 
 // It is not recorded, because it reads other memory at each call.
 void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w, int stored, nb::list parts,
                       float alpha, float added, float limit) {
     Gathered batch;
-    Stored as = stored_as(stored);
+    Types as = types_of(stored);
     if (table.shape(0) != 3 && table.shape(0) != 6) {
         std::string got = std::to_string(table.shape(0)) + " rows";
         throw nb::value_error(

@@ -33,6 +33,7 @@ using Int8Offset = Quantized<Values::kUint8, 32, true>;
 using Int4 = Quantized<Values::kInt4, 32, false>;
 using Int4Offset = Quantized<Values::kUint4, 32, true>;
 using Mxfp4 = Quantized<Values::kE2M1, 32, false>;
+using Int8Of16 = Quantized<Values::kInt8, 16, false>;
 
 template <Values kOf, int64_t kGroupSize, bool kOffset>
 constexpr bool kQuantized<Quantized<kOf, kGroupSize, kOffset>> = true;

@@ -36,7 +36,9 @@ struct HeadLinear {
 };
 
 // bf16, float32, bf16 in 12 bits (compressed.h), and the types of quantized.h. core/stored.py has the same order.
-enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4 };
+enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4, kInt8Of16 };
+
+inline bool is_quantized(Stored stored) { return stored >= Stored::kFp8; }
 
 struct Scattered {  // rows and results at arbitrary addresses: those of a server's clients
     const uint64_t* rows;   // [n] addresses of [h]; null: the rows are not scattered
@@ -67,7 +69,8 @@ struct Experts {
     const uint64_t* down;  // [h, w]
     float* out;            // [n, top_k, h]
     int64_t n, top_k, h, w, experts;
-    Stored stored;
+    Stored stored;       // of gate and up
+    Stored down_stored;  // another one only if both are quantised
     Biases biases = {};
     Activation activation = {};
     Scattered apart = {};  // replaces hidden, top_k and out

@@ -1,0 +1,1 @@
+"""GGUF files: their headers, the config that their metadata stands for, and their tensors by our names."""

@@ -1,0 +1,322 @@
+"""The architectures of GGUF files that are read: what config.json of the same model would say.
+
+Their keys are those that llama.cpp's converter writes. Where a file leaves one out, llama.cpp's own default
+for that architecture counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.models.gguf.metadata import Metadata
+from moesaic.models.gguf.names import Names
+
+Config = dict[str, Any]
+Has = Callable[[str], bool]
+"""Whether the files have a tensor `blk.N.NAME` in any layer."""
+SOFTMAX, SIGMOID = 1, 2
+"""Values of expert_gating_func."""
+DEFAULT_NAMES = Names()
+MIXED_NAMES = Names(
+    gate="block_sparse_moe.gate",
+    correction="block_sparse_moe.e_score_correction_bias",
+    experts="block_sparse_moe.experts",
+    words=("w1", "w3", "w2"),
+)
+DEEPSEEK_GROUPS = {256: (8, 4)}
+"""Number of experts -> n_group and topk_group, for files from before these were written. Only DeepSeek-V3 and
+R1 have so many."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of general.architecture."""
+
+    config: Callable[[Metadata, Has], Config]
+    """Its part of config.json. The rest is read by `common`."""
+    names: Names = DEFAULT_NAMES
+    permuted: bool = False
+    """Whether the converter changed the order of the rows of queries and keys: numbers that are rotated as a
+    pair stand side by side."""
+
+
+def common(meta: Metadata) -> Config:
+    """What all architectures have."""
+    extra = meta.integer("nextn_predict_layers", 0)
+    heads, hidden = meta.integer("attention.head_count"), meta.integer("embedding_length")
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": meta.integer("block_count") - extra,
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": meta.integer("context_length"),
+        "num_experts_per_tok": meta.integer("expert_used_count"),
+    }
+
+
+def rope(meta: Metadata, width: int | None, **more: Any) -> Config:
+    """The rotary keys. width: of the part of a head that is rotated; None: the caller reads it. more: further
+    keys of yarn."""
+    if width is not None:
+        meta.only("rope.dimension_count", width)
+    theta, kind = meta.number("rope.freq_base", 10000.0), meta.raw("rope.scaling.type", "none")
+    factor = meta.maybe_number("rope.scaling.factor")
+    meta.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    older = meta.maybe_number("rope.scaling.attn_factor")
+    scaled = {
+        "original_max_position_embeddings": meta.maybe_integer("rope.scaling.original_context_length"),
+        "beta_fast": meta.maybe_number("rope.scaling.yarn_beta_fast"),
+        "beta_slow": meta.maybe_number("rope.scaling.yarn_beta_slow"),
+        "attention_factor": meta.maybe_number("rope.scaling.yarn_attn_factor") or older,
+    }
+    found: Config = {"rope_theta": theta, "rope_type": "default"}
+    if kind == "linear" and factor is not None:
+        found |= {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn" and factor is not None:
+        known = {key: value for key, value in scaled.items() if value is not None}
+        found |= {"rope_type": "yarn", "factor": factor, **more, **known}
+    elif kind != "none":
+        raise meta.refused("rope.scaling.type", kind, "none; linear, yarn with rope.scaling.factor")
+    return {"rope_parameters": found}
+
+
+def grouped(meta: Metadata, rotated: int | None = None) -> Config:
+    """The keys about grouped-query attention of heads that are rotated whole.
+
+    rotated: how many numbers of a head are rotated; None: all.
+    """
+    query = meta.integer("attention.head_count")
+    width = meta.maybe_integer("attention.key_length")
+    meta.only("attention.value_length", width)
+    width = meta.integer("embedding_length") // max(query, 1) if width is None else width
+    return {
+        "num_key_value_heads": meta.integer("attention.head_count_kv", query),
+        "head_dim": width,
+        **rope(meta, width if rotated is None else rotated),
+    }
+
+
+def corrected(meta: Metadata, groups: int = 1, kept: int = 1) -> Config:
+    """The gate of DeepSeek-V3. groups, kept: of experts, if the file does not say it."""
+    meta.only("expert_gating_func", SIGMOID)
+    return {
+        "n_routed_experts": meta.integer("expert_count"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "n_shared_experts": meta.integer("expert_shared_count", 0),
+        "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
+        "n_group": meta.integer("expert_group_count", groups),
+        "topk_group": meta.integer("expert_group_used_count", kept),
+        "norm_topk_prob": meta.flag("expert_weights_norm", False),
+        "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
+    }
+
+
+def _one_group(meta: Metadata) -> None:
+    """Refuses groups of experts, factors of their weights, and a gate that is not a softmax."""
+    meta.only("expert_gating_func", SOFTMAX)
+    meta.only("expert_group_count", 0, 1)
+    meta.only("expert_group_used_count", 0, 1)
+    meta.only("expert_weights_scale", 1.0, 0.0)
+
+
+def _qwen3(meta: Metadata, has: Has) -> Config:
+    _one_group(meta)
+    meta.only("expert_shared_feed_forward_length", 0)
+    return {
+        "model_type": "qwen3_moe",
+        **grouped(meta),
+        "num_experts": meta.integer("expert_count"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        "norm_topk_prob": meta.flag("expert_weights_norm", True),
+        "attention_bias": has("attn_q.bias"),
+    }
+
+
+def _qwen2(meta: Metadata, has: Has) -> Config:
+    _one_group(meta)
+    shared = meta.maybe_integer("expert_shared_feed_forward_length")
+    return {
+        "model_type": "qwen2_moe",
+        **grouped(meta),
+        "num_experts": meta.integer("expert_count"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": meta.integer("feed_forward_length") if shared is None else shared,
+        "norm_topk_prob": meta.flag("expert_weights_norm", False),
+        "qkv_bias": has("attn_q.bias"),
+    }
+
+
+def _olmoe(meta: Metadata, has: Has) -> Config:
+    _one_group(meta)
+    return {
+        "model_type": "olmoe",
+        **grouped(meta),
+        "num_experts": meta.integer("expert_count"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "norm_topk_prob": meta.flag("expert_weights_norm", False),
+        "clip_qkv": meta.maybe_number("attention.clamp_kqv"),
+        "attention_bias": has("attn_q.bias"),
+    }
+
+
+def _mixtral(meta: Metadata, has: Has) -> Config:
+    experts = meta.integer("expert_count", 0)
+    if not experts:
+        raise meta.refused("expert_count", experts, "at least 1: llama without experts is not supported")
+    _one_group(meta)
+    return {
+        "model_type": "mixtral",
+        **grouped(meta),
+        "num_local_experts": experts,
+        "intermediate_size": meta.integer("feed_forward_length"),
+    }
+
+
+def _granite(meta: Metadata, has: Has) -> Config:
+    _one_group(meta)
+    return {
+        "model_type": "granitemoe",
+        **grouped(meta),
+        "num_local_experts": meta.integer("expert_count"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "attention_multiplier": meta.number("attention.scale", 1.0),
+        "embedding_multiplier": meta.number("embedding_scale", 1.0),
+        "residual_multiplier": meta.number("residual_scale", 1.0),
+        "logits_scaling": meta.number("logit_scale", 1.0),
+        "attention_bias": has("attn_q.bias"),
+    }
+
+
+def _deepseek(meta: Metadata, has: Has) -> Config:
+    """DeepSeek-V2 with a softmax, DeepSeek-V3, Kimi K2, Moonlight and GLM-4.7-Flash with sigmoids."""
+    sigmoid = meta.integer("expert_gating_func", SIGMOID if has("exp_probs_b.bias") else SOFTMAX) == SIGMOID
+    rotated, log = meta.integer("rope.dimension_count"), meta.maybe_number("rope.scaling.yarn_log_multiplier")
+    scale = {} if not log else {name: round(10 * log, 7) for name in ("mscale", "mscale_all_dim")}
+    key, value = meta.integer("attention.key_length"), meta.integer("attention.value_length")
+    key = meta.integer("attention.key_length_mla", key)
+    meta.raw("attention.head_count_kv", None)  # one latent, or as many as heads in older files
+    attention = {
+        "q_lora_rank": meta.maybe_integer("attention.q_lora_rank"),
+        "kv_lora_rank": meta.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": meta.integer("attention.value_length_mla", value),
+        **rope(meta, None, **scale),
+    }
+    if sigmoid:
+        usual = DEEPSEEK_GROUPS.get(meta.integer("expert_count"), (1, 1))
+        return {"model_type": "deepseek_v3", **attention, **corrected(meta, *usual)}
+    meta.only("expert_gating_func", SOFTMAX)
+    groups = meta.integer("expert_group_count", 1)
+    kept = meta.integer("expert_group_used_count", 1)
+    limited = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": kept}
+    return {
+        "model_type": "deepseek_v2",
+        **attention,
+        "n_routed_experts": meta.integer("expert_count"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "n_shared_experts": meta.integer("expert_shared_count", 0),
+        "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
+        "norm_topk_prob": meta.flag("expert_weights_norm", False),
+        "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
+        **(limited if groups > 1 else {"topk_method": "greedy"}),
+    }
+
+
+def _glm4(meta: Metadata, has: Has) -> Config:
+    rotated = meta.integer("rope.dimension_count")
+    heads = grouped(meta, rotated)
+    return {
+        "model_type": "glm4_moe",
+        **heads,
+        **corrected(meta),
+        "norm_topk_prob": meta.flag("expert_weights_norm", True),
+        "partial_rotary_factor": rotated / max(heads["head_dim"], 1),
+        "use_qk_norm": has("attn_q_norm.weight"),
+        "attention_bias": has("attn_q.bias"),
+    }
+
+
+def _dots(meta: Metadata, has: Has) -> Config:
+    return {
+        "model_type": "dots1",
+        **grouped(meta),
+        **corrected(meta),
+        "attention_bias": has("attn_q.bias"),
+        "sliding_window": None,
+    }
+
+
+def _ernie(meta: Metadata, has: Has) -> Config:
+    _one_group(meta)
+    meta.raw("expert_shared_feed_forward_length", None)  # the tensors say it
+    return {
+        "model_type": "ernie4_5_moe",
+        **grouped(meta),
+        "moe_num_experts": meta.integer("expert_count"),
+        "moe_k": meta.integer("expert_used_count"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "moe_num_shared_experts": meta.integer("expert_shared_count", 0),
+        "moe_layer_start_index": meta.integer("leading_dense_block_count", 0),
+        "moe_layer_interval": meta.integer("interleave_moe_layer_step", 1),
+    }
+
+
+def _minimax(meta: Metadata, has: Has) -> Config:
+    meta.only("expert_gating_func", SIGMOID)
+    meta.only("expert_weights_norm", True)
+    meta.only("expert_weights_scale", 1.0, 0.0)
+    meta.raw("feed_forward_length", None)  # that of experts again
+    rotated = meta.integer("rope.dimension_count")
+    return {
+        "model_type": "minimax_m2",
+        **grouped(meta, rotated),
+        "num_local_experts": meta.integer("expert_count"),
+        "intermediate_size": meta.integer("expert_feed_forward_length"),
+        "rotary_dim": rotated,
+    }
+
+
+def _gpt_oss(meta: Metadata, has: Has) -> Config:
+    meta.raw("feed_forward_length", None)  # that of experts again
+    width = meta.integer("attention.key_length")
+    meta.only("attention.value_length", width)
+    return {
+        "model_type": "gpt_oss",
+        "num_key_value_heads": meta.integer("attention.head_count_kv"),
+        "head_dim": width,
+        "attention_bias": has("attn_q.bias"),
+        "num_local_experts": meta.integer("expert_count"),
+        "intermediate_size": meta.integer("expert_feed_forward_length"),
+        "sliding_window": meta.integer("attention.sliding_window"),
+        **rope(meta, width, truncate=False),
+    }
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "deepseek2": Architecture(_deepseek),
+    "dots1": Architecture(_dots),
+    "ernie4_5-moe": Architecture(
+        _ernie, Names(correction="mlp.moe_statics.e_score_correction_bias", correction_axes=1)
+    ),
+    "glm4moe": Architecture(_glm4),
+    "gpt-oss": Architecture(_gpt_oss, Names(gate="mlp.router")),
+    "granitemoe": Architecture(
+        _granite,
+        Names(gate="block_sparse_moe.router.layer", experts="block_sparse_moe.experts"),
+        permuted=True,
+    ),
+    "llama": Architecture(_mixtral, MIXED_NAMES, permuted=True),
+    "minimax-m2": Architecture(_minimax, MIXED_NAMES),
+    "olmoe": Architecture(_olmoe),
+    "qwen2moe": Architecture(_qwen2, Names(shared="mlp.shared_expert")),
+    "qwen3moe": Architecture(_qwen3),
+}
+"""general.architecture -> how it is read."""

@@ -1,0 +1,240 @@
+"""Reads the headers of GGUF files: metadata, and where each tensor is. Every length is checked.
+
+A file is the word GGUF, a version, the numbers of tensors and of metadata, then both, then the tensors at
+multiples of `general.alignment` (ggml, docs/gguf.md). A model may be split over several files, whose names
+end in -00001-of-00003.gguf. The first one has the metadata of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models.config import shown
+from moesaic.models.gguf.blocks import ALLOWED, NAMES, row_bytes
+
+SUFFIX = ".gguf"
+VERSIONS = (2, 3)
+"""Versions of the format that are read."""
+MOST_AXES = 4
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Number of a type of metadata -> its letter in `struct`."""
+_TEXT, _ARRAY = 8, 9
+_DAMAGED = "truncated or corrupt"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a file."""
+
+    kind: str
+    """Its type: one of blocks.ALLOWED."""
+    shape: tuple[int, ...]
+    """The last axis is a row."""
+    offset: int
+    """Of its first byte in the file."""
+    size: int
+    """In bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A list of texts in the metadata, such as a vocabulary. It is read only where it is needed."""
+
+    begin: int
+    """Offset of the first text in the file."""
+    end: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of one file."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    """By the names in the file."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a model at `path` is a GGUF file, by its name. A directory is none."""
+    return path.suffix == SUFFIX and not path.is_dir()
+
+
+def files(path: Path) -> list[Path]:
+    """The files of the model whose first file is `path`. Raises CheckpointError if some are missing."""
+    found = SPLIT.fullmatch(path.name)
+    if found is None:
+        return [path]
+    name, number, count = found.groups()
+    if int(number) != 1:
+        raise CheckpointError(
+            f"{path}: got part {int(number)}; allowed: the first, {name}-00001-of-{count}{SUFFIX}"
+        )
+    every = [path.with_name(f"{name}-{each:05}-of-{count}{SUFFIX}") for each in range(1, int(count) + 1)]
+    missing = next((each for each in every if not each.is_file()), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"{missing}: this file is missing, one of {int(count)} that the model is split over"
+        )
+    return every
+
+
+def read(file: Path) -> Header:
+    """Reads the header of one file. Raises CheckpointError in one line for a file that is damaged."""
+    try:
+        found = file.stat()
+        return _read(file, found.st_ino, found.st_size, found.st_mtime_ns)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def read_texts(file: Path, where: Texts) -> list[str]:
+    """Reads a list of texts. Raises CheckpointError for one that is not UTF-8."""
+    data, found, at = _bytes(file, where.begin, where.end), [], 0
+    try:
+        for _ in range(where.count):
+            size = int.from_bytes(data[at : at + 8], "little")
+            found.append(data[at + 8 : at + 8 + size].decode())
+            at += 8 + size
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: {_DAMAGED}: a text that is not UTF-8 in a list of texts") from error
+    return found
+
+
+def _bytes(file: Path, begin: int, end: int) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            opened.seek(begin)
+            data = opened.read(end - begin)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    if len(data) < end - begin:
+        raise CheckpointError(f"{file}: truncated since its header was read")
+    return data
+
+
+@lru_cache(maxsize=64)
+def _read(file: Path, *_stamp: int) -> Header:
+    with file.open("rb") as opened:
+        if not file.stat().st_size:
+            raise CheckpointError(f"{file}: not a GGUF file (it is empty)")
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            try:
+                return _header(_Cursor(mapped))
+            except (struct.error, ValueError) as error:
+                raise CheckpointError(f"{file}: {error}") from error
+
+
+class _Cursor:
+    """Reads a file from its beginning. Raises ValueError at its end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.data) - self.at:
+            raise ValueError(f"{_DAMAGED}: {size} bytes at {self.at} of {len(self.data)}")
+        found = self.data[self.at : self.at + size]
+        self.at += size
+        return found
+
+    def number(self, letter: str) -> Any:
+        return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}")))[0]
+
+    def text(self) -> str:
+        found = self.take(self.number("Q"))
+        try:
+            return found.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{_DAMAGED}: a text that is not UTF-8 before byte {self.at}") from error
+
+    def texts(self, count: int) -> Texts:
+        """Skips that many texts."""
+        begin, at, end = self.at, self.at, len(self.data)
+        for _ in range(count):
+            at += 8 + int.from_bytes(self.data[at : at + 8], "little")
+            if at > end:
+                raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {begin} of {end}")
+        self.at = at
+        return Texts(begin, at, count)
+
+    def value(self, kind: int) -> Any:
+        """A value of metadata: a number, a text, a list of numbers, or where a list of texts is."""
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _TEXT:
+            return self.text()
+        if kind != _ARRAY:
+            raise ValueError(f"{_DAMAGED}: metadata of type {kind} at byte {self.at}")
+        inner, count = self.number("I"), self.number("Q")
+        if inner in _SCALARS:
+            letter = _SCALARS[inner]
+            return np.frombuffer(self.take(count * struct.calcsize(f"<{letter}")), f"<{letter}").tolist()
+        if inner != _TEXT:
+            raise ValueError(f"{_DAMAGED}: a list of type {inner} at byte {self.at}")
+        return self.texts(count)
+
+
+def _header(cursor: _Cursor) -> Header:
+    if cursor.data[:8] == b"version ":
+        raise ValueError("this is a Git LFS pointer, not the file itself: run git lfs pull there")
+    if cursor.data[:4] != b"GGUF":
+        raise ValueError(f"not a GGUF file (it begins with {cursor.data[:4]!r})")
+    cursor.at = 4
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        got = "big-endian numbers" if swapped else f"GGUF version {version}"
+        raise ValueError(f"got {got}; allowed: version {', '.join(map(str, VERSIONS))}, little-endian")
+    tensors, count = cursor.number("Q"), cursor.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(count):
+        key = cursor.text()
+        metadata[key] = cursor.value(cursor.number("I"))
+    entries = [_entry(cursor) for _ in range(tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 8 or alignment % 8:
+        raise ValueError(f"general.alignment: got {shown(repr(alignment))}; allowed: a multiple of 8")
+    begin = -(-cursor.at // alignment) * alignment
+    found: dict[str, Tensor] = {}
+    for name, kind, shape, offset in entries:
+        if name in found:
+            raise ValueError(f"{_DAMAGED}: two tensors {shown(name)}")
+        found[name] = _placed(name, kind, shape, begin + offset, len(cursor.data), alignment)
+    return Header(metadata, found)
+
+
+def _entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
+    """Name, type, shape and offset of a tensor."""
+    name, axes = cursor.text(), cursor.number("I")
+    if not 1 <= axes <= MOST_AXES:
+        raise ValueError(f"{_DAMAGED}: tensor {shown(name)} has {axes} axes; allowed: 1 to {MOST_AXES}")
+    shape = tuple(cursor.number("Q") for _ in range(axes))[::-1]
+    kind, offset = cursor.number("I"), cursor.number("Q")
+    return name, kind, shape, offset
+
+
+def _placed(name: str, number: int, shape: tuple[int, ...], offset: int, end: int, alignment: int) -> Tensor:
+    kind = NAMES.get(number, f"number {number}")
+    if kind not in ALLOWED:
+        raise ValueError(f"tensor {shown(name)}: got type {kind}; allowed: {', '.join(ALLOWED)}")
+    try:
+        size = row_bytes(kind, shape[-1]) * math.prod(shape[:-1])
+    except ValueError as error:
+        raise ValueError(f"tensor {shown(name)}: got {error}") from error
+    if offset % alignment or offset + size > end:
+        raise ValueError(f"{_DAMAGED}: tensor {shown(name)} has {size} bytes at {offset} of {end}")
+    return Tensor(kind, shape, offset, size)

@@ -1,0 +1,101 @@
+"""The metadata of a model in a GGUF file. Every key of its architecture is understood, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models.config import shown
+
+_REQUIRED = object()
+IGNORED = (
+    "vocab_size",  # the embedding has as many rows
+    "rope.scaling.finetuned",
+    "attention.causal",
+    "attention.layer_norm_epsilon",
+    "tensor_data_layout",
+)
+"""Keys after the architecture that do not matter."""
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal number with the same value in float32.
+
+    >>> shortest(9.999999974752427e-07)
+    1e-06
+    """
+    return float(str(np.float32(value)))
+
+
+class Metadata:
+    """The keys `ARCHITECTURE.KEY` of a file. `done` refuses those that were not read.
+
+    Numbers are those that config.json had: see `shortest`.
+    Each method raises CheckpointError that names the key, its value and what is allowed.
+    """
+
+    def __init__(self, file: object, architecture: str, metadata: Mapping[str, Any]) -> None:
+        """file: for messages."""
+        self._file, self._front, self._all = file, f"{architecture}.", metadata
+        self._seen = {f"{self._front}{name}" for name in IGNORED}
+
+    def raw(self, name: str, default: Any = _REQUIRED) -> Any:
+        """A value without checks."""
+        key = self._front + name
+        self._seen.add(key)
+        found = self._all.get(key, default)
+        if found is _REQUIRED:
+            raise CheckpointError(f"{self._file}: {key} is missing")
+        return found
+
+    def integer(self, name: str, default: Any = _REQUIRED) -> int:
+        """An integer of at least 0."""
+        value = self.raw(name, default)
+        if type(value) is not int or value < 0:
+            raise self.refused(name, value, "an integer of at least 0")
+        return value
+
+    def maybe_integer(self, name: str) -> int | None:
+        """An integer of at least 0, or None if there is no such key."""
+        return None if self.raw(name, None) is None else self.integer(name)
+
+    def number(self, name: str, default: Any = _REQUIRED) -> float:
+        """A finite number."""
+        value = self.raw(name, default)
+        if type(value) not in (int, float) or not np.isfinite(value):
+            raise self.refused(name, value, "a number")
+        return shortest(value)
+
+    def maybe_number(self, name: str) -> float | None:
+        """A finite number, or None if there is no such key."""
+        return None if self.raw(name, None) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.raw(name, default)
+        if type(value) is not bool:
+            raise self.refused(name, value, "true, false")
+        return value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuses any value but these. There may be no such key."""
+        value = self.raw(name, allowed[0])
+        if value not in allowed:
+            raise self.refused(name, value, ", ".join(map(str, allowed)))
+
+    def refused(self, name: str, value: Any, allowed: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._file}: {self._front}{name}: got {shown(repr(value))}; allowed: {allowed}"
+        )
+
+    def done(self) -> None:
+        """Raises CheckpointError for the first key of the architecture that was not read."""
+        left = sorted(key for key in self._all if key.startswith(self._front) and key not in self._seen)
+        if left:
+            raise CheckpointError(
+                f"{self._file}: {shown(left[0])}: got {shown(repr(self._all[left[0]]))}; allowed: keys that "
+                "are known for this architecture"
+            )

@@ -1,0 +1,97 @@
+"""The names of tensors in GGUF files, and what moesaic calls the same tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_INSIDE = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_PARTS = {"gate": 0, "up": 1, "down": 2}
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the parts of a family's layer are called after "model.layers.N."."""
+
+    gate: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    correction_axes: int = 0
+    """Axes of that bias in front of the one of the experts."""
+    shared: str = "mlp.shared_experts"
+    experts: str = "mlp.experts"
+    words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of an expert's gate, up and down."""
+
+    def plain(self, name: str) -> str:
+        """What moesaic calls the tensor `name`. A name that is not known stays as it is.
+
+        Matrices of all experts [E, o, i] are called as one expert's, without its number.
+
+        >>> Names().plain("blk.3.ffn_up_exps.weight")
+        'model.layers.3.mlp.experts.up_proj.weight'
+        """
+        found = _BLOCK.fullmatch(name)
+        if found is None:
+            return OUTSIDE.get(name, name)
+        layer, rest = found.groups()
+        plain = self._inside(rest)
+        return name if plain is None else f"model.layers.{layer}.{plain}"
+
+    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor `name` with the axes of 1 that files leave out."""
+        if name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
+            return (1, *shape)
+        if name.endswith(".exp_probs_b.bias"):
+            return (*(1,) * self.correction_axes, *shape)
+        return shape
+
+    def _inside(self, rest: str) -> str | None:
+        word, _, ending = rest.rpartition(".")
+        if rest == "attn_sinks.weight":
+            return "self_attn.sinks"
+        if rest == "exp_probs_b.bias":
+            return self.correction
+        if word == "ffn_gate_inp":
+            return f"{self.gate}.{ending}"
+        if word == "ffn_gate_up_exps" and ending == "weight":
+            return f"{self.experts}.gate_up_proj"
+        if word in _INSIDE:
+            return f"{_INSIDE[word]}.{ending}"
+        apart = re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", word)  # experts one by one, as in early files
+        if apart is not None:
+            return f"{self.experts}.{apart[2]}.{self.words[_PARTS[apart[1]]]}.{ending}"
+        found = re.fullmatch(r"ffn_(gate|up|down)_(exps|shexp)", word)
+        if found is None:
+            return None
+        part = _PARTS[found[1]]
+        if found[2] == "exps":
+            return f"{self.experts}.{self.words[part]}.{ending}"
+        return f"{self.shared}.{found[1]}_proj.{ending}"

@@ -1,0 +1,80 @@
+"""Quantises to Q4_K, Q5_K and Q6_K, which the library `gguf` reads but does not write.
+
+Each group gets the scale and minimum of its own range, rounded to the bits that the format has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+def _halves(values: Floats) -> tuple[Bytes, Floats]:
+    """float16 numbers [n] as bytes [n, 2], and what they are."""
+    half = values.astype("<f2")
+    return half.reshape(-1, 1).view(np.uint8), half.astype(np.float32)
+
+
+def _ratio(part: Floats, whole: Floats) -> Floats:
+    return np.divide(part, whole, out=np.zeros(np.broadcast(part, whole).shape, np.float32), where=whole != 0)
+
+
+def _with_minima(rows: Floats, bits: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """d, dmin [n, 2], the packed scales [n, 12] and codes [n, 256] of Q4_K and Q5_K."""
+    groups = rows.reshape(-1, 8, 32)
+    low, high = np.minimum(groups.min(2), 0), groups.max(2)
+    most = 2**bits - 1
+    d, d_is = _halves(((high - low) / most).max(1) / 63)
+    dmin, dmin_is = _halves((-low).max(1) / 63)
+    scales = np.clip(np.round(_ratio((high - low) / most, d_is[:, None])), 0, 63).astype(np.uint8)
+    minima = np.clip(np.round(_ratio(-low, dmin_is[:, None])), 0, 63).astype(np.uint8)
+    step, least = d_is[:, None] * scales, dmin_is[:, None] * minima
+    codes = np.clip(np.round(_ratio(groups + least[..., None], step[..., None])), 0, most).astype(np.uint8)
+    packed = np.concatenate(
+        [
+            scales[:, :4] | (scales[:, 4:] >> 4) << 6,
+            minima[:, :4] | (minima[:, 4:] >> 4) << 6,
+            (scales[:, 4:] & 15) | (minima[:, 4:] & 15) << 4,
+        ],
+        axis=1,
+    )
+    return d, dmin, packed, codes.reshape(-1, 256)
+
+
+def _nibbles(codes: Bytes) -> Bytes:
+    """Codes of four bits [n, 256] in 128 bytes: 32 low halves, then the 32 high halves of the same bytes."""
+    parts: Any = codes.reshape(-1, 4, 2, 32)
+    return (parts[:, :, 0] | parts[:, :, 1] << 4).reshape(-1, 128)
+
+
+def q4_k(rows: Floats) -> Bytes:
+    d, dmin, scales, codes = _with_minima(rows, 4)
+    return np.concatenate([d, dmin, scales, _nibbles(codes)], axis=1)
+
+
+def q5_k(rows: Floats) -> Bytes:
+    d, dmin, scales, codes = _with_minima(rows, 5)
+    high = (codes >> 4).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    return np.concatenate([d, dmin, scales, high.sum(1, dtype=np.uint8), _nibbles(codes & 15)], axis=1)
+
+
+def q6_k(rows: Floats) -> Bytes:
+    groups = rows.reshape(-1, 16, 16)
+    own = np.abs(groups).max(2) / 31
+    d, d_is = _halves(own.max(1) / 127)
+    scales = np.clip(np.round(_ratio(own, d_is[:, None])), 0, 127).astype(np.int8)
+    step = d_is[:, None] * scales
+    codes = (np.clip(np.round(_ratio(groups, step[..., None])), -32, 31) + 32).astype(np.uint8)
+    halves: Any = codes.reshape(-1, 2, 2, 64)
+    low = (halves[:, :, 0] & 15 | (halves[:, :, 1] & 15) << 4).reshape(-1, 128)
+    quarters: Any = (codes >> 4).reshape(-1, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high = quarters.sum(2, dtype=np.uint8).reshape(-1, 64)
+    return np.concatenate([low, high, scales.view(np.uint8), d], axis=1)
+
+
+WRITERS = {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}

@@ -1,0 +1,82 @@
+"""GGUF files through whole engines: alone, by ranks, with expert servers, and not with streamed experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesaic import LLM
+from moesaic.core.errors import ConfigError
+from moesaic.kernels import table
+from moesaic.testing import byte_tokenizer
+from tests.models.test_gguf import MIXES, WIDE
+from tests.support import gguf_files, tiny_models
+from tests.support.cluster_driver import Answer, cluster
+from tests.support.thread_groups import group_of_threads
+from tests.test_llm_families import DISK, LONGEST, answers, params, prompts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("quick_workers"),
+    pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
+]
+MIX = "as Q4_K_M"
+SERVED = [
+    (MIX, "lockstep"),
+    *(
+        pytest.param(mix, schedule, marks=pytest.mark.full)
+        for mix, schedule in ((MIX, "async"), (MIX, "barrier"), ("MXFP4", "lockstep"))
+    ),
+]
+
+
+class Models(dict[str, Path]):
+    """By mix of types, and the answers of one process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.known: dict[str, list[Answer]] = {}
+
+    def __missing__(self, mix: str) -> Path:
+        name, kinds = MIXES[mix]
+        source = tiny_models.save(tiny_models.build(*WIDE[name]), self.root / f"source of {mix}")
+        self[mix], plain = gguf_files.write(source, self.root / mix, kinds)
+        byte_tokenizer(plain)
+        return self[mix]
+
+    def wanted(self, mix: str) -> list[Answer]:
+        if mix not in self.known:
+            self.known[mix] = answers(LLM(str(self[mix]), threads=1, max_model_len=LONGEST))
+        return self.known[mix]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("gguf"))
+
+
+@pytest.mark.parametrize("mix", [MIX, "latent, as Q4_K_M", "MXFP4"])
+def test_answers_are_those_of_the_dequantised_checkpoint(models: Models, mix: str) -> None:
+    plain = models[mix].parent / "plain"
+    assert answers(LLM(str(plain), threads=1, max_model_len=LONGEST)) == models.wanted(mix)
+
+
+@pytest.mark.parametrize(("mix", "schedule"), SERVED)
+def test_expert_servers_give_the_floats_of_one_process(models: Models, mix: str, schedule: str) -> None:
+    with cluster(str(models[mix]), min_replicas=2, schedule=schedule, max_model_len=LONGEST) as served:
+        served.submit(prompts(), params())
+        assert served.finish() == models.wanted(mix)
+
+
+@pytest.mark.parametrize("more", [{}, {"expert_tensor_parallel_size": 2}], ids=str)
+def test_two_ranks_have_the_tokens_of_one(models: Models, more: dict[str, int]) -> None:
+    settings = {"tensor_parallel_size": 2, "max_model_len": LONGEST, **more}
+    with group_of_threads(str(models[MIX]), **settings) as (model, _, _):
+        found = answers(model)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in models.wanted(MIX)]
+
+
+def test_streamed_experts_are_not_read_from_gguf(models: Models) -> None:
+    with pytest.raises(ConfigError, match=r"--fast-memory: got .*model\.gguf, a GGUF file; allowed: a dir"):
+        LLM(str(models[MIX]), threads=1, max_model_len=LONGEST, offload=DISK, max_num_seqs=DISK.batch)
