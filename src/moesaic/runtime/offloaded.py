@@ -181,14 +181,12 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
 
 def _require_one_type(layout: ExpertLayout, path: Path) -> None:
     """Raises ConfigError if experts have several types: each slot of memory holds any of them."""
-    allowed = "experts of one type in all layers"
-    if layout.others:
-        layer, other = next(iter(layout.others.items()))
-        what = f"those of layer {layer} are {other}, others {layout.dtype}"
-        raise ConfigError(f"--fast-memory: the experts of {path}: {what}; allowed: {allowed}")
+    where = f"--fast-memory: the experts of {path}"
+    for layer, other in layout.others.items():
+        allowed = f"{layout.dtype}, as in layer {layout.layers[0]}"
+        raise ConfigError(f"{where}: layer {layer}: got {other}; allowed: {allowed}")
     if len(set(of_matrices(layout.dtype))) > 1:
-        what = f"their matrices are {layout.dtype}"
-        raise ConfigError(f"--fast-memory: the experts of {path}: {what}; allowed: {allowed}")
+        raise ConfigError(f"{where}: got {layout.dtype}; allowed: one type for all matrices")
 
 
 def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | None:
