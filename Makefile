@@ -34,7 +34,7 @@ check: lint
 	$(BIN)/pytest -m "not slow and not full" -n 2 --dist worksteal
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not full" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not full" -n 3 --dist loadfile
 
 full: $(STAMP)
 	$(BIN)/pytest -m full -n 2 --dist loadfile

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from moesaic import LLM, cli
+from moesaic.commands.program import program
 from moesaic.commands.progress import progress
 from moesaic.core.profile import Profile
 from moesaic.models import files
@@ -227,7 +228,7 @@ def test_what_is_served_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "live.npz"
     record = ("--record-routing", str(out), "--record-routing-share", "1")
     err = said_by_a_server("--attention-workers", "2", *record)
-    assert err == f"moesaic: the routing is in {out}: print it with moesaic profile show {out}\n"
+    assert err == f"moesaic: the routing is in {out}: print it with {program()} profile show {out}\n"
     made = Profile.load(out)
     assert sorted(np.diff(made.routes.starts).tolist())[-1] in (22, 24)
     assert set(np.diff(made.routes.starts) - made.routes.prompts) == {2, 4}

@@ -104,7 +104,7 @@ def test_a_file_with_lines_of_all_kinds_is_answered_as_from_memory(
         "no JSON",
     ]
     files[0].write_text("".join(one + "\n" for one in lines))
-    assert cli.main([*command(path, files, *options), "--json"]) == 0
+    assert cli.main([*command(path, files, *options), "--json"]) == 1, "lines failed"
     printed = capsys.readouterr()
     told = json.loads(printed.out)
     assert (told["completed"], told["failed"]) == (9, 3)
@@ -117,7 +117,7 @@ def test_a_file_with_lines_of_all_kinds_is_answered_as_from_memory(
     assert told["phases"]["prefill"]["tokens"] + padding >= prompts * 70 and bool(padding) is bool(options)
     assert ("prompts padded to 70" in printed.err) is bool(options)
     whole = files[0], tmp_path / "whole.jsonl"
-    assert cli.main(command(path, whole, cap=None)) == 0
+    assert cli.main(command(path, whole, cap=None)) == 1
     assert answers(files[1]) == answers(whole[1])
 
 
