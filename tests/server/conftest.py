@@ -211,7 +211,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     path = tmp_path_factory.mktemp("agent")
     byte_tokenizer(path, ["<s>", "</s>"], chat_template=AGENT, eos_token="</s>")
     with launched(Tokenizer(path)) as launch:
-        yield launch(max_model_len=8192)
+        yield launch(max_model_len=4096)
 
 
 def prompt_of(live: Live) -> str:

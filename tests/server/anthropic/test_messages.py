@@ -398,7 +398,7 @@ def test_what_is_nested_deeply_is_named(agent: Live, depth: int) -> None:
         assert answer.status_code == 400 and says in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("depth", [120, 1500])
+@pytest.mark.parametrize("depth", [120, 900])
 def test_a_call_whose_input_is_nested_deeply_is_passed_on_as_text(agent: Live, depth: int) -> None:
     deep = f'{{"a": {"[" * depth}{"]" * depth}}}'
     answer = ask(agent, CALL.replace('{"city": "Bern"}', deep), max_tokens=4000).json()
