@@ -81,7 +81,10 @@ def failed(call: Call, status: str, text: str) -> bool:
     """Whether the server owed another answer."""
     if status == UNANSWERED:
         return call.ending == ""
-    return status.startswith("5") and "too_many_connections" not in text
+    meant = (
+        "too_many_connections" in text or "the server has too many connections" in text
+    )  # Anthropic's form
+    return status.startswith("5") and not meant
 
 
 class Client:

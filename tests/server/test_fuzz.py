@@ -19,6 +19,9 @@ from .conftest import MODEL, Live, launched
 OPERATIONS = {
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),
@@ -72,7 +75,7 @@ def test_every_answer_is_one_that_the_schema_promises(
         positive = mode is GenerationMode.POSITIVE
         headers = live.headers if positive else None
         case.call_and_validate(base_url=live.url, headers=headers, excluded_checks=unknowable, timeout=20)
-        if positive and path.endswith("completions"):
+        if positive and path.endswith(("completions", "responses", "messages")):
             case.body["stream"] = not case.body.get("stream")
             case.body.pop("stream_options", None)
             case.call_and_validate(base_url=live.url, headers=headers, excluded_checks=unknowable, timeout=20)
