@@ -80,6 +80,26 @@ def test_what_is_no_form_is_a_400_that_names_the_field(
     assert len(live.worker.seen) == seen
 
 
+def test_unknown_fields_of_a_form_are_ignored(live: Live) -> None:
+    form = {"regex": "a+", "around": 'start: "b" @form', "_backend": "xgrammar"}
+    answer = live.post("/v1/completions", model=MODEL, prompt="say:a", structured_outputs=form)
+    assert answer.status_code == 200
+    named = "structured_outputs.around, structured_outputs._backend"
+    assert answer.headers["X-Moesaic-Ignored-Fields"] == named
+    assert live.worker.seen[-1].grammar == grammar_of(StructuredOutputsParams(regex="a+"), {})
+
+
+@pytest.mark.parametrize("depth", [90, 300, 500, 900])
+def test_a_schema_that_is_nested_deeply_is_a_400(live: Live, depth: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = live.post("/v1/completions", model=MODEL, prompt="say:a", response_format=form)
+    assert answer.status_code == (200 if depth < 100 else 400), answer.text
+    assert depth < 100 or "\n" not in answer.json()["error"]["message"]
+
+
 def test_the_openai_client_sends_a_schema(live: Live) -> None:
     from pydantic import BaseModel
 

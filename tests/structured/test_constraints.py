@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -29,10 +28,8 @@ def request(number: int, regex: str = "", **params: object) -> Request:
 
 
 @pytest.fixture
-def made() -> Iterator[Constraints]:
-    found = Constraints(lambda: VOCABULARY, WIDTH, REFERENCE.mask_tokens)
-    yield found
-    found.close()
+def made() -> Constraints:
+    return Constraints(lambda: VOCABULARY, WIDTH, REFERENCE.mask_tokens)
 
 
 def answers(
@@ -108,4 +105,3 @@ def test_grammars_compile_in_a_thread_and_are_kept(monkeypatch: pytest.MonkeyPat
     assert asked == [1]
     assert made.compiled(request(3, "c")) is futures[3]
     assert made.compiled(request(4, "b")) is not futures[1], "it was dropped for the later ones"
-    made.close()

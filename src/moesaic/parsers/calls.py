@@ -1,7 +1,8 @@
-"""What all syntaxes of tool calls share: content, a mark, then a call or text that only looks like one."""
+"""What syntaxes of tool calls share. In most of them a mark begins a call, or text that only looks like one."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ from moesaic.parsers.reader import BLANK, Reader, Trimmed
 from moesaic.parsers.values import Tools
 
 
-class CallParser:
+class CallParser(ABC):
     """Parses the calls of one answer. tools: those of the request, whose schemas say what values are.
 
     Before a call has begun, text that does not fit its syntax is content. After that it is a part of the
@@ -32,32 +33,9 @@ class CallParser:
         self._index = 0
         self._content = Trimmed(Content)
 
+    @abstractmethod
     def read(self, reader: Reader, lead: str = "") -> Steps[None]:
         """Read the answer to its end. lead: characters that are left out at its start."""
-        self._content = Trimmed(Content, lead)
-        while mark := (yield from reader.until(self.marks, self._content)):
-            yield from self._marked(reader, mark)
-        yield from self._content.flush()
-
-    def _marked(self, reader: Reader, mark: str) -> Steps[None]:
-        """Read what follows `mark`."""
-        reader.attempt()
-        try:
-            call = yield from self._head(reader, mark)
-        except Malformed:
-            reader.fail()
-            yield from self._content(mark)
-            return
-        reader.succeed()
-        yield from self._call(reader, call)
-
-    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
-        """Read a call up to its arguments. Raises Malformed if it is none."""
-        raise NotImplementedError
-
-    def _call(self, reader: Reader, call: CallBegun) -> Steps[None]:
-        """Read a call's arguments and its end, and yield all of its events."""
-        raise NotImplementedError
 
     def _begin(self, name: str, given_id: str | None = None) -> CallBegun:
         """The event of the next call. Raises Malformed without a name."""
@@ -94,3 +72,33 @@ class CallParser:
             yield Arguments(call.index, "{}")
         yield CallEnded(call.index)
         return mark
+
+
+class MarkedCalls(CallParser):
+    """A syntax in which each call stands behind a mark, and all else is content."""
+
+    def read(self, reader: Reader, lead: str = "") -> Steps[None]:
+        self._content = Trimmed(Content, lead)
+        while mark := (yield from reader.until(self.marks, self._content)):
+            yield from self._marked(reader, mark)
+        yield from self._content.flush()
+
+    def _marked(self, reader: Reader, mark: str) -> Steps[None]:
+        """Read what follows `mark`."""
+        reader.attempt()
+        try:
+            call = yield from self._head(reader, mark)
+        except Malformed:
+            reader.fail()
+            yield from self._content(mark)
+            return
+        reader.succeed()
+        yield from self._call(reader, call)
+
+    @abstractmethod
+    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
+        """Read a call up to its arguments. Raises Malformed if it is none."""
+
+    @abstractmethod
+    def _call(self, reader: Reader, call: CallBegun) -> Steps[None]:
+        """Read a call's arguments and its end, and yield all of its events."""

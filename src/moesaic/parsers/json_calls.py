@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, ClassVar
 
-from moesaic.parsers.calls import CallParser
+from moesaic.parsers.calls import MarkedCalls
 from moesaic.parsers.events import Arguments, CallBegun, CallEnded, Malformed, Steps
 from moesaic.parsers.reader import BLANK, Reader, blank, either, literal
 
@@ -110,7 +110,7 @@ def _decoded(text: str) -> Any:
         raise Malformed from None
 
 
-class JsonCalls(CallParser):
+class JsonCalls(MarkedCalls):
     """Objects {"name": ..., "arguments": {...}}. The arguments are passed on as the model writes them."""
 
     def __init__(self, tools: Any = ()) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from moesaic.parsers.calls import CallParser
+from moesaic.parsers.calls import MarkedCalls
 from moesaic.parsers.events import Arguments, CallBegun, CallEnded, Event, Malformed, Steps
 from moesaic.parsers.reader import BLANK, Reader, blank, either, literal, up_to
 from moesaic.parsers.values import json_of, parameters_of, types_of
 
 
-class TaggedCalls(CallParser):
+class TaggedCalls(MarkedCalls):
     """A call is a name and arguments. A value ends at its end tag only where another key or the call's end
     follows, so that it may contain that tag. Values of strings are passed on while they arrive.
     """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from moesaic.parsers.calls import CallParser
+from moesaic.parsers.calls import MarkedCalls
 from moesaic.parsers.events import CallBegun, Malformed, Steps
 from moesaic.parsers.reader import Reader, up_to
 
 
-class TokenCalls(CallParser):
+class TokenCalls(MarkedCalls):
     """Sections of calls, each of which is begin, head, separator, JSON and end."""
 
     section: ClassVar[tuple[str, str]]

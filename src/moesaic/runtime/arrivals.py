@@ -56,6 +56,9 @@ class Arrivals:
         """
         if self._waiting and timeout > 0.0:
             wait([one.grammar for one in self._waiting], timeout, FIRST_COMPLETED)
-        done = [one for one in self._waiting if one.grammar.done()]
-        self._waiting = [one for one in self._waiting if one not in done]
+        done: list[_Waiting] = []
+        left: list[_Waiting] = []
+        for one in self._waiting:  # each is asked once, since a grammar may be compiled meanwhile
+            (done if one.grammar.done() else left).append(one)
+        self._waiting = left
         return Arrived([one.request for one in done], [one.generated for one in done])

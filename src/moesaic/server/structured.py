@@ -11,7 +11,7 @@ from typing import Any
 from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.structured import StructuredOutputsParams
-from moesaic.server.requests import GenerationRequest, ResponseFormat
+from moesaic.server.requests import Body, GenerationRequest, ResponseFormat
 from moesaic.server.service import Service
 from moesaic.structured.grammar import check
 
@@ -49,7 +49,7 @@ def _given(body: GenerationRequest) -> tuple[dict[str, Any] | None, str]:
     """The fields of the form, and the field of the body that has them."""
     found: dict[str, dict[str, Any]] = {}
     if body.structured_outputs is not None:
-        found[_ROOT] = body.structured_outputs.model_dump(by_alias=True)
+        found[_ROOT] = _known(body.structured_outputs)
     if body.response_format is not None and body.response_format.type != "text":
         found["response_format"] = _of_response_format(body.response_format)
     for name in _GUIDED:
@@ -72,10 +72,15 @@ def _of_response_format(given: ResponseFormat) -> dict[str, Any]:
             schema = given.json_schema.schema_
             return {"json_object": True} if schema is None else {"json": schema}
         case "structural_tag":
-            structures = [one.model_dump(by_alias=True) for one in given.structures or []]
+            structures = [_known(one) for one in given.structures or []]
             return {"structural_tag": {"structures": structures, "triggers": given.triggers or []}}
         case _:
             return {"json_object": True}
+
+
+def _known(body: Body) -> dict[str, Any]:
+    """The fields of a body, without those that it does not define: they are ignored."""
+    return body.model_dump(by_alias=True, exclude=set(body.model_extra or ()))
 
 
 @contextmanager

@@ -112,11 +112,6 @@ class Constraints:
         self._prepare(one for line, one in constraints.items() if line not in refused)
         return refused
 
-    def close(self) -> None:
-        """End the threads. Masks and grammars under way are dropped."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
-        self._masker.shutdown(wait=False, cancel_futures=True)
-
     def _prepare(self, constraints: Iterable[Constraint]) -> None:
         for constraint in constraints:
             constraint.next = self._masker.submit(constraint.filter.masks)

@@ -33,7 +33,16 @@ def grammar_of(params: StructuredOutputsParams, special: Mapping[str, int]) -> s
     special: text -> id of the tokenizer's special tokens, which text alone does not match. Raises
     RequestError, naming the field, if the form cannot be put into a grammar.
     """
-    value = getattr(params, params.kind)
+    try:
+        return _grammar(params, tuple(special.items()))
+    except RecursionError as error:
+        raise _refused(params.kind, "it is nested too deeply") from error
+
+
+@lru_cache(maxsize=16)
+def _grammar(params: StructuredOutputsParams, special_tokens: tuple[tuple[str, int], ...]) -> str:
+    """As `grammar_of`. A server asks twice: in a thread to check a form, and to submit its request."""
+    value, special = getattr(params, params.kind), dict(special_tokens)
     match params.kind:
         case "json":
             schema = _loaded("json", value)
@@ -135,35 +144,40 @@ def _prepared(schema: Any, options: dict[str, Any], closed: bool = False) -> Any
 
 def _structural(tag: Any, params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
     """Free text with tags: {"structures": [{"begin", "schema", "end"}], "triggers": [text]}."""
+    structures, triggers = _tags(tag)
+    lines = [r"%llguidance {}", "TEXT: /(.|\\n)*/"]
+    for number, (begin, schema, end) in enumerate(structures):
+        trigger = next((text for text in triggers if text and begin.startswith(text)), None)
+        if trigger is None:
+            allowed = "structures that begin with a trigger"
+            raise _refused("structural_tag", f"got one that begins with {begin!r}; allowed: {allowed}")
+        body = f"%json {_schema(schema, params)} {literal(end, special)}"
+        if begin.startswith(tuple(special)):
+            lines.append(f"tag_{number}: TEXT {literal(begin, special)} {body}")
+        elif any(token in trigger for token in special):
+            allowed = "special tokens at its start"
+            raise _refused("structural_tag", f"got the trigger {trigger!r}; allowed: {allowed}")
+        else:
+            lines.append(f"begin_{number}[lazy]: TEXT {json.dumps(trigger)}")
+            lines.append(f"tag_{number}: begin_{number} {literal(begin[len(trigger) :], special)} {body}")
+    tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
+    lines.insert(1, f"start: ({tags})* TEXT")
+    return "\n".join(lines)
+
+
+def _tags(tag: Any) -> tuple[list[tuple[str, Any, str]], list[str]]:
+    """The structures (begin, schema, end) and the triggers of a structural tag."""
+    allowed = "an object with structures (begin, schema, end) and triggers"
     try:
         structures = [(one["begin"], one["schema"], one["end"]) for one in tag["structures"]]
         triggers = list(tag["triggers"])
     except (KeyError, TypeError) as error:
-        allowed = "an object with structures (begin, schema, end) and triggers"
         raise _refused("structural_tag", f"no {error}; allowed: {allowed}") from error
-    lines = [r"%llguidance {}", "TEXT: /(.|\\n)*/"]
-    for number, (begin, schema, end) in enumerate(structures):
-        trigger = next((text for text in triggers if text and str(begin).startswith(text)), None)
-        if trigger is None or not isinstance(schema, dict | bool):
-            what = f"a structure that begins with {begin!r}"
-            raise _refused(
-                "structural_tag", f"got {what}; allowed: one that begins with a trigger, with a schema"
-            )
-        body = f"%json {_schema(schema, params)} {literal(str(end), special)}"
-        if begin.startswith(tuple(special)):
-            lines.append(f"tag_{number}: TEXT {literal(begin, special)} {body}")
-        elif any(token in trigger for token in special):
-            raise _refused(
-                "structural_tag", f"got the trigger {trigger!r}; allowed: special tokens at its start"
-            )
-        else:
-            lines.append(f"begin_{number}[lazy]: TEXT {json.dumps(trigger)}")
-            lines.append(f"tag_{number}: begin_{number} {literal(begin[len(trigger) :], special)} {body}")
-    if not structures:
-        raise _refused("structural_tag", "got no structures; allowed: at least one")
-    tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
-    lines.insert(1, f"start: ({tags})* TEXT")
-    return "\n".join(lines)
+    texts = [*triggers, *(text for begin, _, end in structures for text in (begin, end))]
+    good = all(isinstance(text, str) for text in texts)
+    if not good or not structures or not all(isinstance(one[1], dict | bool) for one in structures):
+        raise _refused("structural_tag", f"got {json.dumps(tag)}; allowed: {allowed}")
+    return structures, triggers
 
 
 @lru_cache(maxsize=4)
