@@ -1,4 +1,4 @@
-"""What syntaxes of tool calls share. In most of them a mark begins a call, or text that only looks like one."""
+"""What syntaxes of tool calls share. In most, a mark begins a call, or text that only looks like one."""
 
 from __future__ import annotations
 
