@@ -380,3 +380,42 @@ def test_a_template_gets_arguments_that_are_no_json_as_they_are(live: Live, tmp_
     messages = [*ASK, {"role": "assistant", "tool_calls": calls}]
     with pytest.raises(openai.BadRequestError, match="the chat template refuses them"):
         create(live, "ok", messages=messages)  # this one needs an object
+
+
+def test_a_budget_of_the_reasoning(serving: Callable[..., Live]) -> None:
+    live = serving()
+    for budget, tools in ((0, TOOLS), (7, None)):
+        create(live, "ok", tools=tools or openai.omit, extra_body={"thinking_token_budget": budget})
+        found = live.worker.seen[-1].params.reasoning
+        assert found is not None and found.tokens == budget and bytes(found.end_ids) == b"</think>"
+        assert (found.opening, found.inside, found.anywhere) == ("<think>", False, False)
+    create(live, "ok", extra_body={"thinking_token_budget": -1})
+    assert live.worker.seen[-1].params.reasoning is None
+    channels = serving(reasoning_parser="openai_gptoss")
+    create(channels, "ok", tools=openai.omit, extra_body={"thinking_token_budget": 5})
+    found = channels.worker.seen[-1].params.reasoning
+    assert found is not None and found.anywhere and found.end_ids == (256 + MARKS.index("<|end|>"),)
+
+
+@pytest.mark.parametrize(
+    ("flags", "body", "message"),
+    [
+        ({}, {"thinking_token_budget": -2}, "thinking_token_budget: .*greater than or equal to -1"),
+        ({}, {"thinking_token_budget": 1.5}, "thinking_token_budget: .*integer"),
+        (
+            {"reasoning_parser": "none"},
+            {"thinking_token_budget": 5},
+            "thinking_token_budget: got 5, but reasoning is not told apart .*--reasoning-parser NAME, or -1",
+        ),
+        (
+            {},
+            {"thinking_token_budget": 5, "allowed_token_ids": [1, 60]},
+            r"allowed_token_ids: with thinking_token_budget they need the tokens \[60, .*end the reason",
+        ),
+    ],
+)
+def test_a_budget_that_cannot_be(
+    serving: Callable[..., Live], flags: dict[str, str], body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        create(serving(**flags), "ok", tools=openai.omit, extra_body=body)

@@ -9,9 +9,9 @@ from typing import Any
 
 from moesaic.core.errors import ConfigError
 from moesaic.parsers.answer import AnswerParser, Tags
-from moesaic.parsers.calls import CallParser
+from moesaic.parsers.calls import CallParser, Span
 from moesaic.parsers.grammar import after_reasoning, grammar_of
-from moesaic.parsers.harmony import Harmony
+from moesaic.parsers.harmony import ANALYSIS, Harmony
 from moesaic.parsers.json_calls import Hermes, Mistral
 from moesaic.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder
 from moesaic.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2
@@ -107,6 +107,16 @@ class Formats:
         calls, tags = self._calls(tools), self.tags
         found = () if calls is None else (*calls.marks, *calls.further)
         return frozenset((*found, *(() if tags is None else (tags.open, tags.close))))
+
+    def span(self, tools: Tools | None, inside: bool) -> Span | None:
+        """Where an answer has its reasoning. None if it is not told apart. Parameters: see `parser`."""
+        if self.reasoning == "openai_gptoss":
+            return ANALYSIS
+        tags, calls = self.tags, self._calls(tools)
+        if tags is None:
+            return None
+        others = () if calls is None else calls.ends_reasoning
+        return Span(tags.open, (tags.close, *others), inside or tags.always)
 
     def forced(self, tools: Tools, **options: Any) -> str:
         """The grammar of an answer that calls at least one of `tools`. options: of grammar_of."""

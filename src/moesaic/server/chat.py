@@ -27,6 +27,7 @@ from moesaic.server.prompts import (
     require_few_entries,
     require_few_scores,
 )
+from moesaic.server.reasoning import with_budget
 from moesaic.server.requests import ChatRequest
 from moesaic.server.responses import (
     ChatChoice,
@@ -109,7 +110,7 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
         parallel=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning is not False,
     )
-    params = await with_grammar(params, body, reading, service)
+    params = with_budget(await with_grammar(params, body, reading, service), body, reading, service)
     if fit:
         params = _fitted(params, len(prompt), service)
     reply = Reply(body, prompt, service, reading)

@@ -276,6 +276,21 @@ def test_a_call_can_be_forced(agent: Live) -> None:
     assert agent.worker.seen[-1].grammar
 
 
+def test_a_budget_ends_the_reasoning(agent: Live, live: Live) -> None:
+    ask(agent, thinking={"type": "enabled", "budget_tokens": 9})
+    budget = agent.worker.seen[-1].params.reasoning
+    assert budget is not None and (budget.tokens, budget.endings[0]) == (9, "</think>")
+    assert bytes(budget.end_ids) == b"</think>"
+    answer = ask(live, tools=None, thinking={"type": "enabled", "budget_tokens": 9})
+    assert answer.status_code == 200, "nothing is to be ended where a model does not reason"
+    assert live.worker.seen[-1].params.reasoning is None
+    wrong = ask(agent, thinking={"type": "disabled", "budget_tokens": 9})
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (
+        400,
+        "thinking.budget_tokens: got 9; allowed with the type 'enabled', not 'disabled'",
+    )
+
+
 def tokens_of(live: Live, **body: Any) -> Any:
     return live.post("/v1/messages/count_tokens", **body).json()["input_tokens"]
 
