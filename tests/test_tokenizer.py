@@ -227,6 +227,30 @@ def test_what_templates_use_of_transformers_is_there(tmp_path: Path, template: s
     assert tokenizer.render([{"role": "user", "content": "é"}]) == text
 
 
+@pytest.mark.parametrize("tools", [None, [{"name": "f"}]])
+@pytest.mark.parametrize("tool_use", ["\n [{{ tools | length }}]\n", "{% set x = 1 %}  \n{{ x }}", None])
+@pytest.mark.parametrize("default", ["  {{ messages[0].content }}  \n\n", "{{ 2 }}", None])
+def test_a_named_template_is_that_of_requests_with_tools(
+    tmp_path: Path, default: str | None, tool_use: str | None, tools: list[Any] | None
+) -> None:
+    """Its text is the same as alone, with all white space."""
+    named = {"other": "x", "default": default, "tool_use": tool_use}
+    listed = [{"name": name, "template": text} for name, text in named.items() if text is not None]
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=listed))
+    wanted = (tool_use or default) if tools else (default or tool_use)
+    if wanted is None:
+        assert not tokenizer.has_chat_template
+        return
+    alone = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=wanted))
+    messages = [{"role": "user", "content": "hi"}]
+    more = {"tools": tools} if tools else {}
+    if "tools |" in wanted and not tools:
+        with pytest.raises(RequestError, match="the chat template refuses"):
+            tokenizer.render(messages, **more)
+        return
+    assert tokenizer.render(messages, **more) == alone.render(messages, **more)
+
+
 def test_the_template_file_wins_over_the_config_and_the_flag_over_both(tmp_path: Path) -> None:
     path = write_byte_tokenizer(tmp_path, chat_template="config")
     (path / "chat_template.jinja").write_text("file")

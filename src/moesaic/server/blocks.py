@@ -72,6 +72,7 @@ class Finish:
     """The answer has ended."""
 
     reason: ChatFinishReason
+    """tool_calls also where a chat says stop, after a call of a named function."""
     stop_reason: str | int | None
     """The stop string or stop token id that ended it, if one did."""
     usage: Usage
@@ -89,7 +90,8 @@ async def block_events(chunks: AsyncIterator[ChatChunk]) -> AsyncGenerator[Block
                 yield event
             last = choice if choice.finish_reason else last
         if chunk.usage is not None and last is not None and last.finish_reason is not None:
-            yield Finish(last.finish_reason, last.stop_reason, chunk.usage)
+            called = blocks.called and last.finish_reason == "stop"
+            yield Finish("tool_calls" if called else last.finish_reason, last.stop_reason, chunk.usage)
 
 
 async def collect(events: AsyncIterator[BlockEvent]) -> tuple[list[Block], Finish]:
@@ -115,6 +117,11 @@ class _Blocks:
         """Number of the call in the answer, if the open block is a call."""
         self._scored: list[ChatLogprob] = []
         """Log-probabilities of tokens that are in no text yet. They may belong to a tag, or to reasoning."""
+
+    @property
+    def called(self) -> bool:
+        """Some block was a call."""
+        return self._call >= 0
 
     def take(self, choice: ChatChunkChoice) -> Iterator[BlockEvent]:
         """The events of a chunk."""

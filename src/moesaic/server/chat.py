@@ -28,7 +28,7 @@ from moesaic.server.prompts import (
     require_few_scores,
 )
 from moesaic.server.reasoning import with_budget
-from moesaic.server.requests import ChatRequest
+from moesaic.server.requests import ChatRequest, ToolChoice
 from moesaic.server.responses import (
     ChatChoice,
     ChatChunk,
@@ -109,6 +109,7 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
         inside=opens_reasoning(prompt, body, service),
         parallel=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning is not False,
+        named=isinstance(body.tool_choice, ToolChoice),
     )
     params = with_budget(await with_grammar(params, body, reading, service), body, reading, service)
     if fit:
