@@ -10,6 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from moesaic.parsers.table import formats_of
+from moesaic.server.requests import Message, Tool
+from moesaic.server.tools import dumped, further_fields
+from moesaic.templates.compiled import compiled, rendered
 from moesaic.testing import byte_tokenizer
 from moesaic.tokenizer import Tokenizer
 from tests.parsers.answers import BERN, CALL, COMPLETE, TOOLS
@@ -349,7 +353,10 @@ def test_the_effort_reaches_the_template(live: Live) -> None:
 def test_tokenize_counts_the_tools(live: Live) -> None:
     body = {"messages": ASK, "chat_template_kwargs": {"replies": [""]}}
     without, with_tools = (live.post("/tokenize", **body, **more).json() for more in ({}, {"tools": TOOLS}))
-    assert with_tools["count"] == without["count"] + sum(len(json.dumps(tool)) for tool in TOOLS)
+    listed = [{**tool, "function": {**tool["function"]}} for tool in TOOLS]
+    for tool in listed:  # a function without parameters has an empty list of them
+        tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
+    assert with_tools["count"] == without["count"] + sum(len(json.dumps(tool)) for tool in listed)
 
 
 def test_another_parser_by_its_name(serving: Callable[..., Live]) -> None:
@@ -422,3 +429,37 @@ def test_a_budget_that_cannot_be(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         create(serving(**flags), "ok", tools=openai.omit, extra_body=body)
+
+
+BARE = [Tool.model_validate({"type": "function", "function": {"name": "now"}})]
+"""A tool of which only the name is known."""
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ('{% for t in tools %}{{ "// " + t.function.description + ";" }}{% endfor %}', "// ;"),
+        ('{% for t in tools %}{{ "// " + t["function"]["description"] + ";" }}{% endfor %}', "// ;"),
+        ("{% for t in tools %}{{ t.function.description is defined }}{% endfor %}", "False"),
+        ("{% for t in tools %}{{ t.function.parameters.properties | length }}{% endfor %}", "0"),
+    ],
+)
+def test_a_template_gets_what_it_needs_of_a_tool(template: str, text: str) -> None:
+    formats = formats_of(template)
+    variables = {"tools": dumped(BARE, formats.text_descriptions)}
+    assert rendered(compiled(template), variables, 100) == text
+
+
+def test_a_call_that_was_damaged_can_be_sent_back() -> None:
+    """Templates that write each argument by itself get an object. They would refuse a text."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": '}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    for template, expected in (
+        ("tools <tool_call> <function=", {"INVALID_JSON": '{"city": '}),
+        ("tools <tool_call> <arg_key>", {"INVALID_JSON": '{"city": '}),
+        ("tools <minimax:tool_call>", {"INVALID_JSON": '{"city": '}),
+        ("tools <tool_call>", '{"city": '),
+        ("tools [TOOL_CALLS]", '{"city": '),
+    ):
+        [found] = further_fields(message, formats_of(template))["tool_calls"]
+        assert found["function"]["arguments"] == expected

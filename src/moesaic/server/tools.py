@@ -28,6 +28,9 @@ from moesaic.structured.grammar import check, json_rule
 
 DEEPEST = 100
 """Maximum depth of lists and objects inside of one another, in schemas and in arguments."""
+INVALID = "INVALID_JSON"
+"""The name under which templates get arguments that are no JSON object. Anthropic's documents name it."""
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
@@ -88,24 +91,29 @@ async def with_grammar(
     return replace(params, structured_outputs=await service.text_threads.run(work))
 
 
-def dumped(tools: Sequence[Tool]) -> Tools:
-    """The tools as chat templates expect them."""
-    return tuple({"type": tool.type, "function": _function(tool.function)} for tool in tools)
+def dumped(tools: Sequence[Tool], described: bool = False) -> Tools:
+    """The tools as chat templates expect them. described: each has a description, which may be empty."""
+    return tuple({"type": tool.type, "function": _function(tool.function, described)} for tool in tools)
 
 
-def _function(function: Function) -> dict[str, Any]:
+def _function(function: Function, described: bool) -> dict[str, Any]:
+    """A function without parameters has an empty list of them, as OpenAI says. Many templates need one."""
     fields = ("name", "description", "parameters", "strict")
-    return {name: value for name in fields if (value := getattr(function, name)) is not None}
+    given = {name: value for name in fields if (value := getattr(function, name)) is not None}
+    absent = {"parameters": _NO_PARAMETERS} | ({"description": ""} if described else {})
+    return given | {name: value for name, value in absent.items() if name not in given}
 
 
-def variables_of(options: TemplateOptions) -> dict[str, Any]:
+def variables_of(options: TemplateOptions, formats: Formats) -> dict[str, Any]:
     """The variables of the chat template that a request sets. chat_template_kwargs take precedence.
 
     Raises RequestError for a schema that is nested too deeply.
     """
     for number, tool in enumerate(options.tools or ()):
         require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
-    found: dict[str, Any] = {} if not options.tools else {"tools": list(dumped(options.tools))}
+    found: dict[str, Any] = (
+        {} if not options.tools else {"tools": list(dumped(options.tools, formats.text_descriptions))}
+    )
     if options.reasoning_effort is not None:
         found["reasoning_effort"] = options.reasoning_effort
         found |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}
@@ -147,7 +155,9 @@ def further_fields(message: Message, formats: Formats) -> dict[str, Any]:
 
 def _call(call: ToolCall, formats: Formats) -> dict[str, Any]:
     text = call.function.arguments
-    arguments = text if formats.text_arguments else _object(text)
+    arguments: Any = text if formats.text_arguments else _object(text)
+    if formats.keyed_arguments and isinstance(arguments, str):
+        arguments = {INVALID: arguments}
     called = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return called if call.id is None else {"id": call.id, **called}
 
