@@ -224,6 +224,12 @@ def test_a_form_comes_after_the_reasoning(live: Live, serving: Callable[..., Liv
     message = create(live, "<think>So.</think>{}", response_format=form).choices[0].message
     assert (message.content, message.reasoning) == ("{}", "So.")
     assert "@form" in live.worker.seen[-1].grammar
+    assert "get_weather" in live.worker.seen[-1].grammar, "a call may come in place of the form"
+    odd = [{"type": "function", "function": {"name": "f", "parameters": {"unevaluatedProperties": False}}}]
+    create(live, "{}", response_format=form, tools=odd)
+    create(live, NOW, response_format=form, tool_choice="required")
+    forced = live.worker.seen[-1].grammar
+    assert "@form" not in forced and "get_weather" in forced, "a forced call has no content"
     other = serving(tool_call_parser="none", reasoning_parser="none")
     create(other, "{}", response_format=form, tools=openai.NOT_GIVEN)
     assert "@form" not in other.worker.seen[-1].grammar
@@ -238,7 +244,7 @@ def test_a_form_comes_after_the_reasoning(live: Live, serving: Callable[..., Liv
             "'get_weather', 'now'",
         ),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tool_choice": "required", "extra_body": {"guided_json": {"type": "object"}}},
             "tool_choice",
             "allowed with",
         ),

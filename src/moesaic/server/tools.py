@@ -62,15 +62,18 @@ def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
 async def with_grammar(
     params: SamplingParams, body: ChatRequest, reading: Reading, service: Service
 ) -> SamplingParams:
-    """`params` with the grammar of a forced call, or with reasoning before the form of the answer.
+    """`params` with the grammar of a forced call, or with what may stand before or in place of its form.
 
+    That is reasoning, and calls if the answer may have any: these have any arguments, as without a form. A
+    forced call has no content, so a response_format says nothing about it.
     Raises RequestError for a schema that cannot be forced, and OverloadedError.
     """
     form, special, formats = params.structured_outputs, service.tokenizer.special_tokens, reading.formats
-    if body.tool_choice in (None, "auto", "none"):
+    forced = body.tool_choice not in (None, "auto", "none")
+    if not forced and (form is None or not reading.tools):
         around = "" if form is None else formats.after_reasoning(reading.inside, special)
         return replace(params, structured_outputs=replace(form, around=around)) if form and around else params
-    if form is not None:
+    if forced and form is not None and body.response_format is None:
         raise RequestError(
             "tool_choice: 'auto' and 'none' are allowed with a structured output", "tool_choice"
         )
@@ -81,14 +84,25 @@ async def with_grammar(
 
     def work() -> StructuredOutputsParams:
         grammar = formats.forced(
-            tools, inside=reading.inside, parallel=reading.parallel, special=special, json_rule=json_rule
+            tools,
+            inside=reading.inside,
+            parallel=reading.parallel,
+            special=special,
+            json_rule=json_rule if forced else _any_json,
+            or_form=not forced,
         )
         with named("tools"):
-            found = StructuredOutputsParams(grammar=grammar)
+            whole = StructuredOutputsParams(grammar=grammar)
+            found = whole if forced or form is None else replace(form, around=grammar)
             check(found, special)
         return found
 
     return replace(params, structured_outputs=await service.text_threads.run(work))
+
+
+def _any_json(schema: Mapping[str, Any]) -> str:
+    """A JsonRule for calls that no schema binds."""
+    return json_rule({"type": "object"} if schema.get("type") == "object" else {})
 
 
 def dumped(tools: Sequence[Tool], described: bool = False) -> Tools:
