@@ -44,6 +44,7 @@ def main() -> None:
     two.add_argument("--budget", type=int, default=1024, help="tokens of an answer")
     two.add_argument("--most", type=int, help="schemas")
     two.add_argument("--closed", action="store_true", help="objects have no properties beside those named")
+    two.add_argument("--strings", type=int, help="characters of a string that its schema does not bound")
     three = questions.add_parser("suite")
     three.add_argument("folder", type=Path)
     options = parser.parse_args()
@@ -53,7 +54,9 @@ def main() -> None:
                 options.model, options.requests, options.new, options.rounds, options.vocabulary
             )
         case "schemas":
-            report = schemas.run(options.model, options.folder, options.budget, options.most, options.closed)
+            report = schemas.run(
+                options.model, options.folder, options.budget, options.most, options.closed, options.strings
+            )
         case _:
             report = suite.run(options.folder)
     if options.json:
