@@ -33,8 +33,9 @@ class Constraint:
     def __init__(self, request_id: int, found: TokenFilter) -> None:
         self.request_id = request_id
         self.filter = found
-        self.next: Future[Masks] | None = None
-        """[1, words] the mask of the next token, which a thread computes. None: every token is allowed."""
+        self.next: tuple[Future[list[Masks]], int] | None = None
+        """The masks of a step, which a thread computes, and which of them has that of the next token: [1,
+        words]. None: every token is allowed."""
 
     def accept(self, token: int) -> bool:
         """Go on behind a sampled token. False if it is not allowed."""
@@ -110,14 +111,10 @@ class Constraints:
 
         logits: [*, width] float32; row lines[i] is that of constraints[i].
         """
-        bound = [
-            (line, one.next.result())
-            for line, one in zip(lines, constraints, strict=True)
-            if one.next is not None
-        ]
+        bound = [(line, *one.next) for line, one in zip(lines, constraints, strict=True) if one.next]
         if bound:
-            masks = torch.from_numpy(np.concatenate([mask for _, mask in bound]))
-            self._mask_tokens(logits, torch.tensor([line for line, _ in bound]), masks)
+            masks = np.concatenate([job.result()[place] for _, job, place in bound])
+            self._mask_tokens(logits, torch.tensor([line for line, _, _ in bound]), torch.from_numpy(masks))
 
     def accept(
         self, constraints: Mapping[int, Constraint], tokens: IntArray, logits: torch.Tensor
@@ -137,9 +134,13 @@ class Constraints:
         return refused
 
     def _prepare(self, constraints: Iterable[Constraint]) -> None:
-        for constraint in constraints:
-            found = constraint.filter
-            constraint.next = self._masker.submit(found.masks) if found.restricts else None
+        """Begin to compute the next masks. One job has all of a step: each job costs a change of threads."""
+        found = list(constraints)
+        bound = [one for one in found if one.filter.restricts]
+        job = self._masker.submit(_masks_of, [one.filter for one in bound]) if bound else None
+        places = {id(one): place for place, one in enumerate(bound)}
+        for one in found:
+            one.next = (job, places[id(one)]) if job is not None and id(one) in places else None
 
     def _compile(
         self, vocabulary: Future[Vocabulary], grammar: str, eos_token_ids: tuple[int, ...]
@@ -149,3 +150,8 @@ class Constraints:
             self._tokenizers[eos_token_ids] = vocabulary.result().compiled(self._width, eos_token_ids)
         tokenizer = self._tokenizers[eos_token_ids]
         return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+
+
+def _masks_of(filters: Sequence[TokenFilter]) -> list[Masks]:
+    """The masks of the next tokens, each [1, words]."""
+    return [one.masks() for one in filters]
