@@ -1,6 +1,7 @@
 """What structured output costs, and which JSON Schemas it takes.
 
-    python benchmarks/structured.py speed /tmp/qwen --vocabulary 151643
+    python benchmarks/make_checkpoint.py qwen3-moe-0.96b-150k /tmp/qwen150k
+    python benchmarks/structured.py speed /tmp/qwen150k --vocabulary 151643
     python benchmarks/structured.py schemas demo schemas/
     python benchmarks/structured.py suite JSON-Schema-Test-Suite/tests/draft4
 
