@@ -74,7 +74,8 @@ class AttentionBatch:
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         names = ("token_ids", "positions", "query_starts", "context_lens", "logit_rows")
         copies = {name: np.array(getattr(batch, name), dtype=np.int64) for name in names}
-        return cls.build(TokenBatch(block_tables=tables, **copies), block_size)
+        states = np.array(batch.states, dtype=np.int64)
+        return cls.build(TokenBatch(block_tables=tables, states=states, **copies), block_size)
 
     def fill_slots(self) -> None:
         """Recompute the slots after the arrays of `batch`, which has one row for each sequence, have
