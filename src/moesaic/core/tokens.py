@@ -13,6 +13,8 @@ FloatRows = npt.NDArray[np.float32]
 
 STATE_FIELDS = 4
 """Columns of `TokenBatch.states`."""
+STATE_CHUNK = 64
+"""States of linear attention are stored at the positions that this divides (`kernels.states`)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class TokenBatch:
         starts, stops = self.query_starts[:-1], self.query_starts[1:]
         rows = [np.arange(starts[index], stops[index]) for index in chosen]
         wanted = np.concatenate([np.zeros(0, np.int64), *rows])
-        return self._taken(wanted, [len(part) for part in rows], self.context_lens[list(chosen)], list(chosen))
+        return self._taken(
+            wanted, [len(part) for part in rows], self.context_lens[list(chosen)], list(chosen)
+        )
 
     def rows(self, start: int, stop: int) -> TokenBatch:
         """Rows start : stop. They may begin or end within a sequence.

@@ -5,19 +5,20 @@ alpha_t and adds an outer product:
 
     S_t = alpha_t S_{t-1} + u_t k_t^T        u_t = beta_t (v_t - alpha_t S_{t-1} k_t)        o_t = S_t q_t
 
-Here S is stored only at multiples of CHUNK positions. For the rows after it, k, u and the sum of the logarithms
-of alpha are stored instead. A row computes
+Here S is stored only at multiples of CHUNK positions. For the rows after it, k, u and the sum of the
+logarithms of alpha are stored instead. A row computes
 
     o_t = G_t S q_t + sum over i <= t of (G_t / G_i) (k_i . q_t) u_i
 
-in this order, where S is the matrix at the last multiple and G_i the product of alpha from there to row i. So a
-row's bits depend only on the sequence's tokens: prefill and decode, chunks and preemptions all give the same.
+in this order, where S is the matrix at the last multiple and G_i the product of alpha from there to row i.
+So a row's bits depend only on the sequence's tokens: prefill and decode, chunks and preemptions all give the
+same.
 
 Before it, a short convolution mixes each channel with those of the rows just before. Its inputs are kept too.
 
 The matrices lie in *pages*. A sequence reads one page and writes another one, or the same, when it passes a
-multiple of CHUNK. So a page that is not written any more is a snapshot of a prefix. Page 0 has zeros, the state
-before the first token. The rows after a multiple lie in the *seat* of the sequence.
+multiple of CHUNK. So a page that is not written any more is a snapshot of a prefix. Page 0 has zeros, the
+state before the first token. The rows after a multiple lie in the *seat* of the sequence.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from dataclasses import dataclass
 
 import torch
 
+from moesaic.core.tokens import STATE_CHUNK as CHUNK
 from moesaic.core.tokens import TokenBatch
 
-CHUNK = 64
-"""A matrix is stored at each position that this divides."""
+__all__ = ["CHUNK", "LayerStates", "StateRows", "StateSizes", "state_rows"]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from moesaic.kernels.table import torch_code
 from moesaic.kvcache.paged import bytes_per_token
 from moesaic.models import files, fingerprint
 from moesaic.runtime import in_memory, offloaded, out_of_memory
+from moesaic.runtime.cache_size import check_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
-from moesaic.runtime.model_loading import check_memory
 from moesaic.runtime.worker import Worker
 from moesaic.structured import vocabulary
 from moesaic.structured.constraints import Constraints
@@ -61,7 +61,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         recorder=parts.recorder,
         logit_rows=parts.logit_rows,
         observer=parts.observer,
-        kv=parts.kv,
+        memory=parts.memory,
         constraints=constraints,
     )
     return Worker(
@@ -81,7 +81,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
 def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
     loaded, elsewhere, block_size = parts.loaded, parts.elsewhere, context.config.cache.block_size
     spec, model = loaded.model.spec, loaded.model
-    token_bytes = bytes_per_token(spec.kv, spec.num_layers, parts.kv_dtype)
+    token_bytes = bytes_per_token(spec.kv, spec.kv_layers, parts.kv_dtype)
     return WorkerInfo(
         model_type=spec.model_type,
         device=_device_name(loaded.device),
@@ -96,8 +96,8 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         vocab_size=spec.vocab_size,
         max_model_len=context.limits.max_model_len,
         block_size=block_size,
-        num_blocks=parts.num_blocks,
-        kv_bytes=token_bytes * block_size * parts.num_blocks * parts.ranks,
+        num_blocks=parts.size.num_blocks,
+        kv_bytes=token_bytes * block_size * parts.size.num_blocks * parts.ranks,
         kv_dtype=str(parts.kv_dtype).removeprefix("torch."),
         max_num_seqs=context.limits.max_num_seqs,
         max_num_batched_tokens=context.limits.max_num_batched_tokens,

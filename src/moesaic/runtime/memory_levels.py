@@ -103,7 +103,7 @@ def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, num_block
         device, kernels = torch.device("cpu"), slow_kernels(config, loaded)
         named = str(dtype).removeprefix("torch.")
         kv_type(CacheConfig(kv_cache_dtype=named), replace(loaded, kernels=kernels))  # type: ignore[arg-type]
-    return PagedKV(spec.kv, spec.num_layers, num_blocks, size, dtype, device, kernels, at_once=True)
+    return PagedKV(spec.kv, spec.kv_layers, num_blocks, size, dtype, device, kernels, at_once=True)
 
 
 def setup_of(offload: Offload, loaded: LoadedModel) -> Setup:

@@ -25,13 +25,14 @@ from moesaic.offload import converted
 from moesaic.offload.caches import Cache, MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
-from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padding, block_pool
+from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padding
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, PassSettings
 from moesaic.offload.post_attention import LocalPostAttention, PostAttention, SlowExperts
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES
 from moesaic.policy.offloading.policies import Policy
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.memory_levels import Core, Levels, cache, cores_of, levels, setup_of
 from moesaic.runtime.model_loading import (
@@ -41,7 +42,6 @@ from moesaic.runtime.model_loading import (
     kv_type,
     layout_of,
     load_model,
-    num_blocks_of,
 )
 from moesaic.runtime.step.running_step import StepResult, WholeStep
 from moesaic.runtime.tracing import observer_of
@@ -101,17 +101,15 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     check(config)
     loaded, layout = load(config, offload, context.progress)
     kv_dtype = kv_type(config.cache, loaded)
-    num_blocks = num_blocks_of(config, loaded, limits.max_model_len, kv_dtype)
-    kv = cache(config, offload, loaded, num_blocks)
+    size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
+    kv = cache(config, offload, loaded, size.num_blocks)
     observer = observer_of(config.trace, context.clock)
     runner = join(config, offload, loaded, layout, kv, observer.pass_ended)
-    blocks = block_pool(
-        num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, offload.padded
-    )
+    blocks = block_pool(config.cache, size, offload.padded)
     return WorkerParts(
         loaded,
         kv_dtype,
-        num_blocks,
+        size,
         runner,
         LockstepScheduler(limits, blocks),
         kv,

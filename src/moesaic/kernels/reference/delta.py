@@ -52,7 +52,7 @@ def delta(
     """
     sizes = states.sizes
     width = sizes.key_heads * sizes.key_width
-    query, key, value = mixed.split([width, width, sizes.value_heads * sizes.value_width], dim=1)
+    query, key, value = mixed.tensor_split([width, 2 * width], dim=1)
     query = _normed(query.view(-1, sizes.key_heads, sizes.key_width)) * sizes.key_width**-0.5
     key = _normed(key.view(-1, sizes.key_heads, sizes.key_width))
     value = value.view(-1, sizes.value_heads, sizes.value_width)
@@ -64,8 +64,8 @@ def delta(
         while row < part.stop:
             begin = position // CHUNK * CHUNK
             stop = min(part.stop, row + begin + CHUNK - position)
-            inputs = (each[row:stop] for each in (query, key, value, beta, logs))
-            out[row:stop] = _chunk(*inputs, states, part, begin, position - begin)
+            inputs = [each[row:stop] for each in (query, key, value, beta, logs)]
+            out[row:stop] = _chunk(inputs, states, part, begin, position - begin)
             row, position = stop, position + stop - row
     return out
 
@@ -76,17 +76,13 @@ def _normed(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    beta: torch.Tensor,
-    logs: torch.Tensor,
-    states: LayerStates,
-    part: StateRows,
-    begin: int,
-    index: int,
+    inputs: list[torch.Tensor], states: LayerStates, part: StateRows, begin: int, index: int
 ) -> torch.Tensor:
-    """Rows of one sequence from position begin + index on, up to the next multiple of CHUNK at most."""
+    """Rows of one sequence from position begin + index on, up to the next multiple of CHUNK at most.
+
+    inputs: query, key, value, beta and the logarithm of alpha of these rows.
+    """
+    query, key, value, beta, logs = inputs
     shared = states.sizes.value_heads // states.sizes.key_heads
     matrix = states.pages[part.page(begin)]
     keys, updates, decays = (each[part.seat] for each in (states.keys, states.updates, states.decays))
@@ -115,9 +111,7 @@ def _chunk(
     return out
 
 
-def gated_norm(
-    rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, epsilon: float
-) -> torch.Tensor:
+def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Divides each head of rows [n, H, d] by its root mean square, times weight [d], times silu(gate).
 
     gate: [n, H * d]. Returns [n, H * d].
