@@ -72,6 +72,10 @@ class Recurrence(Protocol):
 
     def output(self, attended: torch.Tensor) -> torch.Tensor: ...
 
+    def with_attention_kernels(self, kernels: Kernels) -> Recurrence:
+        """Returns the same attention, whose `recur` runs on a CPU with these kernels."""
+        ...
+
 
 class Router(Protocol):
     """Chooses experts: rows [n, h] -> (ids [n, k] int64, weights [n, k] float32)."""
@@ -156,7 +160,7 @@ class DecoderBlock:
         keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv, dv] already contain this
         step's rows.
         """
-        return self._attention.attend(query, keys, values, batch)
+        return cast(Attention, self.attention_part).attend(query, keys, values, batch)
 
     def recurrence(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
         """Linear attention of the rows over the states of one layer. Returns [n, Hv * dv]."""
@@ -168,12 +172,7 @@ class DecoderBlock:
 
     def with_attention_kernels(self, kernels: Kernels) -> DecoderBlock:
         """Returns the same block, whose `attention` runs on a CPU with these kernels."""
-        return replace(self, attention_part=self._attention.with_attention_kernels(kernels))
-
-    @property
-    def _attention(self) -> Attention:
-        """The attention of a layer with keys and values."""
-        return cast(Attention, self.attention_part)
+        return replace(self, attention_part=self.attention_part.with_attention_kernels(kernels))
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated:
         """Adds the attention output [n, h] to hidden [n, h], normalizes, and chooses experts."""

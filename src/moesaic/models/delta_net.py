@@ -5,7 +5,7 @@ Yang, Kautz, Hatamizadeh, Gated delta networks, 2024. `kernels/states.py` has th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,10 @@ class GatedDeltaNet:
         mixed = self.kernels.convolve(rows.query, self.taps, states, batch)
         read = self.kernels.delta(mixed, rows.key, self.decay, self.bias, states, batch)
         return self.kernels.gated_norm(read, self.norm, rows.value, self.epsilon)
+
+    def with_attention_kernels(self, kernels: Kernels) -> GatedDeltaNet:
+        """The same attention, whose `recur` runs on a CPU with these kernels. Its vectors are on a CPU."""
+        return replace(self, kernels=kernels)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """[n, Hv * dv] -> [n, h]."""

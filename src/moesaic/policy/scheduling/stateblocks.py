@@ -161,7 +161,7 @@ class StateBlocks(KVBlocks):
 
     def _keep(self, request_id: int, held: _Held) -> bool:
         """Make the request's own page a snapshot, if it is the first one of its prefix and there is room."""
-        if held.at % self._stride or held.at > self._tables[request_id].num_committed * self.block_size:
+        if held.at % self._stride:
             return False
         identity = self._identity(request_id, held.at)
         if identity in self._snapshots:

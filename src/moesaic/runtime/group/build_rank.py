@@ -159,7 +159,7 @@ def join(
 ) -> RankRunner:
     """Build the runner of a loaded rank. size: the same on all ranks."""
     if config.offload is not None:
-        return _paged(config, config.offload, group, owners, loaded, size.num_blocks)
+        return _paged(config, config.offload, group, owners, loaded, size)
     model, counts = loaded.model, GroupCounts()
     block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
     memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
@@ -174,18 +174,26 @@ def _paged(
     group: Group,
     owners: ExpertOwners,
     loaded: LoadedModel,
-    num_blocks: int,
+    size: CacheSize,
 ) -> RankRunner:
     """The runner of a rank whose experts are loaded from the slow level."""
-    kv = memory_levels.cache(config, offload, loaded, num_blocks)
+    offloaded.check_states(config, offload, loaded.model.spec)
+    caches = memory_levels.cache(config, offload, loaded, size)
     counts, kernels = GroupCounts(), loaded.kernels
     levels = memory_levels.levels(config, offload, loaded, layout_of(config.model), owners.of(group.rank))
     weights = offloaded_group.PassWeights(levels.experts)
     collectives = partial(_collectives, config.parallel, group, owners, kernels, weights, counts)
     after = offloaded_group.GroupPostAttention(loaded.model, group, collectives, weights)
-    parts = offloaded.PassParts(loaded, levels, after, owners.most, kv)
+    parts = offloaded.PassParts(loaded, levels, after, owners.most, caches)
     passes = offloaded.passes_over(config, offload, parts)
-    return RankRunner(passes.run, group, kv, _named(config.parallel, owners), counts, passes.stats)
+    return RankRunner(
+        passes.run,
+        group,
+        caches.memory(loaded.model.spec),
+        _named(config.parallel, owners),
+        counts,
+        passes.stats,
+    )
 
 
 def build_parts(context: WorkerContext) -> WorkerParts:
