@@ -19,6 +19,7 @@ from moesaic.kernels.weights import ExpertWeights
 
 try:
     from moesaic.kernels.native import _native, checks, lane, memory, ops, plain, recording
+    from moesaic.kernels.native import delta as native_delta
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
 
@@ -271,10 +272,10 @@ def _natively(name: str) -> Kernels:
         sigmoid_gate=ops.sigmoid_gate,
         clip=ops.clip,
         mask_tokens=ops.mask_tokens,
-        convolve=delta.convolve,
-        delta=delta.delta,
-        gated_norm=delta.gated_norm,
-        sigmoid_times=delta.sigmoid_times,
+        convolve=native_delta.convolve,
+        delta=native_delta.delta,
+        gated_norm=native_delta.gated_norm,
+        sigmoid_times=native_delta.sigmoid_times,
         put=plain.put,
         set_threads=_native_threads,
         recorder=_recorder,
