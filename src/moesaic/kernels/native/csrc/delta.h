@@ -28,6 +28,12 @@ inline Vec softplus(Vec x) {
     return fma(add(s, s), p, vmax(zero(), x));
 }
 
+// exp(x) for x of at most 0, and 0 below about exp(-80). Products with smaller numbers would be subnormal, and some CPUs
+// multiply these slowly.
+inline Vec decayed(Vec x) { return vmax(zero(), sub(exponential(x), set1(0x1p-116f))); }
+
+inline float decayed1(float x) { return first(decayed(set1(x))); }
+
 // Lines of sums over rows: out = scale * from + sum over i of factor[i] * row[i], with i in order.
 struct Sums {
     const float* factors;  // of line r and row i: factors[r * line + i * step]
@@ -121,8 +127,8 @@ class DeltaOf {
     }
 
    private:
-    static constexpr int64_t kRowsOfDots = 16;   // rows whose products with keys are computed together
-    static constexpr int64_t kRowsOfSums = 8;    // rows whose sums over earlier rows are computed together
+    static constexpr int64_t kRowsOfDots = 16;  // rows whose products with keys are computed together
+    static constexpr int64_t kRowsOfSums = 8;   // rows whose sums over earlier rows are computed together
 
     struct Room {  // two lines for each row: its key and its query
         float *packed, *dots;                // [lines, packed width], [lines, kPeriod]
@@ -212,13 +218,13 @@ class DeltaOf {
         }
         if (!since.last()) return;
         for (int64_t i = 0; i < kPeriod; i++) {
-            Vec factor = set1(exponential1(decays[kPeriod - 1] - decays[i]));
-            for (int64_t c = 0; c < width; c += LANES) {
-                store_some(memory.faded + i * width + c, mul(factor, load_some(updates + i * width + c, width - c)),
-                           width - c);
+            Vec factor = set1(decayed1(decays[kPeriod - 1] - decays[i]));
+            for (int64_t c = i * width; c < (i + 1) * width; c += LANES) {
+                int64_t rest = (i + 1) * width - c;
+                store_some(memory.faded + c, mul(factor, load_some(updates + c, rest)), rest);
             }
         }
-        float old = exponential1(decays[kPeriod - 1]);
+        float old = decayed1(decays[kPeriod - 1]);
         sum_lines({keys, 1, job_.key_width, memory.faded, kPeriod, read, &old, 0,
                    job_.pages + (since.write * job_.value_heads + v) * matrix, job_.key_width, width});
     }
@@ -237,11 +243,11 @@ class DeltaOf {
         for (int64_t r = 0; r < since.count; r++) {
             int64_t here = since.index + r;
             decays[here] = here == 0 ? logs[r] : decays[here - 1] + logs[r];
-            memory.old[2 * r] = memory.old[2 * r + 1] = exponential1(decays[here]);
+            memory.old[2 * r] = memory.old[2 * r + 1] = decayed1(decays[here]);
             const float* dots = memory.dots + 2 * r * kPeriod;
             float* factors = memory.factors + 2 * r * kPeriod;
             for (int64_t i = 0; i <= here; i += LANES) {  // numbers after `here` are not used
-                Vec left = exponential(sub(set1(decays[here]), load(decays + i)));
+                Vec left = decayed(sub(set1(decays[here]), load(decays + i)));
                 store(factors + i, mul(load(dots + i), left));
                 store(factors + kPeriod + i, mul(load(dots + kPeriod + i), left));
             }
@@ -284,12 +290,14 @@ constexpr int64_t MOST_TAPS = 8;
 class ConvolveOf {
    public:
     static constexpr int64_t kBlock = 512;  // channels of a task
+    static constexpr int64_t kSilu = 12;    // multiply-adds that take as long as a silu
 
     explicit ConvolveOf(const moesaic::Convolve& job) : job_(job), kept_(job.taps - 1) {}
 
     void run() const {
         int64_t blocks = (job_.channels + kBlock - 1) / kBlock;
-        parallel(job_.sequences.count * blocks, job_.n * job_.channels * (job_.taps + 12), [&](int64_t task, int worker) {
+        int64_t products = job_.n * job_.channels * (job_.taps + kSilu);
+        parallel(job_.sequences.count * blocks, products, [&](int64_t task, int worker) {
             sequence(task / blocks, task % blocks * kBlock, worker);
         });
     }
@@ -301,12 +309,13 @@ class ConvolveOf {
         if (count == 0) return;
         int64_t position = all.context_lens[s] - count, index = position % kPeriod;
         const int64_t* states = all.states + 4 * s;
-        float* seat = tail(job_.tails, states[3], channel);
-        float* written = tail(job_.page_tails, states[2], channel);
-        float* read = position - index == states[1] ? tail(job_.page_tails, states[0], channel) : written;
+        float* seat = tail_of(job_.tails, states[3], channel);
+        float* written = tail_of(job_.page_tails, states[2], channel);
+        float* read = position - index == states[1] ? tail_of(job_.page_tails, states[0], channel) : written;
         int64_t width = std::min(kBlock, job_.channels - channel);
         float* before = worker_scratch(worker, (kept_ + job_.taps) * kBlock);
-        for (int64_t i = 0; i < kept_; i++) copy((index == 0 ? read : seat) + i * job_.channels, width, before + i * kBlock);
+        const float* tail = index == 0 ? read : seat;
+        for (int64_t i = 0; i < kept_; i++) copy(tail + i * job_.channels, width, before + i * kBlock);
         // Row r of the sequence in this step. Rows before it are negative.
         auto row = [&](int64_t r) {
             return r < 0 ? before + (kept_ + r) * kBlock : job_.rows + (start + r) * job_.row_stride + channel;
@@ -324,7 +333,7 @@ class ConvolveOf {
         for (int64_t i = 0; i < kept_; i++) copy(row(passed - kept_ + i), width, written + i * job_.channels);
     }
 
-    float* tail(float* tails, int64_t which, int64_t channel) const {
+    float* tail_of(float* tails, int64_t which, int64_t channel) const {
         return tails + which * kept_ * job_.channels + channel;
     }
 
@@ -337,8 +346,8 @@ class ConvolveOf {
             weights[tap] = job_.weight_channel == 1 ? own + tap * job_.weight_tap : memory + tap * kBlock;
         }
         if (job_.weight_channel == 1) return;
-        for (int64_t c = 0; c < width; c++) {
-            for (int64_t tap = 0; tap < job_.taps; tap++) memory[tap * kBlock + c] = own[c * job_.weight_channel + tap * job_.weight_tap];
+        for (int64_t c = 0; c < width; c++, own += job_.weight_channel) {
+            for (int64_t tap = 0; tap < job_.taps; tap++) memory[tap * kBlock + c] = own[tap * job_.weight_tap];
         }
     }
 
@@ -384,8 +393,8 @@ inline void sigmoid_times(const moesaic::SigmoidTimes& job) {
                 const float* gate = job.gate + r * job.gate_row + head * job.gate_head;
                 for (int64_t i = 0; i < job.width; i += LANES) {
                     int64_t rest = job.width - i;
-                    store_some(job.out + at + i, mul(load_some(job.rows + at + i, rest), sigmoid(load_some(gate + i, rest))),
-                               rest);
+                    Vec opening = sigmoid(load_some(gate + i, rest));
+                    store_some(job.out + at + i, mul(load_some(job.rows + at + i, rest), opening), rest);
                 }
             }
         }
