@@ -180,7 +180,7 @@ def qwen3_next(**options: Any) -> dict[str, Any]:
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 20,
         "shared_expert_intermediate_size": 36, "num_experts": 12, "num_experts_per_tok": 4,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "max_position_embeddings": 512,
     }  # fmt: skip
     return {**base, **options}

@@ -44,7 +44,9 @@ class GatedAttention(GroupedQueryAttention):
     ) -> torch.Tensor:
         """query [n, Hq, 2 * d] over the paged cache -> [n, Hq * d]."""
         width = self.head_width
-        attended = super().attend(query[..., :width].contiguous(), keys, values, batch)
+        half = width // 2  # joined again, the queries are dense
+        dense = self.kernels.join(query[..., :half], query[..., half:width])
+        attended = super().attend(dense, keys, values, batch)
         return self.kernels.sigmoid_times(attended.view(-1, query.shape[1], width), query[..., width:])
 
 
