@@ -43,7 +43,6 @@ FAMILIES = {
     "gpt-oss": torch.bfloat16,
     "qwen3-next": torch.bfloat16,
     "qwen3.5": torch.float32,
-    "qwen3-next-dense-layers-odd-heads": torch.float32,
 }
 """A case, and the type of its weights."""
 LATER = {"solar", "glm4v"}

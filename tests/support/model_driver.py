@@ -15,7 +15,7 @@ from moesaic.kvcache.states import StateCache
 from moesaic.models.block import Gated, Projected
 from moesaic.models.model import Model
 
-SEATS = 8
+SEATS = 100
 """Sequences of a model with states."""
 
 
