@@ -85,7 +85,7 @@ def _size(
             budget //= ranks
     else:
         budget = _given_bytes(config, device) // ranks
-    seats, snapshots, taken = _states(config, spec, budget)
+    seats, snapshots, taken = _states(config, spec, budget - per_request * block_bytes)
     left = max(0, budget - taken)
     num_blocks = (
         config.automatic_blocks(left, block_bytes, max_model_len) if automatic else left // block_bytes
@@ -102,7 +102,10 @@ def _size(
 
 
 def _states(config: WorkerConfig, spec: ModelSpec, budget: int) -> tuple[int, int, int]:
-    """Seats and snapshots of a model with states, and the bytes of both."""
+    """Seats and snapshots of a model with states, and the bytes of both: at least one seat.
+
+    budget: bytes beside the KV blocks of one request of the maximum length.
+    """
     if spec.states is None:
         return 0, 0, 0
     page, seat = state_bytes(spec.states, len(spec.state_layers))
@@ -110,7 +113,7 @@ def _states(config: WorkerConfig, spec: ModelSpec, budget: int) -> tuple[int, in
     seats = min(most, max(1, int(budget * SEATS_SHARE // (page + seat))))
     snapshots = 0
     if config.cache.enable_prefix_caching:
-        snapshots = min(SNAPSHOTS_PER_SEQUENCE * most, int(budget * SNAPSHOTS_SHARE // page))
+        snapshots = min(SNAPSHOTS_PER_SEQUENCE * most, max(0, int(budget * SNAPSHOTS_SHARE // page)))
     return seats, snapshots, seats * seat + (1 + seats + snapshots) * page
 
 
