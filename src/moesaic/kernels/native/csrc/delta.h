@@ -58,11 +58,11 @@ MOESAIC_INLINE void sum_tile(const Sums& job, int64_t first, int64_t column) {
     Vec sums[R][C];
     MOESAIC_UNROLL for (int r = 0; r < R; r++) {
         x[r] = job.factors + (first + r) * job.line;
+        MOESAIC_UNROLL for (int c = 0; c < C; c++) sums[r][c] = zero();
+        if (job.from == nullptr) continue;
         const float* from = job.from + (first + r) * job.columns + column;
-        MOESAIC_UNROLL for (int c = 0; c < C; c++) {
-            if (job.from == nullptr) sums[r][c] = zero();
-            else sums[r][c] = mul(set1(job.scale[(first + r) * job.scale_line]), get(from + c * LANES));
-        }
+        Vec scale = set1(job.scale[(first + r) * job.scale_line]);
+        MOESAIC_UNROLL for (int c = 0; c < C; c++) sums[r][c] = mul(scale, get(from + c * LANES));
     }
     const float* row = job.rows + column;
     int64_t at = 0;
