@@ -29,7 +29,7 @@ class GatedDeltaNet:
     gates: torch.Tensor
     """[2 * Hv, h] projection to beta and alpha of each value head."""
     taps: torch.Tensor
-    """[C, taps] float32, of the convolution."""
+    """[C, taps] float32, of the convolution. The channels of one tap lie together."""
     decay: torch.Tensor
     """[Hv] float32, negative: factor of alpha's logarithm."""
     bias: torch.Tensor
@@ -74,14 +74,14 @@ def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: flo
     mixed, gate, gates = load_inputs(loader, name, sizes, hidden)
     values = _value_heads(loader, sizes)
     columns = columns_of(values, sizes.value_width)
-    taps = loader.exact(f"{name}.conv1d.weight", sizes.channels, 1, sizes.taps)[:, 0]
+    taps = loader.exact(f"{name}.conv1d.weight", sizes.channels, 1, sizes.taps)[:, 0].t()
     kept = slice(values.start, values.stop)
     return GatedDeltaNet(
         kernels=loader.kernels,
         mixed=mixed,
         output_gate=gate,
         gates=gates,
-        taps=_joined([taps[part] for part in _mixed_parts(loader, sizes)]),
+        taps=_joined([taps[:, part] for part in _mixed_parts(loader, sizes)], 1).t(),
         decay=-torch.exp(loader.exact(f"{name}.A_log", sizes.value_heads)[kept]),
         bias=loader.exact(f"{name}.dt_bias", sizes.value_heads)[kept],
         norm=loader.exact(f"{name}.norm.weight", sizes.value_width),
@@ -142,5 +142,5 @@ def _of_heads(
     return [part.reshape(-1, hidden) for part in parts]
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts).contiguous()
+def _joined(parts: list[torch.Tensor], axis: int = 0) -> torch.Tensor:
+    return torch.cat(parts, axis).contiguous()

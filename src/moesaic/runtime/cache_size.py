@@ -22,12 +22,6 @@ AUTO_SHARE = 0.4
 """Share of the memory left after the weights that `--kv-cache-memory auto` takes on a CPU, at most."""
 AUTO_SHARE_CUDA = 0.9
 """The same share on a GPU, whose memory no other program uses."""
-SEATS_SHARE = 0.5
-"""Share of the cache's memory for the states of running sequences, at most, unless one needs more."""
-SNAPSHOTS_SHARE = 0.25
-"""Share of the cache's memory for snapshots of states, at most."""
-SNAPSHOTS_PER_SEQUENCE = 4
-"""At most so many snapshots for each sequence that may run."""
 
 
 def check_memory(config: WorkerConfig, max_model_len: int) -> None:
@@ -109,11 +103,7 @@ def _states(config: WorkerConfig, spec: ModelSpec, budget: int) -> tuple[int, in
     if spec.states is None:
         return 0, 0, 0
     page, seat = state_bytes(spec.states, len(spec.state_layers))
-    most = config.scheduler.max_num_seqs
-    seats = min(most, max(1, int(budget * SEATS_SHARE // (page + seat))))
-    snapshots = 0
-    if config.cache.enable_prefix_caching:
-        snapshots = min(SNAPSHOTS_PER_SEQUENCE * most, max(0, int(budget * SNAPSHOTS_SHARE // page)))
+    seats, snapshots = config.state_room(budget, page, seat)
     return seats, snapshots, seats * seat + (1 + seats + snapshots) * page
 
 
