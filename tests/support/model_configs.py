@@ -425,6 +425,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             image_token_id=96, video_token_id=95,
         ),
     ),
+    "qwen3.5-images": (
+        "qwen3_5_moe",
+        around(
+            "qwen3_5_moe_text",
+            qwen3_next(
+                rms_norm_eps=1e-4,
+                rope_parameters={
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                    "mrope_section": [1, 1, 2], "mrope_interleaved": True,
+                },
+            ),
+            {"depth": 1, "out_hidden_size": 48, "num_heads": 2}, image_token_id=96, video_token_id=95,
+        ),
+    ),
     "gpt-oss": ("gpt_oss", gpt_oss()),
     "gpt-oss-full-first-plain-tied": (
         "gpt_oss",

@@ -36,6 +36,7 @@ KINDS = {
 AROUND = {
     "internvl": (transformers.InternVLConfig, transformers.InternVLForConditionalGeneration),
     "kimi_k25": (transformers.Kimi_K25Config, transformers.Kimi_K25ForConditionalGeneration),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
     "glm4v_moe": (transformers.Glm4vMoeConfig, transformers.Glm4vMoeForConditionalGeneration),
 }
 """Models that see images, around a text model."""
