@@ -42,6 +42,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gpt_oss": model_configs.gpt_oss,
         "olmoe": model_configs.olmoe,
         "qwen2_moe": model_configs.qwen2,
+        "qwen3_next": model_configs.qwen3_next,
+        "qwen3_5_moe_text": model_configs.qwen3_next,
         "solar_open": model_configs.solar,
     }
     found = {
