@@ -438,7 +438,7 @@ def test_keys_and_errors_are_anthropics(launch: Launch) -> None:
     assert status(right, model="claude") == (404, "not_found_error")
     assert status(right, messages=user("x" * 2000)) == (413, "request_too_large")
     assert status({}, "/v1/chat/completions") == (401, "invalid_request_error"), "OpenAI's"
-    live.worker.die()
+    live = launch(ready=False, api_key="s3cret")
     assert status(right) == (503, "overloaded_error")
 
 
