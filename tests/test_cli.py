@@ -103,6 +103,7 @@ def test_every_flag_has_one_subject(command: str) -> None:
 QUEUE_FLAGS = ("--queue-urgency", "--queue-history", "--expert-batch-pairs", "--expert-batch-wait")
 
 
+@pytest.mark.slow
 def test_flags_of_queues_are_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
     for command, named in (("serve", True), ("run-batch", False), ("bench throughput", False)):
         assert cli.main([*command.split(), "--help-all"]) == 0

@@ -69,6 +69,7 @@ def engine(path: Path, cache: str, kernels: str, **settings: Any) -> LLM:
     return LLM(str(path), **{"threads": 1, "kernels": kernels, "kv_cache_dtype": cache, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize(("name", "cache"), CACHES)
 def test_every_logprob_is_the_same_float_whatever_happens_around_a_request(

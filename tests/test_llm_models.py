@@ -36,8 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no prefix reuse": {"enable_prefix_caching": False, "block_size": 5},
     "blocks run out": {**FEW_BLOCKS, "max_num_batched_tokens": 24, "max_num_seqs": 8},
 }
-QUICK = {"mixtral-window"}
-"""The rest of the models is slow."""
 ONCE = {"olmoe": "blocks run out", "qwen2": "chunks, blocks of one token"}
 """Of these models the other settings are left to the full matrices."""
 ON_REFERENCE = ("mixtral-window", "qwen3-window-yarn-k8", "deepseek-full")
@@ -97,7 +95,7 @@ def _matrix() -> list[Any]:
             model,
             setting,
             "auto",
-            marks=() if model in QUICK else slow_or_full(model, setting),
+            marks=slow_or_full(model, setting),
         )
         for model in MODELS
         for setting in SETTINGS

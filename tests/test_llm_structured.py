@@ -83,6 +83,7 @@ def test_together_they_have_the_bits_that_they_have_alone(settings: dict[str, An
         assert found == alone
 
 
+@pytest.mark.slow
 def test_preempted_requests_go_on(alone: list[Any]) -> None:
     """The cache holds one request of the longest length, so most of them are preempted again and again."""
     model = LLM("demo", threads=1, kv_cache_memory="512KiB", max_model_len=160, block_size=4, max_num_seqs=6)

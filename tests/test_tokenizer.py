@@ -259,6 +259,7 @@ def test_a_template_that_misbehaves_is_a_request_error(tmp_path: Path, template:
         tokenizer.render([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.slow
 def test_damage_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path)

@@ -84,6 +84,7 @@ def test_generated_tokens_and_the_table(
         assert line in shown
 
 
+@pytest.mark.slow
 def test_the_same_command_gives_the_same_profile(prompts: list[str], tmp_path: Path) -> None:
     made = []
     for name in ("a.npz", "b.npz"):

@@ -21,7 +21,7 @@ from moesaic.models.compressing import compress
 from moesaic.testing import byte_tokenizer
 
 Written = Callable[[str], Path]
-QUICK = {"mixtral-window", "deepseek-full"}
+QUICK = {"mixtral-window"}
 """The rest of the models is slow."""
 
 
@@ -62,6 +62,7 @@ def test_first_tokens_of_other_families_are_those_of_the_cpu(tmp_path: Path, nam
     assert same(found, on_cpu(tmp_path, max_num_batched_tokens=40, max_num_seqs=8), new=3)
 
 
+@pytest.mark.slow
 def test_compressed_experts_are_decompressed(tmp_path: Path) -> None:
     stored, compressed = tmp_path / "stored", tmp_path / "compressed"
     stored.mkdir()

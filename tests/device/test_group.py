@@ -64,8 +64,7 @@ def kinds(case: tuple[Any, ...]) -> tuple[Any, ...]:
 SETTINGS: dict[str, Any] = {"max_model_len": 80, "max_num_batched_tokens": 23, "max_num_seqs": 8}
 CASES = [
     *pairs.params(
-        MODELS, (None, *OFTEN), FORMS, (2,), key=kinds,
-        fast=[("qwen3", None, "all-reduce", 2)],
+        MODELS, (None, *OFTEN), FORMS, (2,), key=kinds
     ),
     *(
         pytest.param(*case, 2, marks=pairs.REST)

@@ -148,6 +148,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_cache_of_a_group_fits_the_rank_with_the_least_memory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def load(path: Path, size: int, kernels: str = "reference") -> list[Model]:
     return [registry.load(path, picked, shard=Shard(rank, size)) for rank in range(size)]
 
 
-@SIZES
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @NAMED
 def test_partial_sums_add_up_to_the_whole_attention(name: str, size: int, saved: Any) -> None:
     _, path = saved[name]

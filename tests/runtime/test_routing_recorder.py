@@ -150,6 +150,7 @@ def test_routes_are_those_of_a_plain_forward_pass(
     assert not len(taken.assembly.take()[0])
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_without_a_recorder(prompts: list[list[int]]) -> None:
     llm, _ = recorded()
     assert [one.outputs for one in llm.generate(prompts, GREEDY)] == [

@@ -102,7 +102,7 @@ def small_cache(path: Path, size: int) -> str:
 RANKS = ((2, 1), (4, 1), (4, 2))
 """And of those how many share each expert."""
 EVERY = [
-    *pairs.params(MODELS, FORMS, RANKS, fast=[("qwen3", "shuffled, move", (2, 1))]),
+    *pairs.params(MODELS, FORMS, RANKS),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
         for each in [
