@@ -306,12 +306,11 @@ def post_when_up(url: str, body: dict[str, object]) -> dict[str, Any]:
     raise AssertionError("no server")
 
 
+FULL = (">/dev/full", "moesaic: cannot write: No space left on device\n")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stdout", "says"),
-    [(">/dev/full", "moesaic: cannot write: No space left on device\n"), (">&-", "")],
-)
-@pytest.mark.parametrize("flag", ["", "--json"])
+@pytest.mark.parametrize(("stdout", "says", "flag"), [(*FULL, ""), (*FULL, "--json"), (">&-", "", "")])
 def test_an_answer_that_cannot_be_written_is_no_traceback(stdout: str, says: str, flag: str) -> None:
     script = f"{sys.executable} -m moesaic doctor {flag} {stdout}"
     process = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False)

@@ -90,12 +90,11 @@ BIASED = [
 def every_pair() -> list[Any]:
     """Choices, one of each factor, in which every pair of choices of two factors occurs.
 
-    Where a model counts as its type and which of the type's two it is, fewer are enough; the rest is of the
-    full matrices.
+    Where a model counts as its type, fewer are enough; the rest is of the full matrices.
     """
     cases = pairs.cover(*FACTORS.values())
     models = list(FACTORS["model"])
-    few = pairs.thinned(cases, lambda case: (*divmod(models.index(case[0]), 2), *case[1:]))
+    few = pairs.thinned(cases, lambda case: (models.index(case[0]) // 2, *case[1:]))
     return [pytest.param(case, marks=() if case in few else pairs.REST) for case in cases]
 
 

@@ -25,7 +25,7 @@ from moesaic.planning import USABLE, Job, plan
 from moesaic.policy.offloading.pricing import Pricing
 from moesaic.testing import byte_tokenizer
 
-NEW = 8
+NEW = 5
 STAYS = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows=19)
 """The cache is on the GPU."""
 BESIDE = replace(STAYS, slow_cache=1.0)
@@ -225,7 +225,7 @@ KINDS = {
     "one long prompt": Prompts([12] * 31 + [700], [2] * 32),
     "shared prefixes": Prompts([120] * 24, [2] * 24, shared=112),
     "padding": Prompts(
-        [600] + [12] * 31, [2 + index % 8 * 4 for index in range(32)], "48MiB", padded=600, wide=True
+        [300] + [12] * 31, [2 + index % 8 * 4 for index in range(32)], "24MiB", padded=300, wide=True
     ),
 }
 

@@ -55,6 +55,16 @@ def thinned(
     return chosen
 
 
+def some(cases: Iterable[Any], now: Collection[Any]) -> list[Any]:
+    """Every case by its settings. Those in `now` are marked `slow`, the others `full`."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow if case in now else REST
+        )
+        for case in cases
+    ]
+
+
 def params(
     *factors: Iterable[Any], fast: Collection[tuple[Any, ...]] = (), key: Key | None = None
 ) -> list[Any]:
