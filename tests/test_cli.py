@@ -75,6 +75,7 @@ def test_flags_come_from_the_configs(capsys: pytest.CaptureFixture[str]) -> None
     assert "Tokens in one KV block." in shown, "docstrings under fields are the help"
 
 
+@pytest.mark.slow
 def test_help_explains_the_essential_flags_and_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
     shown = capsys.readouterr().out

@@ -100,16 +100,15 @@ SETTINGS = {
         "block_size": 4,
     },
 }
-EVERYWHERE = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         pytest.param(settings, id=name, marks=() if "small chunks" in name else pytest.mark.slow)
         for name, settings in SETTINGS.items()
     ],
 )
-
-
-@EVERYWHERE
 def test_greedy_tokens_equal_those_of_transformers(
     checkpoint: Path, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, object]
 ) -> None:
@@ -128,7 +127,8 @@ def alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [tokens(LLM(str(checkpoint)), [prompt], SAMPLED)[0] for prompt in prompts]
 
 
-@EVERYWHERE
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_sampled_tokens_do_not_depend_on_company_chunks_or_preemption(
     checkpoint: Path, prompts: list[list[int]], alone: list[list[int]], settings: dict[str, object]
 ) -> None:

@@ -67,9 +67,12 @@ def test_answers_have_their_form(alone: list[Any]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 8, "max_num_seqs": 4},
-        {"max_model_len": 256, "block_size": 4, "kv_cache_memory": "auto", "enforce_eager": True},
+        pytest.param(
+            {"max_model_len": 256, "block_size": 4, "kv_cache_memory": "auto", "enforce_eager": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -272,6 +272,7 @@ def test_a_faster_link_is_one_that_is_read_faster(path: Path) -> None:
     assert alike.predicted(done, link=10 * HARDWARE.link.down) < 0.2 * alike.predicted(done)
 
 
+@pytest.mark.slow
 def test_logits_take_no_more_than_the_workspace(path: Path) -> None:
     found = planned(path)
     offload = found.worker.offload

@@ -44,6 +44,7 @@ def profile(*flags: str) -> int:
     return cli.main(["profile", "demo", "--threads", "1", *flags])
 
 
+@pytest.mark.slow
 def test_prompts_become_a_profile(
     prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +192,7 @@ def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "FILE" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_statistics_of_what_was_recorded(
     prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,7 +147,7 @@ def test_an_expert_has_the_same_digest(forms: Callable[..., Forms]) -> None:
     assert found[0] == found[1] and len(set(found[0])) == 10
 
 
-@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("shard", [pytest.param("1GB", marks=pytest.mark.slow), "20KB"])
 @pytest.mark.parametrize("case", ["mixtral", "qwen2", "granite", "internvl-qwen3"])
 def test_compressed_experts_are_those_of_experts_one_by_one(case: str, shard: str, tmp_path: Path) -> None:
     model = tiny_models.build(*model_configs.CASES[case]).to(torch.bfloat16)

@@ -211,6 +211,7 @@ def test_the_end_is_recorded_before_it_is_told() -> None:
     assert connection.seen[-1] == [ENDED]
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_is_what_was_computed_of_it(prompts: list[list[int]], plain: Plain) -> None:
     llm, taken = recorded()
     for _ in zip(llm.stream(prompts[4], GREEDY), range(3), strict=False):

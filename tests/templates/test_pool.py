@@ -75,7 +75,17 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("source", "says"), HOSTILE.values(), ids=HOSTILE)
+TRIED = ("loops", "a long text", "pieces", "one piece", "recursion")
+"""One of each limit, and an error; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        pytest.param(*each, id=name, marks=() if name in TRIED else pytest.mark.slow)
+        for name, each in HOSTILE.items()
+    ],
+)
 def test_a_hostile_template_fails_with_one_line(
     start: Callable[..., Renderers], source: str, says: str
 ) -> None:
@@ -242,7 +252,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("doing", ["idle", "busy"])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_processes_end_with_their_parent(doing: str, signum: signal.Signals) -> None:
     source = ENDLESS if doing == "busy" else "x"
     command = [sys.executable, "-c", PARENT, source, doing]

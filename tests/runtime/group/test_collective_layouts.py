@@ -142,6 +142,7 @@ def test_the_tokens_of_one_process(
     assert (counted.kept_rows < counted.shuffled_rows) == (form == "shuffled, move" and units > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["deepspeed", "all-reduce", "reduce-scatter"])
 def test_random_placements(form: str, alone: dict[str, Alone], tmp_path: Path) -> None:
     """Experts may live on any rank, another number on each."""

@@ -143,6 +143,7 @@ def parted(engine: Engine, dice: random.Random) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [False, True])
 def test_rows_that_part_and_meet_have_the_bits_of_a_whole_step(recorded: bool) -> None:
     engine, dice = Engine(recorded), random.Random(3)

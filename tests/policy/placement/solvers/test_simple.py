@@ -174,6 +174,7 @@ def test_coactivation_worked_example() -> None:
     )
 
 
+@pytest.mark.slow
 @given(profiles())
 def test_coactivation_is_what_it_says(profile: Profile) -> None:
     size, k = profile.num_experts, profile.top_k
