@@ -174,7 +174,7 @@ def test_a_recorded_run_replays_into_a_fresh_scheduler(checkpoint: Path, prompts
     )
     for _ in zip(llm.stream(prompts[0], SAMPLED), range(3), strict=False):
         pass  # walks away after three tokens: a cancellation
-    tokens(llm, prompts, GREEDY)
+    tokens(llm, prompts, replace(GREEDY, max_tokens=48))
     limits = BatchLimits(8, 32, 180)
     fresh = LockstepScheduler(limits, KVBlocks(llm.info.num_blocks, llm.info.block_size, True))
     for event, now, actions in journal:
