@@ -311,7 +311,15 @@ FULL = (">/dev/full", "moesaic: cannot write: No space left on device\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stdout", "says", "flag"), [(*FULL, ""), (*FULL, "--json"), (">&-", "", "")])
+@pytest.mark.parametrize(
+    ("stdout", "says", "flag"),
+    [
+        (*FULL, ""),
+        (*FULL, "--json"),
+        (">&-", "", ""),
+        pytest.param(">&-", "", "--json", marks=pytest.mark.full),
+    ],
+)
 def test_an_answer_that_cannot_be_written_is_no_traceback(stdout: str, says: str, flag: str) -> None:
     script = f"{sys.executable} -m moesaic doctor {flag} {stdout}"
     process = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False)

@@ -327,8 +327,15 @@ def test_rows_are_handed_over_together() -> None:
 
 SHAPES = [
     pytest.param({"attention_workers": 2, "expert_servers": 0}, {}, id="2 workers that do everything"),
-    pytest.param({"expert_servers": 2}, {"inflight_batches": 2}, id="two batches in flight"),
-    pytest.param({"attention_workers": 2, "expert_servers": 1}, {"schedule": "barrier"}, id="barrier"),
+    pytest.param(
+        {"expert_servers": 2}, {"inflight_batches": 2}, id="two batches in flight", marks=pytest.mark.full
+    ),
+    pytest.param(
+        {"attention_workers": 2, "expert_servers": 1},
+        {"schedule": "barrier"},
+        id="barrier",
+        marks=pytest.mark.full,
+    ),
     pytest.param({"attention_workers": 2, "expert_servers": 2}, {"schedule": "async"}, id="async"),
 ]
 
