@@ -13,7 +13,7 @@ QUIET = Console(file=io.StringIO())
 
 @pytest.mark.slow
 def test_no_answer_changes_while_intruders_work() -> None:
-    findings = intruders.run(12.0, 0, QUIET)
+    findings = intruders.run(20.0, 0, QUIET)
     assert findings.wrong == []
     assert {
         "answers compared",
