@@ -78,9 +78,12 @@ def test_answers_have_their_form(alone: list[Any]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 8, "max_num_seqs": 4},
-        {"max_model_len": 256, "block_size": 4, "kv_cache_memory": "auto", "enforce_eager": True},
+        pytest.param(
+            {"max_model_len": 256, "block_size": 4, "kv_cache_memory": "auto", "enforce_eager": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -94,6 +97,7 @@ def test_together_they_have_the_bits_that_they_have_alone(settings: dict[str, An
         assert found == alone
 
 
+@pytest.mark.slow
 def test_preempted_requests_go_on(alone: list[Any]) -> None:
     """The cache holds one request of the longest length, so most of them are preempted again and again."""
     model = LLM("demo", threads=1, kv_cache_memory="512KiB", max_model_len=160, block_size=4, max_num_seqs=6)

@@ -267,15 +267,16 @@ def test_the_template_file_wins_over_the_config_and_the_flag_over_both(tmp_path:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[0].content.nothing.more }}",
-        "{{ 1 / 0 }}",
-        "{% for i in range(10**9) %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        pytest.param("{{ ''.__class__.__mro__[1].__subclasses__() }}", id="escapes"),
+        pytest.param("{{ messages.append(1) }}", id="changes its input"),
+        pytest.param("{{ raise_exception('roles must alternate') }}", id="raises"),
+        pytest.param("{{ messages[0].content.nothing.more }}", id="undefined", marks=pytest.mark.slow),
+        pytest.param("{{ 1 / 0 }}", id="arithmetic", marks=pytest.mark.slow),
+        pytest.param("{% for i in range(10**9) %}{% endfor %}", id="too long", marks=pytest.mark.slow),
+        pytest.param(
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", id="too deep", marks=pytest.mark.slow
+        ),
     ],
-    ids=["escapes", "changes its input", "raises", "undefined", "arithmetic", "too long", "too deep"],
 )
 def test_a_template_that_misbehaves_is_a_request_error(tmp_path: Path, template: str) -> None:
     tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=template))
@@ -283,6 +284,7 @@ def test_a_template_that_misbehaves_is_a_request_error(tmp_path: Path, template:
         tokenizer.render([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.slow
 def test_damage_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path)

@@ -364,6 +364,27 @@ def test_tensors_of_ernie_that_predict_several_tokens_are_no_error(copy: Any) ->
     registry.load(rewrite(copy("ernie4_5_moe"), lambda tensors: tensors.update(extra)), pick("cpu"))
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_tensors_of_qwen_that_predict_several_tokens_are_no_error(kind: str, copy: Any) -> None:
+    extra = {"mtp.layers.0.input_layernorm.weight": torch.zeros(48), "mtp.fc.weight": torch.zeros(48, 96)}
+    registry.load(rewrite(copy(kind), lambda tensors: tensors.update(extra)), pick("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"linear_num_value_heads": 3}, ("linear_num_value_heads", "3", "a multiple of 2")),
+        ({"linear_key_head_dim": 20}, ("linear_key_head_dim", "20", "a multiple of 8 up to 256")),
+        ({"linear_conv_kernel_dim": 9}, ("linear_conv_kernel_dim", "9", "at most 8")),
+        ({"layer_types": ["full_attention"] * 3}, ("layer_types", "list of 4")),
+        ({"attn_output_gate": False}, ("attn_output_gate", "False", "True")),
+        ({"partial_rotary_factor": 2.0}, ("partial_rotary_factor", "2")),
+    ],
+)
+def test_sizes_of_linear_attention_that_do_not_fit(changes: Any, words: Any, copy: Any) -> None:
+    refused(tiny_models.edit(copy("qwen3_next"), rope_parameters=None, **changes), *words)
+
+
 def test_a_wrong_shape_is_named(copy: Any) -> None:
     path = rewrite(copy("qwen3_moe"), lambda tensors: tensors.update({EXPERT: torch.zeros(20, 47)}))
     refused(path, EXPERT, "[20, 47]", "[20, 48]")

@@ -258,9 +258,12 @@ class WorkerConfig:
     def state_room(self, budget: float, page: float, seat: float) -> tuple[int, int]:
         """Seats and snapshots of a model with linear attention: at least one seat.
 
+        A plan for a model larger than memory has a seat for each request and no snapshots.
         budget: bytes beside the KV blocks of one request of the maximum length. page, seat: bytes of one.
         """
         most = self.scheduler.max_num_seqs
+        if self.offload is not None:
+            return most, 0
         seats = min(most, max(1, int(budget * SEATS_SHARE // (page + seat))))
         if not self.cache.enable_prefix_caching:
             return seats, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -148,7 +149,7 @@ class Mixed:
 
     @property
     def cached(self) -> int:
-        return max(1, round(self.share * self.full.cached))
+        return max(1, math.ceil(self.share * self.full.cached))
 
     @property
     def rows(self) -> int:

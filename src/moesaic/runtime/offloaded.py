@@ -91,7 +91,7 @@ def check_states(config: WorkerConfig, offload: Offload, spec: ModelSpec) -> Non
         return
     why = "for a model with linear attention"
     if offload.padded is not None:
-        raise ConfigError.field("padded", offload.padded, f"none {why}")
+        raise ConfigError.field("--pad", "true", f"false {why}")
     if on_gpu(config.model):
         raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, {why}")
 

@@ -14,7 +14,7 @@ import pytest
 from moesaic.server.anthropic.answer import MessageWriter
 from moesaic.server.blocks import BlockEvent, Finish
 from moesaic.server.responses import PromptTokensDetails, Usage
-from tests.server.conftest import MODEL, Launch, Live, events_of, prompt_of
+from tests.server.conftest import MODEL, NO_TLS, Launch, Live, events_of, prompt_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS: list[Any] = [
@@ -425,7 +425,9 @@ def test_keys_and_errors_are_anthropics(launch: Launch) -> None:
     body = {"model": MODEL, "max_tokens": 10, "messages": user("hi")}
 
     def status(headers: dict[str, str], path: str = "/v1/messages", **more: Any) -> tuple[int, str]:
-        response = httpx.post(live.url + path, json=body | more, headers=headers, trust_env=False)
+        response = httpx.post(
+            live.url + path, json=body | more, headers=headers, trust_env=False, verify=NO_TLS
+        )
         answer = response.json()
         return response.status_code, answer["error"]["type"] if response.status_code != 200 else answer[
             "type"
