@@ -126,12 +126,12 @@ def _left_behind(change: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 CPU = torch.device("cpu")
-paged_zeros = paged._zeros
+paged_zeros = paged.zeros
 FORGOTTEN: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks and slots": (batch, "_move", _left_behind(batch._move)),
     "the cache": (
         paged,
-        "_zeros",
+        "zeros",
         lambda shape, dtype, device, at_once: paged_zeros(shape, dtype, CPU, at_once),
     ),
     "the weights": (Checkpoint, "tensor", _left_behind(Checkpoint.tensor)),

@@ -154,6 +154,14 @@ def test_several_conversations_are_rendered_at_once(start: Callable[..., Rendere
     assert 2 <= len(pool._warm) <= AT_ONCE + 1
 
 
+def test_conversations_that_come_together_get_a_process_each(start: Callable[..., Renderers]) -> None:
+    """None of them is given back, so each needs a process of its own."""
+    pool = start("x")
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        taken = [each.result(60) for each in [threads.submit(pool._take) for _ in range(AT_ONCE)]]
+    assert len(set(map(id, taken))) == AT_ONCE
+
+
 def busy(pool: Renderers) -> list[int]:
     """Ids of the processes that render."""
     return [renderer.pid for renderer in pool._alive - set(pool._warm) if _running(renderer.pid)]
