@@ -451,7 +451,9 @@ def test_capacity_counts_whole_blocks() -> None:
     names = dict.fromkeys(("model_type", "device", "kernels", "dtype", "kv_dtype"), "x")
     numbers = dict.fromkeys(WorkerInfo.__annotations__.keys() - names.keys(), 1)
     info = WorkerInfo(**names | numbers | {"max_model_len": 20, "block_size": 16, "num_blocks": 5})
+    info = replace(info, state_seats=0)
     assert requests_of_maximum_length(info) == 2
+    assert requests_of_maximum_length(replace(info, state_seats=1)) == 1
     assert capacity_line(info) == "KV cache holds 80 tokens, 2 requests of the maximum length"
 
 
