@@ -179,13 +179,16 @@ def test_older_files_have_the_latent_s_projection_in_one_piece(
 def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_path: Path, mix: str) -> None:
     file, _ = mixed(sources, tmp_path, mix)
     experts = registry.load(file, kernels).experts
-    found = [experts[layer].packed if experts[layer].packed_numbers else None for layer in (0, 1)]
+    found = [
+        experts[layer].packed if experts[layer].packed_numbers else experts[layer].of(0)[0].dtype
+        for layer in (0, 1)
+    ]
     assert (
         found
         == {
             "as Q4_K_M": ["int4_offset+int8_16", "int4_offset"],
             "MXFP4": ["mxfp4", "mxfp4"],
-            "experts in BF16": [None, None],
+            "experts in BF16": [torch.bfloat16 if torch.bfloat16 in kernels.stored else torch.float32] * 2,
         }[mix]
     )
 

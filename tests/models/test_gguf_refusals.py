@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from tests.support import gguf_files, model_configs, tiny_models
 
-from moesaic.commands import compress, plan, verify
+from moesaic.commands import compress, verify
 from moesaic.commands.options import Compress
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.kernels import table
@@ -186,8 +186,6 @@ def test_commands_that_do_not_read_gguf_say_so(made: bytes, tmp_path: Path) -> N
     says = re.escape(f"got {file}, a GGUF file; allowed: a directory with safetensors")
     with pytest.raises(ConfigError, match=f"compress: {says}"):
         compress.run(Compress(str(file), tmp_path / "to"), False)
-    with pytest.raises(ConfigError, match=f"plan: {says}"):
-        plan.find_model(str(file))
     with pytest.raises(ConfigError, match=f"verify: {says}"):
         verify.run(verify.Verify(str(file)), False)
 

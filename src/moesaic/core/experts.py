@@ -102,7 +102,12 @@ class ExpertLayout:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert, in the layer where experts are largest."""
-        return max(sum(self._bytes_of(dtype)) for dtype in self._types)
+        return sum(self.bytes_of(self.largest))
+
+    @property
+    def largest(self) -> str:
+        """The type of the layer where experts are largest."""
+        return max(sorted(self._types), key=lambda dtype: sum(self.bytes_of(dtype)))
 
     @property
     def matrix_bytes(self) -> tuple[int, ...]:
@@ -110,14 +115,14 @@ class ExpertLayout:
 
         Each is that of the layer where it is largest. Biases are float32.
         """
-        return tuple(map(max, zip(*map(self._bytes_of, self._types), strict=True)))
+        return tuple(map(max, zip(*map(self.bytes_of, self._types), strict=True)))
 
     @property
     def _types(self) -> set[str]:
         return {self.dtype, *self.others.values()}
 
-    def _bytes_of(self, dtype: str) -> tuple[int, ...]:
-        """As `matrix_bytes`, where experts have this type."""
+    def bytes_of(self, dtype: str) -> tuple[int, ...]:
+        """As `matrix_bytes`, of layers where experts have this type."""
         of_inner, of_down = of_matrices(dtype)
         inner = self.width * row_bytes(of_inner, self.hidden)
         matrices = inner, inner, self.hidden * row_bytes(of_down, self.width)
@@ -127,7 +132,7 @@ class ExpertLayout:
     @property
     def num_bytes(self) -> int:
         """Bytes of all routed experts."""
-        each = (sum(self._bytes_of(self.dtype_of(layer))) for layer in self.prefixes)
+        each = (sum(self.bytes_of(self.dtype_of(layer))) for layer in self.prefixes)
         return self.num_experts * sum(each)
 
     def tensors(self, layer: int, expert: int) -> tuple[Stored, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moesaic.core.experts import COLUMNS, ExpertLayout
+from moesaic.core.experts import COLUMNS, ROWS, ExpertLayout
 from moesaic.models.checkpoint import Claims
 from moesaic.models.headers import Headers
 from moesaic.models.quantization.scheme import scratch_of as scratch_of
@@ -29,11 +29,23 @@ class Conversion:
 
 
 def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
-    """How the experts of `layout` are converted; None if the kernels read them as the files have them."""
-    tensors = layout.tensors(layout.layers[0], 0)
-    matrices = [] if layout.form == COLUMNS else [headers.quantized(*one) for one in tensors]
-    if layout.form != COLUMNS and matrices[0] is None:
+    """How the experts of `layout` are converted; None if the kernels read them as the files have them.
+
+    Layers may have experts of several types. Then `read` is a mean, and `name` the largest type in memory.
+    """
+    if layout.form == ROWS and headers.quantized(*layout.tensors(layout.layers[0], 0)[0]) is None:
         return None
+    of_types = {layout.dtype_of(layer): layer for layer in layout.layers}
+    sizes = {dtype: sizes_of(headers, layout, layer) for dtype, layer in of_types.items()}
+    read = sum(sizes[layout.dtype_of(layer)][0] for layer in layout.layers) // len(layout.layers)
+    name = "columns" if layout.form == COLUMNS else layout.largest
+    return Conversion(name, read, max(staging for _, staging in sizes.values()))
+
+
+def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, int]:
+    """`read` and `staging` of a conversion of the first expert of a layer."""
+    tensors = layout.tensors(layer, 0)
+    matrices = [] if layout.form == COLUMNS else [headers.quantized(*one) for one in tensors]
     places = set()
     for name, *shape in tensors:
         matrix = headers.quantized(name, *shape)
@@ -43,9 +55,9 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
             else {headers.own(part)[0] for part in matrix.parts}
         )
     read = sum(place.size for place in places)
-    scratch = max((one.scratch(layout.dtype) for one in matrices if one is not None), default=0)
-    name = "columns" if layout.form == COLUMNS else layout.dtype
-    return Conversion(name, read, read + 2 * BLOCK * len(places) + scratch)
+    stored = layout.dtype_of(layer)
+    scratch = max((one.scratch(stored) for one in matrices if one is not None), default=0)
+    return read, read + 2 * BLOCK * len(places) + scratch
 
 
 class Counted(Claims):

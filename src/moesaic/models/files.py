@@ -48,19 +48,22 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if model == DEMO:
         return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
     path = Path(model).expanduser()
-    if is_gguf(path):
-        if not path.is_file():
-            raise ConfigError(f"model: {model}: there is no such file")
-        return GgufModel(path).path
-    if path.is_dir():
-        return _gguf_in(path) or _checked(path, "no config.json in this directory")
+    if is_gguf(path) or path.is_dir():
+        return gguf_at(path) or _checked(path, "no config.json in this directory")
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ConfigError.field("model", model, MODEL)
     return _checked(_from_hub(model, revision), "no config.json in this repository")
 
 
-def _gguf_in(path: Path) -> Path | None:
-    """The GGUF file of a directory that has one model in this form and no other weights."""
+def gguf_at(path: Path) -> Path | None:
+    """The GGUF file at `path`, or that of a directory that has one model in this form and no other weights.
+
+    Raises ConfigError for a file that does not exist, and for a directory with several.
+    """
+    if is_gguf(path):
+        if not path.is_file():
+            raise ConfigError(f"model: {path}: there is no such file")
+        return GgufModel(path).path
     if any(path.glob("*.safetensors")):
         return None
     found = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not _is_later_part(file)]

@@ -14,6 +14,7 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
 from moesaic.models.conversion import conversion_of, scratch_of
+from moesaic.models.gguf.header import is_gguf
 from moesaic.models.headers import INDEX, SINGLE, Headers
 
 ROW_BYTES = 4.0
@@ -49,18 +50,18 @@ def converted(model: ModelSizes, stored: str) -> ModelSizes:
 
 def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") -> ModelSizes:
     """The sizes of a checkpoint on a CPU. The files say what quantised experts and those in columns take."""
-    raw = files.read_json(path / "config.json")
+    raw = files.read_config(path)
     model = by_config(raw, name)
     quantised = registry.quantised_type(raw) is not None
     if not quantised and raw.get("model_type") != "gpt_oss":
         return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
     layout = registry.expert_layout(path, kernels, "cpu", dtype)
     if quantised:
-        model = replace(in_format(model, layout.dtype, gpu=False), tied=registry.is_tied(path))
-    if model.quantized is not None:  # a mean, since what is not quantised stays in bf16
+        model = replace(in_format(model, layout.largest, gpu=False), tied=registry.is_tied(path))
         outside = registry.bytes_outside_experts(path, kernels, dtype)
-        model = replace(model, number=model.number * outside / model.other)
-    elif dtype != "auto" and not quantised:
+        mean = model.number * outside / model.other  # what is not quantised stays in bf16
+        model = replace(model, number=mean, quantized=layout.largest)
+    elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
     found = conversion_of(Headers(path), layout)
     if found is None:
@@ -69,8 +70,8 @@ def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") 
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a directory has a checkpoint's files, and not only its config.json."""
-    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+    """Whether `path` is a GGUF file, or a directory with weights and not only a config.json."""
+    return is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
