@@ -218,7 +218,8 @@ def test_deepseek_v3_has_groups_that_early_files_do_not_name(
     experts: int, told: dict[int, int], wanted: tuple[int, int]
 ) -> None:
     keys: dict[str, Any] = {
-        "attention.key_length": 192, "attention.value_length": 128, "attention.kv_lora_rank": 512,
+        "attention.head_count": 128, "attention.key_length": 192, "attention.value_length": 128,
+        "attention.kv_lora_rank": 512,
         "rope.dimension_count": 64, "expert_gating_func": 2, "expert_count": experts,
         "expert_feed_forward_length": 8, "feed_forward_length": 8,
     }  # fmt: skip

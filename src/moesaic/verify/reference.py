@@ -16,7 +16,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.text_config import TEXT, WRAPPERS
-from moesaic.models.files import read_json
+from moesaic.models.files import read_config
 from moesaic.models.plain_tensors import plain_tensors
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -151,7 +151,7 @@ class _Library:
 
     def without_memory(self, path: Path) -> Any:
         """Builds the model of a config.json without memory for its weights."""
-        raw = self._known(read_json(path / "config.json"))
+        raw = self._known(read_config(path))
         config = self._transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         config.get_text_config().output_router_logits = False
         wrapped = raw["model_type"] in WRAPPERS
