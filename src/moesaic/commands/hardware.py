@@ -21,8 +21,7 @@ from moesaic.cost.hardware import Hardware
 from moesaic.hardware import cuda, file
 from moesaic.hardware.measure import FULL, SHORT, Converting, Effort, Measuring
 from moesaic.kernels import table
-from moesaic.models.files import gguf_at
-from moesaic.models.gguf.header import is_gguf
+from moesaic.models.files import gguf_at, is_gguf
 from moesaic.planning.sizes import by_config, has_weights, of_checkpoint
 from moesaic.runtime import offloaded
 

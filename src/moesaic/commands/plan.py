@@ -22,8 +22,7 @@ from moesaic.cost.machines import MACHINES
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.kernels import table
-from moesaic.models.files import gguf_at
-from moesaic.models.gguf.header import is_gguf
+from moesaic.models.files import gguf_at, is_gguf
 from moesaic.papers import report as papers
 from moesaic.planning.sizes import by_config, has_weights, in_format, of_checkpoint
 from moesaic.policy.offloading import advice, planner

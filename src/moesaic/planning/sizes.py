@@ -14,7 +14,6 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
 from moesaic.models.conversion import conversion_of, scratch_of
-from moesaic.models.gguf.header import is_gguf
 from moesaic.models.headers import INDEX, SINGLE, Headers
 
 ROW_BYTES = 4.0
@@ -71,7 +70,7 @@ def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") 
 
 def has_weights(path: Path) -> bool:
     """Whether `path` is a GGUF file, or a directory with weights and not only a config.json."""
-    return is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file()
+    return files.is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
