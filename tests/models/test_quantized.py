@@ -118,6 +118,22 @@ def test_a_part_of_the_matrices_may_be_left_as_it_is(sources: dict[str, Path], t
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_static_scales_of_activations_are_skipped_only_where_the_config_names_them(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    quantised, plain = made(sources, "qwen3", "fp8 matrix, static", tmp_path)
+    tokens = tiny_models.prompt(20, model_configs.VOCAB)
+    wanted = Driver(registry.load(plain, kernels)).prefill(tokens)
+    groups = json.loads(json.dumps(FORMATS["fp8 matrix"].config))
+    for static in (FORMATS["fp8 matrix, static"].config, groups):
+        groups["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": False}
+        tiny_models.edit(quantised, quantization_config=static)
+        assert torch.allclose(Driver(registry.load(quantised, kernels)).prefill(tokens), wanted, atol=1e-4)
+    tiny_models.edit(quantised, quantization_config=FORMATS["fp8 matrix"].config)
+    with pytest.raises(CheckpointError, match=r"tensor .*\.input_scale is not expected by this model"):
+        registry.load(quantised, kernels)
+
+
 @pytest.mark.parametrize(("name", "form"), [("qwen3", "packed int4"), ("gpt-oss", "mxfp4")])
 def test_digests_cover_every_tensor_of_an_expert(
     sources: dict[str, Path], tmp_path: Path, name: str, form: str

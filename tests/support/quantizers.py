@@ -96,6 +96,16 @@ def fp8_matrix(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
 
 
+def with_static_scales(write: Quantizer) -> Quantizer:
+    """Also writes a scale of the matrix's inputs, which a program that dequantises does not need."""
+
+    def both(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, plain = write(name, matrix)
+        return {**tensors, f"{name}.input_scale": torch.tensor(0.37)}, plain
+
+    return both
+
+
 def rounded(
     matrix: torch.Tensor, bits: int, group: int, symmetric: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -244,6 +254,10 @@ FORMATS = {
     ),
     "fp8 rows": Format(fp8_rows, compressed_tensors("float-quantized", type="float")),
     "fp8 matrix": Format(fp8_matrix, compressed_tensors("float-quantized", type="float", strategy="tensor")),
+    "fp8 matrix, static": Format(
+        with_static_scales(fp8_matrix),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    ),
     "int8 rows": Format(int8_rows(True), compressed_tensors("int-quantized")),
     "int8 rows, zero points": Format(int8_rows(False), compressed_tensors("int-quantized", symmetric=False)),
     "packed int4": Format(
@@ -268,7 +282,8 @@ MXFP4 = Format(
     mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, columns=True
 )
 STORED = {
-    "fp8 blocks": "fp8", "fp8 rows": "fp8", "fp8 matrix": "fp8", "int8 rows": "int8",
+    "fp8 blocks": "fp8", "fp8 rows": "fp8", "fp8 matrix": "fp8", "fp8 matrix, static": "fp8",
+    "int8 rows": "int8",
     "int8 rows, zero points": "int8_offset", "packed int4": "int4", "packed int4, zero points": "int4_offset",
     "packed int8": "int8", "packed int8, zero points": "int8_offset", "gptq": "int4_offset",
     "gptq v2, act order": "float32", "awq": "int4_offset",

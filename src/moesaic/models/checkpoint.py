@@ -26,7 +26,7 @@ from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
 from moesaic.models.opened import Opened, Slice, opened, shards
 from moesaic.models.pages import PAGE, drop_pages
-from moesaic.models.quantization.parse import find, scheme_of
+from moesaic.models.quantization.parse import find, scheme_of, skipped_in
 from moesaic.models.quantization.scheme import Array, Matrix, Part, as_array
 from moesaic.models.wrapped import plain_names
 
@@ -53,6 +53,8 @@ class Checkpoint:
         self._shard = shards(path)
         self._claimed: set[str] = set()
         self._scheme = scheme_of(path)
+        self.skipped = skipped_in(path)
+        """Patterns of the names of tensors about activations, which are not read."""
         for shard in sorted(set(self._shard.values())):
             held = set(self._open(shard).keys())
             listed = {name for name, where in self._shard.items() if where == shard}
@@ -233,7 +235,7 @@ class Checkpoint:
 
     def unread(self, unused: tuple[str, ...] = ()) -> list[str]:
         """Returns tensors that were not claimed and that match none of the regular expressions `unused`."""
-        left = sorted(self.names - self._claimed)
+        left, unused = sorted(self.names - self._claimed), (*unused, *self.skipped)
         return [name for name in left if not any(re.fullmatch(pattern, name) for pattern in unused)]
 
     def refuse_unread(self, unused: tuple[str, ...] = ()) -> None:
@@ -324,7 +326,7 @@ class Listed(Claims):
         self.path = path
         self._shard = shards(path)
         self._claimed = set()
-        self._scheme = None  # the types of tensors are not known
+        self._scheme, self.skipped = None, ()  # the types of tensors are not known
 
     def claim(self, name: str, *shape: int) -> None:
         """As `Checkpoint.claim`, without the shape."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import COLUMNS, ROWS, ExpertLayout
 from moesaic.models.checkpoint import Claims
-from moesaic.models.headers import Headers
+from moesaic.models.headers import BYTES, Headers
+from moesaic.models.quantization.parse import parse
+from moesaic.models.quantization.scheme import FLOATS, Kinds
 from moesaic.models.quantization.scheme import scratch_of as scratch_of
 
 BLOCK = 4096
@@ -58,6 +63,33 @@ def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, i
     stored = layout.dtype_of(layer)
     scratch = max((one.scratch(stored) for one in matrices if one is not None), default=0)
     return read, read + 2 * BLOCK * len(places) + scratch
+
+
+def read_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> int | None:
+    """Bytes that files have of an expert, by a parsed config.json alone. Scales count as two bytes.
+
+    None: it is not quantised, or its matrices do not have groups of the size that the config says.
+    """
+    scheme, found = parse(raw), dict[str, int]()
+    if scheme is None:
+        return None
+    for kind in ("F8_E4M3", "I8"):  # the types that tell a scheme that a matrix is quantised
+        for word, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+            try:
+                matrix = scheme.find(f"experts.0.{word}_proj", rows, columns, _kinds(kind))
+            except CheckpointError:
+                return None
+            for part in () if matrix is None else matrix.parts:
+                of_one = part.shape[1:] if part.index and isinstance(part.index[0], int) else part.shape
+                size = 2 if part.dtypes == FLOATS else BYTES[part.dtypes[0]]
+                found[part.tensor] = size * math.prod(of_one)
+        if found:
+            return sum(found.values())
+    return None
+
+
+def _kinds(kind: str) -> Kinds:
+    return lambda name: kind if name.endswith(".weight") else "any"
 
 
 class Counted(Claims):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def plain_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
             found[name] = checkpoint.tensor(name, *shape, dtype=torch.float32)
             done |= {part.tensor for part in matrix.parts}
     for name in sorted(checkpoint.names - done):
-        if name.startswith(prefix):
+        if name.startswith(prefix) and not any(re.fullmatch(each, name) for each in checkpoint.skipped):
             packed = checkpoint.dtype(name) is torch.uint8 and name in matrices
             found[name] = (
                 checkpoint.tensor(name, *matrices[name], dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from moesaic.cost.reading import read
 from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
-from moesaic.models.conversion import conversion_of, scratch_of
+from moesaic.models.conversion import conversion_of, read_by_config, scratch_of
 from moesaic.models.headers import INDEX, SINGLE, Headers
 
 ROW_BYTES = 4.0
@@ -30,21 +30,26 @@ def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_config(raw: Mapping[str, Any], name: str) -> ModelSizes:
-    """The sizes in a parsed config.json alone. Of quantised experts as many bytes are read as they take.
+    """The sizes in a parsed config.json alone.
 
     Raises CheckpointError for what `cost.reading.read` refuses, and for an unknown quantisation.
     """
     stored = registry.quantised_type(dict(raw))
     if stored is None:
         return read(raw, name)
-    return converted(read(without_quantization(raw), name), stored)
+    return converted(read(without_quantization(raw), name), stored, raw)
 
 
-def converted(model: ModelSizes, stored: str) -> ModelSizes:
-    """The sizes on a CPU with quantised experts that become `stored`, where the files are not here."""
+def converted(model: ModelSizes, stored: str, raw: Mapping[str, Any]) -> ModelSizes:
+    """The sizes on a CPU with quantised experts that become `stored`, where the files are not here.
+
+    raw: the parsed config.json, which says what files have of an expert.
+    """
     found = in_format(model, stored, gpu=False)
     scratch = scratch_of(stored, found.hidden * found.expert_width)
-    return replace(found, conversion=stored, staging=found.expert_bytes + scratch)
+    size = read_by_config(raw, found.hidden, found.expert_width)
+    read = None if size is None else float(size) + 4.0 * found.expert_biases
+    return replace(found, conversion=stored, read=read, staging=(read or found.expert_bytes) + scratch)
 
 
 def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") -> ModelSizes:
