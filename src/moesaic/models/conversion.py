@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import COLUMNS, ROWS, ExpertLayout
+from moesaic.core.experts import ROWS, TURNED, ExpertLayout
 from moesaic.models.checkpoint import Claims
 from moesaic.models.headers import BYTES, Headers
 from moesaic.models.quantization.parse import parse
@@ -43,14 +43,14 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
     of_types = {layout.dtype_of(layer): layer for layer in layout.layers}
     sizes = {dtype: sizes_of(headers, layout, layer) for dtype, layer in of_types.items()}
     read = sum(sizes[layout.dtype_of(layer)][0] for layer in layout.layers) // len(layout.layers)
-    name = "columns" if layout.form == COLUMNS else layout.largest
+    name = "columns" if layout.form in TURNED else layout.largest
     return Conversion(name, read, max(staging for _, staging in sizes.values()))
 
 
 def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, int]:
     """`read` and `staging` of a conversion of the first expert of a layer."""
     tensors = layout.tensors(layer, 0)
-    matrices = [] if layout.form == COLUMNS else [headers.quantized(*one) for one in tensors]
+    matrices = [] if layout.form in TURNED else [headers.quantized(*one) for one in tensors]
     places = set()
     for name, *shape in tensors:
         matrix = headers.quantized(name, *shape)

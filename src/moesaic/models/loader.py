@@ -11,6 +11,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import (
     BIASED_ROWS,
     COLUMNS,
+    DOWN_COLUMNS,
     PARTS,
     ROWS,
     SILU,
@@ -73,6 +74,12 @@ class Loader:
             device=self.device,
             part=part,
             scan=self.scan,
+        )
+
+    def plain(self, matrix: Stored, *part: slice) -> torch.Tensor:
+        """Returns a part of an expert's matrix as it is stored."""
+        return self.checkpoint.tensor(
+            *matrix, dtype=self.dtype, device=self.device, part=part, scan=self.scan
         )
 
     def transposed(self, matrix: Stored, *part: slice) -> torch.Tensor:
@@ -221,13 +228,17 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     form: str = ROWS
-    """See `ExpertLayout.form`. In COLUMNS the names are those of `core.experts.column_tensors`."""
+    """See `ExpertLayout.form`. In COLUMNS the names are those of `core.experts.column_tensors`, and in
+    DOWN_COLUMNS they have no ".weight"."""
     activation: Activation = SILU
 
     def stored(self, expert: int) -> tuple[Stored, ...]:
         """Returns name and shape of the tensors of one expert."""
         if self.form == COLUMNS:
             return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
+        if self.form == DOWN_COLUMNS:
+            words = self.gate, self.up, self.down
+            return tuple((f"{self.prefix}.{expert}.{word}", self.width, self.hidden) for word in words)
         matrices = tuple((f"{name}.weight", rows, columns) for name, rows, columns in self.shapes(expert))
         return (*matrices, *self.biases(expert)) if self.form == BIASED_ROWS else matrices
 
@@ -326,6 +337,13 @@ def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.
     )
 
 
+def _with_down_in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in DOWN_COLUMNS."""
+    gate, up, down = names.stored(expert)
+    kept = loader.of_expert.part(names.width)
+    return loader.plain(gate, kept), loader.plain(up, kept), loader.transposed(down, kept)
+
+
 def _in_biased_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
     """Loads gate, up and down of one expert in BIASED_ROWS, and their biases."""
     return *_in_rows(loader, names, expert), *_biases(loader, names, expert)
@@ -350,4 +368,9 @@ def _biases(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tens
     return inner[gates].contiguous(), inner[ups].contiguous(), down
 
 
-FORMS = {ROWS: _in_rows, BIASED_ROWS: _in_biased_rows, COLUMNS: _in_columns}
+FORMS = {
+    ROWS: _in_rows,
+    BIASED_ROWS: _in_biased_rows,
+    COLUMNS: _in_columns,
+    DOWN_COLUMNS: _with_down_in_columns,
+}

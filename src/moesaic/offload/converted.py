@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import COLUMNS, PARTS, ROWS, ExpertLayout
+from moesaic.core.experts import BIASED, COLUMNS, DOWN_COLUMNS, PARTS, ExpertLayout
 from moesaic.core.stored import COMPRESSED, is_packed, of_matrices, row_bytes
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.columns import transpose
@@ -74,7 +74,7 @@ class StreamedConverted(Streamed):
             return found
 
         self._convert(self._plan.headers, self._layout, layer, expert, stored, target)
-        if self._layout.form != ROWS:
+        if self._layout.form in BIASED:
             _put_biases(self._plan.headers, self._layout, layer, expert, stored, target)
 
     @staticmethod
@@ -84,7 +84,7 @@ class StreamedConverted(Streamed):
         return Memory(_blocks(len(plan.kept) * one), _blocks(most * one), staging)
 
     def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
-        self._convert = _from_columns if layout.form == COLUMNS else _from_quantised
+        self._convert = CONVERSIONS.get(layout.form, _from_quantised)
         self._layout = layout
         kept = zip(sorted(self._plan.kept), _blocks_of(self._static, layout), strict=False)
         self._kept = {key: _expert(memory, layout, key[0]) for key, memory in kept}
@@ -126,6 +126,20 @@ def _from_columns(
     gate_up, down = (_numbers(headers.find(*part), stored) for part in layout.tensors(layer, expert)[:2])
     for into, matrix in zip(target[:3], (gate_up[:, 0::2], gate_up[:, 1::2], down), strict=True):
         transpose(matrix, into)
+
+
+def _from_down_columns(
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+) -> None:
+    """Copies gate and up, and transposes down."""
+    gate, up, down = (_numbers(headers.find(*part), stored) for part in layout.tensors(layer, expert))
+    target[0].copy_(gate)
+    target[1].copy_(up)
+    transpose(down, target[2])
+
+
+CONVERSIONS = {COLUMNS: _from_columns, DOWN_COLUMNS: _from_down_columns}
+"""Form of experts -> their conversion, where that is not from quantised ones."""
 
 
 def _from_quantised(
@@ -196,7 +210,7 @@ def _expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:
     columns = row_bytes(of_matrices(dtype)[0], hidden) // inner.itemsize
     rows = row_bytes(of_matrices(dtype)[1], width) // outer.itemsize
     shapes: list[tuple[int, ...]] = [(width, columns), (width, columns), (hidden, rows)]
-    shapes += [(width,), (width,), (hidden,)] if layout.form != ROWS else []
+    shapes += [(width,), (width,), (hidden,)] if layout.form in BIASED else []
     types = [inner, inner, outer, *[torch.float32] * 3]
     parts, at = [], 0
     for shape, size, kind in zip(shapes, layout.bytes_of(dtype), types, strict=False):

@@ -18,6 +18,8 @@ from moesaic.models.headers import INDEX, SINGLE, Headers
 
 ROW_BYTES = 4.0
 """Bytes of one number of a row, which is float32. On a CPU cached numbers are float32 by default, too."""
+IN_COLUMNS = ("dbrx", "gpt_oss")
+"""Families whose files have experts in columns."""
 QUANTIZATION = "quantization_config"
 
 
@@ -57,7 +59,7 @@ def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") 
     raw = files.read_config(path)
     model = by_config(raw, name)
     quantised = registry.quantised_type(raw) is not None
-    if not quantised and raw.get("model_type") != "gpt_oss":
+    if not quantised and raw.get("model_type") not in IN_COLUMNS:
         return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
     layout = registry.expert_layout(path, kernels, "cpu", dtype)
     if quantised:
