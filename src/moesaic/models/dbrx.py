@@ -26,7 +26,7 @@ EPSILON = 1e-5
 """Of all norms. It is in no config.json."""
 THETA = 10000.0
 TRAINED = (*BENIGN, "is_encoder_decoder", "model_type", "hidden_size", "attn_pdrop", "moe_jitter_eps")
-TRAINED += ("moe_loss_weight", "uniform_expert_assignment", "memory_budget")
+TRAINED += ("moe_loss_weight", "uniform_expert_assignment")
 """Keys of attn_config and ffn_config that are read elsewhere, or that only training uses."""
 
 
