@@ -61,12 +61,17 @@ class Loader:
         return next((each for each in full if each + ending in self.checkpoint.names), full[0])
 
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
-        """Returns `name`.weight [rows, columns], or a part of it. Quantised ones become float32 on a CPU."""
-        dtype = self.dtype
+        """Returns `name`.weight [rows, columns], or a part of it. Quantised ones become float32 on a CPU.
+
+        They become bf16 instead if that loses nothing.
+        """
+        dtype, narrow = self.dtype, False
         if dtype is not torch.uint8 and not self.device.startswith("cuda"):
-            quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns) is not None
-            dtype = torch.float32 if quantized else dtype
-        return self.checkpoint.tensor(
+            quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns)
+            narrow = dtype is torch.bfloat16 and quantized is not None and quantized.in_bf16
+            counted = narrow and self.device == "meta"
+            dtype = dtype if quantized is None or counted else torch.float32
+        found = self.checkpoint.tensor(
             f"{name}.weight",
             rows,
             columns,
@@ -75,6 +80,7 @@ class Loader:
             part=part,
             scan=self.scan,
         )
+        return _in_bf16(found) if narrow else found
 
     def plain(self, matrix: Stored, *part: slice) -> torch.Tensor:
         """Returns a part of an expert's matrix as it is stored."""
@@ -139,13 +145,21 @@ class Loader:
         return Projection(part, vector if self.shard.rank == 0 else None)
 
     def mlp(self, name: str, hidden: int, width: int) -> GatedMLP:
-        """Returns the MLP of gate_proj, up_proj and down_proj under `name`."""
-        return GatedMLP(
-            kernels=self.kernels,
-            gate=self.matrix(f"{name}.gate_proj", width, hidden),
-            up=self.matrix(f"{name}.up_proj", width, hidden),
-            down=self.matrix(f"{name}.down_proj", hidden, width),
-        )
+        """Returns the MLP under `name`. If the types of its matrices differ, all become float32."""
+        parts = [
+            self.matrix(f"{name}.gate_proj", width, hidden),
+            self.matrix(f"{name}.up_proj", width, hidden),
+            self.matrix(f"{name}.down_proj", hidden, width),
+        ]
+        if len({part.dtype for part in parts}) > 1:
+            parts = [part.float() for part in parts]
+        return GatedMLP(self.kernels, *parts)
+
+
+def _in_bf16(matrix: torch.Tensor) -> torch.Tensor:
+    """The same numbers in bf16, or the float32 `matrix` if bf16 does not hold them."""
+    narrow = matrix.to(torch.bfloat16)
+    return narrow if matrix.is_meta or torch.equal(narrow.float(), matrix) else matrix
 
 
 @dataclass(frozen=True)
