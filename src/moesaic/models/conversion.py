@@ -12,6 +12,7 @@ import torch
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, TURNED, ExpertLayout
 from moesaic.models.checkpoint import Claims
+from moesaic.models.gguf.scheme import Gguf
 from moesaic.models.headers import BYTES, Headers
 from moesaic.models.quantization.parse import parse
 from moesaic.models.quantization.scheme import FLOATS, Kinds
@@ -68,10 +69,11 @@ def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, i
 def read_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> int | None:
     """Bytes that files have of an expert, by a parsed config.json alone. Scales count as two bytes.
 
-    None: it is not quantised, or its matrices do not have groups of the size that the config says.
+    None: it is not quantised, the model is a GGUF file, whose header says it, or its matrices do not have
+    groups of the size that the config says.
     """
     scheme, found = parse(raw), dict[str, int]()
-    if scheme is None:
+    if scheme is None or isinstance(scheme, Gguf):
         return None
     for kind in ("F8_E4M3", "I8"):  # the types that tell a scheme that a matrix is quantised
         for word, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
