@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tests.support import gguf_files, model_configs, tiny_models
@@ -14,7 +16,8 @@ from tests.support.fake_hub import hub
 
 import moesaic
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.models import files
+from moesaic.models import files, wrapped
+from moesaic.models.gguf import hub as hub_files
 
 SCRIPT = """
 import sys
@@ -188,3 +191,8 @@ def test_sampling_defaults_are_taken_unless_the_model_is_greedy(tmp_path: Path) 
     assert files.generation_defaults(write(tmp_path, {}, {"top_k": 5})).sampling == {"top_k": 5}
     greedy = files.generation_defaults(write(tmp_path, {}, {**said, "do_sample": False, "eos_token_id": 1}))
     assert (greedy.sampling, greedy.eos_token_ids) == ({}, (1,))
+
+
+@pytest.mark.parametrize("module", [hub_files, wrapped])
+def test_examples(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0

@@ -78,7 +78,7 @@ def inside(name: str, has: Callable[[str], bool]) -> Inside | None:
 
     has: whether the checkpoint has a tensor of a name.
     >>> inside("mlp.experts.3.up_proj.weight", {"mlp.experts.gate_up_proj"}.__contains__)
-    Inside(tensor='mlp.experts.gate_up_proj', expert=3, number=1, count=2)
+    Inside(tensor='mlp.experts.gate_up_proj', expert=3, number=1, count=2, flat=False)
     """
     if has(name):
         return None
