@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tests.support import gguf_files, model_configs, tiny_models
@@ -16,7 +15,7 @@ from tests.support.fake_hub import hub
 
 import moesaic
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.models import files, wrapped
+from moesaic.models import files
 from moesaic.models.gguf import hub as hub_files
 
 SCRIPT = """
@@ -193,6 +192,5 @@ def test_sampling_defaults_are_taken_unless_the_model_is_greedy(tmp_path: Path) 
     assert (greedy.sampling, greedy.eos_token_ids) == ({}, (1,))
 
 
-@pytest.mark.parametrize("module", [hub_files, wrapped])
-def test_examples(module: ModuleType) -> None:
-    assert doctest.testmod(module).failed == 0
+def test_examples() -> None:
+    assert doctest.testmod(hub_files).failed == 0

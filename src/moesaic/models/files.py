@@ -24,7 +24,7 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "voca
 """Files to download from a hub: weights as safetensors, never pickles or code."""
 IGNORED = ["*/*", "consolidated*"]
 """Copies of the weights in other layouts, which some repositories have beside the one that is read."""
-MODEL = "a directory with config.json, a GGUF file, a hub id, HUB_ID:Q4_K_M for a GGUF file there, demo"
+MODEL = "a directory with config.json, a GGUF file, a hub id, demo, or HUB_ID:Q4_K_M for a GGUF file there"
 """What the name of a model can be."""
 WEIGHTS = (".safetensors", SUFFIX)
 """How names of files with weights end."""
