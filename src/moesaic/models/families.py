@@ -23,6 +23,7 @@ from moesaic.models import (
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_next,
     solar_open,
 )
 from moesaic.models.block import Block
@@ -69,6 +70,8 @@ MODELS: Mapping[str, ModelFile] = {
     "mixtral": mixtral,
     "olmoe": olmoe,
     "qwen2_moe": qwen2_moe,
+    "qwen3_5_moe_text": qwen3_next,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "solar_open": solar_open,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
-from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.models import registry
 from moesaic.models.spec import ModelSpec
 from moesaic.runtime.step.stages import until_gate
@@ -37,6 +38,7 @@ class Ours:
             context_lens=np.array([count], dtype=np.int64),
             block_tables=np.arange(self._blocks, dtype=np.int64)[None],
             logit_rows=np.arange(count, dtype=np.int64),
+            states=np.array([[0, 0, 1, 0]]),
         )
 
     def embed(self) -> torch.Tensor:
@@ -49,10 +51,12 @@ class Ours:
         count = self._batch.num_rows
         block, experts = registry.load_layer(self._path, self._kernels, layer, count)
         cpu = torch.device("cpu")
-        kv = PagedKV(self._spec.kv, 1, self._blocks, BLOCK, torch.float32, cpu, self._kernels)
+        states = (0,) if layer in self._spec.state_layers else ()
+        one = replace(self._spec, num_layers=1, state_layers=states)
+        memory = layer_memory(one, CacheSize(self._blocks, seats=1), BLOCK, torch.float32, cpu, self._kernels)
         attention = AttentionBatch.build(self._batch, BLOCK)
         positions = torch.from_numpy(self._batch.positions)
-        gated = until_gate(block, 0, hidden / self._residual, positions, attention, kv)
+        gated = until_gate(block, 0, hidden / self._residual, positions, attention, memory)
         rows = None
         if experts is not None and gated.expert_ids is not None:
             rows = self._kernels.experts(experts, gated.normed, gated.expert_ids)
