@@ -41,6 +41,7 @@ FAMILIES = {
     "granite": torch.bfloat16,
     "hy3-layers-bias-shared-yarn": torch.bfloat16,
     "gpt-oss": torch.bfloat16,
+    "dbrx": torch.bfloat16,
     "qwen3-next": torch.bfloat16,
     "qwen3.5": torch.float32,
 }

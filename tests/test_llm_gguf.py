@@ -1,4 +1,4 @@
-"""GGUF files through whole engines: alone, by ranks, with expert servers, and not with streamed experts."""
+"""GGUF files through whole engines: alone, by ranks, with expert servers, with streamed experts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.support import gguf_files, tiny_models
 from tests.support.cluster_driver import Answer, cluster
 from tests.support.thread_groups import group_of_threads
 from tests.test_llm_families import DISK, LONGEST, answers, params, prompts
+from tests.test_llm_offload import POLICIES
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,6 +23,18 @@ pytestmark = [
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]
 MIX = "as Q4_K_M"
+STREAMED = [
+    (MIX, "some experts stay"),
+    ("experts in BF16", "pages"),
+    ("latent, as Q4_K_M", "on demand, likely ones before"),
+    ("MXFP4", "two cores, in place"),
+    ("BF16", "two cores"),
+    *(
+        pytest.param(mix, policy, marks=pytest.mark.full)
+        for mix in (MIX, "MXFP4", "Q5_0")
+        for policy in ("padded, on demand", "two cores, s2", "serial")
+    ),
+]
 SERVED = [
     (MIX, "lockstep"),
     *(
@@ -77,6 +90,22 @@ def test_two_ranks_have_the_tokens_of_one(models: Models, more: dict[str, int]) 
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in models.wanted(MIX)]
 
 
-def test_streamed_experts_are_not_read_from_gguf(models: Models) -> None:
-    with pytest.raises(ConfigError, match=r"--fast-memory: got .*model\.gguf, a GGUF file; allowed: a dir"):
-        LLM(str(models[MIX]), threads=1, max_model_len=LONGEST, offload=DISK, max_num_seqs=DISK.batch)
+@pytest.mark.parametrize(("mix", "policy"), STREAMED)
+def test_streamed_experts_give_the_floats_of_those_in_memory(models: Models, mix: str, policy: str) -> None:
+    """Layers have experts of several types, and downs another than gates and ups."""
+    offload = POLICIES[policy]
+    seats = {"max_model_len": LONGEST, "max_num_seqs": offload.batch, "max_num_batched_tokens": 23}
+    assert answers(LLM(str(models[mix]), threads=1, offload=offload, **seats)) == models.wanted(mix)
+
+
+def test_two_ranks_stream_their_experts(models: Models) -> None:
+    seats = {"max_num_seqs": DISK.batch, "max_num_batched_tokens": 23, "max_model_len": LONGEST}
+    with group_of_threads(str(models[MIX]), tensor_parallel_size=2, offload=DISK, **seats) as (model, _, _):
+        found = answers(model)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in models.wanted(MIX)]
+
+
+def test_experts_in_float16_are_not_streamed(models: Models) -> None:
+    says = r"the experts of .*model\.gguf are stored as F16, which .* compute from as float32; allowed: "
+    with pytest.raises(ConfigError, match=says):
+        LLM(str(models["F16"]), threads=1, max_model_len=LONGEST, offload=DISK, max_num_seqs=DISK.batch)

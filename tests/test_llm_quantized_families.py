@@ -34,13 +34,23 @@ pytestmark = [
 SHARED = {"hidden_size": 160, "num_hidden_layers": 3}
 LATENT = {"moe_intermediate_size": 64, "intermediate_size": 96, "n_shared_experts": 1, **SHARED}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v3": ("deepseek_v3", model_configs.deepseek3(q_lora_rank=32, **LATENT)),
+    "deepseek_v3": (
+        "deepseek_v3",
+        model_configs.deepseek3(q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=8, v_head_dim=16, **LATENT),
+    ),
     "kimi_k2": ("deepseek_v3", model_configs.deepseek3(n_group=1, topk_group=1, **LATENT)),
     "glm4_moe": (
         "glm4_moe", model_configs.glm4(moe_intermediate_size=64, intermediate_size=96, **SHARED),
     ),
     "qwen3_moe": ("qwen3_moe", model_configs.qwen3(moe_intermediate_size=96, **SHARED)),
     "minimax_m2": ("minimax_m2", model_configs.minimax(intermediate_size=96, **SHARED)),
+    "mixtral": (
+        "mixtral",
+        model_configs.mixtral(intermediate_size=64, head_dim=16, num_key_value_heads=2, **SHARED),
+    ),
+    "hy_v3": (
+        "hy_v3", model_configs.hy3(moe_intermediate_size=64, intermediate_size=96, **SHARED),
+    ),
     "gpt_oss": ("gpt_oss", model_configs.gpt_oss(hidden_size=96, intermediate_size=64)),
     "olmoe": (
         "olmoe",
@@ -133,6 +143,20 @@ PUBLISHED = [
     ("gpt_oss", "mxfp4", "in place"),
     ("olmoe", "gptq", "a reused prefix"),
     ("qwen2_moe", "gptq", "two ranks over a disk"),
+    ("mixtral", "fp8 matrix, static", "on demand"),
+    ("glm4_moe", "fp8 blocks", "a reused prefix"),
+    *(
+        pytest.param(*one, marks=pytest.mark.full)
+        for one in (
+            ("mixtral", "awq", "expert servers"),
+            ("mixtral", "gptq", "two ranks"),
+            ("deepseek_v3", "awq", "in place"),
+            ("deepseek_v3", "packed int4", "two ranks over a disk"),
+            ("hy_v3", "fp8 blocks", "expert servers, async"),
+            ("qwen2_moe", "awq", "padded, on demand"),
+            ("minimax_m2", "awq", "two ranks"),
+        )
+    ),
 ]
 
 

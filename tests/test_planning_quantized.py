@@ -15,7 +15,6 @@ from moesaic.commands.options import Plan
 from moesaic.commands.plan import find_model
 from moesaic.commands.plan import plan as plan_command
 from moesaic.config import ModelConfig, OffloadConfig, WorkerConfig
-from moesaic.core.stored import QUANTIZED
 from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import GIB
 from moesaic.kernels import table
@@ -30,11 +29,12 @@ from moesaic.policy.offloading.tasks import Kind, Lane
 from moesaic.runtime import offloaded
 from moesaic.runtime.model_loading import load_model
 from tests.models.test_quantized import FORMATS
-from tests.support import model_configs, quantizers, tiny_models
+from tests.support import gguf_files, model_configs, quantizers, tiny_models
 from tests.test_planning import HARDWARE, JOB, MIB, SIZES
 
-FORMS = ("fp8 blocks", "packed int4", "gptq v2, act order", "mxfp4", "columns")
+FORMS = ("fp8 blocks", "packed int4", "gptq v2, act order", "mxfp4", "columns", "gguf", "mxfp4 in gguf")
 CAPS = {"fp8 blocks": 4.2, "packed int4": 3, "gptq v2, act order": 10, "mxfp4": 2.5, "columns": 7}
+CAPS |= {"gguf": 3.5, "mxfp4 in gguf": 3}
 """MiB in which some experts of each layer stay."""
 QWEN3 = ("qwen3_moe", model_configs.qwen3(**SIZES))
 GPT_OSS = (
@@ -43,13 +43,24 @@ GPT_OSS = (
 )
 
 
+MIXES = {
+    "gguf": lambda name: "Q8_0" if "blk.2.ffn_down" in name else "Q4_1" if "blk.2." in name else "Q4_0",
+    "mxfp4 in gguf": lambda name: "MXFP4" if "_exps" in name else "Q8_0",
+    "bf16 in gguf": lambda name: "BF16" if "_exps" in name else "Q8_0",
+}
+"""Types of a GGUF file's tensors, of which one layer is another than the others."""
+
+
 class Written(dict[str, Path]):
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def __missing__(self, form: str) -> Path:
-        kind = GPT_OSS if form in ("mxfp4", "columns") else QWEN3
+        kind = GPT_OSS if "mxfp4" in form or form == "columns" else QWEN3
         source = tiny_models.save(tiny_models.build(*kind), self.root / f"source of {form}", torch.bfloat16)
+        if form in MIXES:
+            self[form], _ = gguf_files.write(source, self.root / form, MIXES[form])
+            return self[form]
         columns = form == "columns"
         self[form] = source if columns else quantizers.quantize(source, self.root / form, FORMATS[form])[0]
         return self[form]
@@ -79,7 +90,7 @@ def test_what_is_planned_is_what_a_worker_takes(written: Written, form: str) -> 
     assert offload is not None and 0 < offload.static_experts < 16
     loaded, layout = offloaded.load(found.worker, offload, None)
     assert found.model.expert_bytes == layout.expert_bytes
-    if form not in ("columns", "gptq v2, act order"):  # these are counted as all of one type
+    if form != "columns":  # these are counted as all of one type
         assert found.model.other == pytest.approx(loaded.model.num_bytes)
     assert found.model.other >= 0.9 * loaded.model.num_bytes
     memory = StreamedConverted.memory_for(
@@ -99,10 +110,10 @@ def test_the_bytes_of_the_files_are_read(written: Written, form: str) -> None:
     model, layout = of_checkpoint(path, "x", kernels), registry.expert_layout(path, kernels)
     headers = Headers(path)
     places = headers.every().items()
-    every = sum(place.size for name, place in places if name.startswith("model.layers.1.mlp.experts."))
-    assert model.read == every / layout.num_experts
-    assert model.conversion == ("columns" if form == "columns" else layout.dtype)
-    assert (model.quantized in QUANTIZED) == (form not in ("columns", "gptq v2, act order"))
+    every = sum(place.size for name, place in places if ".mlp.experts." in name)
+    assert model.read == every / layout.num_experts / len(layout.layers)
+    assert model.conversion == ("columns" if form == "columns" else layout.largest)
+    assert model.quantized == (None if form == "columns" else layout.largest)
 
 
 def loads(model: Any, hardware: Any, experts: int) -> float:
@@ -189,11 +200,14 @@ def test_on_a_gpu_it_is_planned_in_bf16(written: Written) -> None:
     assert len(found.assumed) == 1 and "On a GPU --fast-memory refuses those in columns" in found.assumed[0]
 
 
-@pytest.mark.parametrize("form", ["fp8 blocks", "packed int4", "mxfp4"])
+@pytest.mark.parametrize(
+    "form", ["fp8 blocks", "packed int4", "mxfp4", "awq", "gptq v2, act order", "int8 rows"]
+)
 def test_a_config_alone_is_planned_too(written: Written, form: str) -> None:
+    """It counts the bytes that the format has in files, and not those in memory."""
     alone, whole = (find_model(str(written[form] / name)) for name in ("config.json", ""))
-    assert (alone.quantized, alone.expert_bytes) == (whole.quantized, whole.expert_bytes)
-    assert alone.read is None and whole.read is not None
+    assert alone.expert_bytes == whole.expert_bytes
+    assert alone.read == pytest.approx(whole.read, rel=0.04) and alone.read < alone.expert_bytes
     assert alone.staging == pytest.approx(whole.staging, rel=0.6)
 
 
@@ -204,3 +218,12 @@ def test_memory_of_a_worker_is_that_of_the_files(written: Written) -> None:
     layout = registry.expert_layout(path, table.pick("cpu"))
     assert outside == load_model(ModelConfig(str(path)), elsewhere=layout).model.num_bytes
     assert outside < 4 * of_checkpoint(path, "x", table.pick("cpu")).other / GIB * GIB
+
+
+def test_experts_in_bf16_among_quantised_matrices(written: Written) -> None:
+    path, kernels = written["bf16 in gguf"], table.pick("cpu")
+    model, layout = of_checkpoint(path, "x", kernels), registry.expert_layout(path, kernels)
+    assert (layout.dtype, model.conversion) == ("bfloat16", None)
+    assert model.expert_bytes == layout.expert_bytes
+    assert model.other == pytest.approx(registry.bytes_outside_experts(path, kernels))
+    assert assumed(model, HARDWARE) == []

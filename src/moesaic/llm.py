@@ -60,8 +60,8 @@ class _Batch:
 class LLM:
     """A model in this process.
 
-    model: a Hugging Face directory, a GGUF file, a hub id, or `demo`. seed: determines the seeds of requests
-    without one.
+    model: a Hugging Face directory, a GGUF file, a hub id, a GGUF file on a hub such as `org/name:Q4_K_M`, or
+    `demo`. seed: determines the seeds of requests without one.
     settings: the flags of `moesaic serve` in Python's spelling, such as max_model_len=2048 or
     max_num_seqs=8. Raises ConfigError for an unknown setting or a value that is not allowed.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.commands.test_doctor_model import a_machine, examined, machine
 from tests.models.test_gguf import MIXES, WIDE
-from tests.support import gguf_files, tiny_models
+from tests.support import gguf_files, model_configs, tiny_models
 
 from moesaic import cli
 from moesaic.config import ModelConfig
@@ -49,13 +49,17 @@ def test_a_file_and_its_directory(
     assert examined(capsys, tmp_path / "link", "--hardware", machine)["model_type"] == "qwen3_moe"
 
 
-def test_a_model_that_does_not_fit(file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    small = a_machine(tmp_path / "small.toml", memory=0.0001)
-    found = examined(capsys, file, "--hardware", small, code=1)
-    assert found["command"] is None
-    assert found["problems"] == [
-        f"--fast-memory: got {file}, a GGUF file; allowed: a directory with safetensors"
-    ]
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_is_streamed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_hidden_layers": 4}
+    model = tiny_models.build("qwen3_moe", model_configs.qwen3(**sizes))
+    source = tiny_models.save(model, tmp_path / "source")
+    file, _ = gguf_files.write(source, tmp_path / "made", MIXES[MIX][1])
+    found = examined(capsys, file, "--hardware", a_machine(tmp_path / "m.toml", memory=21 / 1024))
+    assert found["problems"] == [] and "--fast-memory" in found["command"]
+    assert found["streamed"]["tokens_per_second"] > 0
+    tiny = a_machine(tmp_path / "small.toml", memory=0.0001)
+    assert examined(capsys, file, "--hardware", tiny, code=1)["command"] is None
 
 
 def test_what_is_not_supported(file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

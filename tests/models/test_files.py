@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import subprocess
@@ -9,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support import gguf_files, model_configs, tiny_models
 from tests.support.fake_hub import hub
 
 import moesaic
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.models import files
+from moesaic.models.gguf import hub as hub_files
 
 SCRIPT = """
 import sys
@@ -75,15 +78,46 @@ def test_what_a_hub_lacks_is_told_in_one_line(repository: Path, tmp_path: Path) 
         assert said == f"refused: model: '{REPOSITORY}' has no revision 'v9' on the hub"
         (repository / "config.json").unlink()
         said = resolve(endpoint, tmp_path / "home", REPOSITORY)
-        assert said.endswith("no config.json in this repository")
+        assert "no config.json in this repository" in said
         assert "\n" not in said
 
 
 @pytest.mark.slow
+def test_a_gguf_file_of_a_hub_is_named_by_its_type(repository: Path, tmp_path: Path) -> None:
+    """Alone or split, and only its own files are downloaded. A file in the cache needs no hub."""
+    source = tiny_models.save(tiny_models.build(*model_configs.CASES["qwen3"]), tmp_path / "source")
+    whole, _ = gguf_files.write(source, tmp_path / "whole")
+    first, _ = gguf_files.write(source, tmp_path / "split", files=2)
+    for name in ("Tiny-Q4_K_M.gguf", "Tiny-IQ4_K_M.gguf", "mmproj-Q4_K_M.gguf", "Tiny-Q4_K_M-imatrix.dat"):
+        (repository / name).write_bytes(whole.read_bytes())
+    for part in (1, 2):
+        file = first.parent / f"model-0000{part}-of-00002.gguf"
+        (repository / f"Tiny-BF16-0000{part}-of-00002.gguf").write_bytes(file.read_bytes())
+    home, model = tmp_path / "home", f"{REPOSITORY}:q4_k_m"
+    with hub(REPOSITORY, repository) as (endpoint, _):
+        found = Path(resolve(endpoint, home, model))
+        assert [found.name] == [file.name for file in found.parent.iterdir()] == ["Tiny-Q4_K_M.gguf"]
+        split = Path(resolve(endpoint, home, f"{REPOSITORY}:BF16"))
+        assert split.name == "Tiny-BF16-00001-of-00002.gguf" and len(list(split.parent.iterdir())) == 3
+        assert resolve(endpoint, home, f"{REPOSITORY}:Tiny-IQ4_K_M.gguf").endswith("/Tiny-IQ4_K_M.gguf")
+        for wrong in ("Q8_0", "Q4_K", "model.gguf", "Tiny"):
+            said = resolve(endpoint, home, f"{REPOSITORY}:{wrong}")
+            assert said.startswith(
+                f"refused: model: got '{REPOSITORY}:{wrong}'; allowed: one of its files: Tiny-"
+            )
+            assert "mmproj" not in said and "00002-of" not in said and "\n" not in said
+        (repository / "config.json").unlink()
+        assert f"name a file as {REPOSITORY}:Q4_K_M" in resolve(endpoint, tmp_path / "other", REPOSITORY)
+        assert "has no revision 'v9'" in resolve(endpoint, home, model, "v9")
+    assert resolve(endpoint, home, model) == resolve(endpoint, home, model, HF_HUB_OFFLINE="1") == str(found)
+    assert files.read_config(found)["model_type"] == "qwen3_moe"
+
+
+@pytest.mark.parametrize("name", [REPOSITORY, f"{REPOSITORY}:Q4_K_M"])
 @pytest.mark.parametrize("offline", ["0", "1"])
-def test_no_network_is_told_in_one_line(offline: str, tmp_path: Path) -> None:
-    said = resolve("http://127.0.0.1:9", tmp_path / "home", REPOSITORY, HF_HUB_OFFLINE=offline)
-    assert said == f"refused: model: '{REPOSITORY}' is not in the local cache and the hub is out of reach"
+def test_no_network_is_told_in_one_line(offline: str, name: str, tmp_path: Path) -> None:
+    said = resolve("http://127.0.0.1:9", tmp_path / "home", name, HF_HUB_OFFLINE=offline)
+    assert said == f"refused: model: '{name}' is not in the local cache and the hub is out of reach"
 
 
 def test_a_directory_is_itself_and_has_no_revisions(repository: Path) -> None:
@@ -156,3 +190,7 @@ def test_sampling_defaults_are_taken_unless_the_model_is_greedy(tmp_path: Path) 
     assert files.generation_defaults(write(tmp_path, {}, {"top_k": 5})).sampling == {"top_k": 5}
     greedy = files.generation_defaults(write(tmp_path, {}, {**said, "do_sample": False, "eos_token_id": 1}))
     assert (greedy.sampling, greedy.eos_token_ids) == ({}, (1,))
+
+
+def test_examples() -> None:
+    assert doctest.testmod(hub_files).failed == 0

@@ -179,13 +179,16 @@ def test_older_files_have_the_latent_s_projection_in_one_piece(
 def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_path: Path, mix: str) -> None:
     file, _ = mixed(sources, tmp_path, mix)
     experts = registry.load(file, kernels).experts
-    found = [experts[layer].packed if experts[layer].packed_numbers else None for layer in (0, 1)]
+    found = [
+        experts[layer].packed if experts[layer].packed_numbers else experts[layer].of(0)[0].dtype
+        for layer in (0, 1)
+    ]
     assert (
         found
         == {
             "as Q4_K_M": ["int4_offset+int8_16", "int4_offset"],
             "MXFP4": ["mxfp4", "mxfp4"],
-            "experts in BF16": [None, None],
+            "experts in BF16": [torch.bfloat16 if torch.bfloat16 in kernels.stored else torch.float32] * 2,
         }[mix]
     )
 
@@ -215,7 +218,8 @@ def test_deepseek_v3_has_groups_that_early_files_do_not_name(
     experts: int, told: dict[int, int], wanted: tuple[int, int]
 ) -> None:
     keys: dict[str, Any] = {
-        "attention.key_length": 192, "attention.value_length": 128, "attention.kv_lora_rank": 512,
+        "attention.head_count": 128, "attention.key_length": 192, "attention.value_length": 128,
+        "attention.kv_lora_rank": 512,
         "rope.dimension_count": 64, "expert_gating_func": 2, "expert_count": experts,
         "expert_feed_forward_length": 8, "feed_forward_length": 8,
     }  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from tests.support import gguf_files, model_configs, tiny_models
 
-from moesaic.commands import compress, plan, verify
+from moesaic.commands import compress
 from moesaic.commands.options import Compress
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.kernels import table
@@ -180,16 +180,12 @@ def test_files_that_are_missing_or_too_many(made: bytes, tmp_path: Path) -> None
     assert resolve(str(tmp_path / "folder.gguf")) == tmp_path / "folder.gguf" / "model.gguf"
 
 
-def test_commands_that_do_not_read_gguf_say_so(made: bytes, tmp_path: Path) -> None:
+def test_compress_does_not_read_gguf_and_says_so(made: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(made)
     says = re.escape(f"got {file}, a GGUF file; allowed: a directory with safetensors")
     with pytest.raises(ConfigError, match=f"compress: {says}"):
         compress.run(Compress(str(file), tmp_path / "to"), False)
-    with pytest.raises(ConfigError, match=f"plan: {says}"):
-        plan.find_model(str(file))
-    with pytest.raises(ConfigError, match=f"verify: {says}"):
-        verify.run(verify.Verify(str(file)), False)
 
 
 def test_experts_of_a_layer_with_several_types(tmp_path: Path) -> None:

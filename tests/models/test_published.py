@@ -711,9 +711,39 @@ QWEN3_5_35B_A3B = {
 }
 
 
+DBRX: dict[str, Any] = {
+    "architectures": ["DbrxForCausalLM"],
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
+    "auto_map": {"AutoConfig": "configuration_dbrx.DbrxConfig", "AutoModelForCausalLM": "x.DbrxForCausalLM"},
+    "d_model": 6144,
+    "emb_pdrop": 0.0,
+    "ffn_config": {
+        "ffn_hidden_size": 10752,
+        "model_type": "",
+        "moe_jitter_eps": 0,
+        "moe_loss_weight": 0.05,
+        "moe_num_experts": 16,
+        "moe_top_k": 4,
+    },
+    "initializer_range": 0.02,
+    "max_seq_len": 32768,
+    "model_type": "dbrx",
+    "n_heads": 48,
+    "n_layers": 40,
+    "output_router_logits": False,
+    "resid_pdrop": 0.0,
+    "router_aux_loss_coef": 0.05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "layers", "experts", "context", "kv_numbers"),
     [
+        (DBRX, 40, 16, 32768, 2 * 8 * 128),
         (GPT_OSS_20B, 24, 32, 131072, 2 * 8 * 64),
         (MIXTRAL_8X7B, 32, 8, 32768, 2 * 8 * 128),
         (MIXTRAL_8X22B, 56, 8, 65536, 2 * 8 * 128),
@@ -745,6 +775,7 @@ QWEN3_5_35B_A3B = {
         (QWEN3_5_35B_A3B, 40, 256, 262144, 2 * 2 * 256),
     ],
     ids=[
+        "dbrx",
         "gpt-oss-20b",
         "mixtral-8x7b",
         "mixtral-8x22b",

@@ -118,6 +118,61 @@ def test_a_part_of_the_matrices_may_be_left_as_it_is(sources: dict[str, Path], t
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_static_scales_of_activations_are_skipped_only_where_the_config_names_them(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    quantised, plain = made(sources, "qwen3", "fp8 matrix, static", tmp_path)
+    tokens = tiny_models.prompt(20, model_configs.VOCAB)
+    wanted = Driver(registry.load(plain, kernels)).prefill(tokens)
+    groups = json.loads(json.dumps(FORMATS["fp8 matrix"].config))
+    for static in (FORMATS["fp8 matrix, static"].config, groups):
+        groups["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": False}
+        tiny_models.edit(quantised, quantization_config=static)
+        assert torch.allclose(Driver(registry.load(quantised, kernels)).prefill(tokens), wanted, atol=1e-4)
+    tiny_models.edit(quantised, quantization_config=FORMATS["fp8 matrix"].config)
+    with pytest.raises(CheckpointError, match=r"tensor .*\.input_scale is not expected by this model"):
+        registry.load(quantised, kernels)
+
+
+def test_one_matrix_of_a_shared_expert_may_be_left_as_it_is(sources: dict[str, Path], tmp_path: Path) -> None:
+    quantised, plain = made(sources, "deepseek3", "fp8 blocks", tmp_path, r".*shared_experts\.down_proj.*")
+    tokens = tiny_models.prompt(20, model_configs.VOCAB)
+    wanted = tiny_models.reference_logits(theirs("deepseek3", plain), tokens)
+    logits = Driver(registry.load(quantised, kernels)).prefill(tokens)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.bfloat16 not in kernels.stored, reason="these kernels keep no bf16")
+def test_dense_matrices_stay_in_bf16_if_that_loses_nothing(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Where the scales are powers of two, and the config says so."""
+    quantised, plain = quantizers.quantize(sources["deepseek3"], tmp_path, quantizers.POWERS)
+    tokens = tiny_models.prompt(40, model_configs.VOCAB)
+    reference, loaded = theirs("deepseek3", plain), registry.load(quantised, kernels)
+
+    def types(model: Any) -> set[torch.dtype]:
+        shared = model.blocks[1].dense_part
+        return {model.blocks[0].attention_part.out.weight.dtype, shared.gate.dtype, shared.down.dtype}
+
+    assert types(loaded) == {torch.bfloat16}
+    outside = sum(one.nbytes for one in loaded._tensors()) - sum(
+        one.nbytes for weights in loaded.experts.values() for e in weights.held for one in weights.of(e)
+    )
+    assert registry.bytes_outside_experts(quantised, kernels) == outside
+    logits = Driver(loaded).prefill(tokens)
+    torch.testing.assert_close(logits, tiny_models.reference_logits(reference, tokens), rtol=1e-4, atol=1e-4)
+    assert Driver(loaded).greedy(tokens, 24) == tiny_models.reference_greedy(reference, tokens, 24)
+    told = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    tiny_models.edit(quantised, quantization_config=told)
+    assert types(registry.load(quantised, kernels)) == {torch.float32}
+    tensors = load_file(quantised / "model.safetensors")
+    for name, one in tensors.items():
+        if name.endswith("_scale_inv"):
+            one *= 1.1
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    tiny_models.edit(quantised, quantization_config=quantizers.POWERS.config)
+    assert types(registry.load(quantised, kernels)) == {torch.float32}
+
+
 @pytest.mark.parametrize(("name", "form"), [("qwen3", "packed int4"), ("gpt-oss", "mxfp4")])
 def test_digests_cover_every_tensor_of_an_expert(
     sources: dict[str, Path], tmp_path: Path, name: str, form: str

@@ -26,6 +26,7 @@ NO_ROPE = {"rope_parameters": None}
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint of each model_type."""
     makers: dict[str, Any] = {
+        "dbrx": model_configs.dbrx,
         "deepseek_v3": model_configs.deepseek3,
         "glm4_moe": model_configs.glm4,
         "glm4_moe_lite": model_configs.glm4_lite,

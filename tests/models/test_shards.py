@@ -55,6 +55,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-lite": model_configs.CASES["deepseek-lite"],
     "deepseek-full": model_configs.CASES["deepseek-full"],
     "deepseek3": model_configs.CASES["deepseek3"],
+    "dbrx": ("dbrx", model_configs.dbrx(n_heads=8)),
     "gpt-oss": ("gpt_oss", model_configs.gpt_oss(num_attention_heads=8, num_key_value_heads=2)),
     "glm4": (
         "glm4_moe",

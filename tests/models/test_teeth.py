@@ -29,7 +29,18 @@ FULL, DEEPSEEK3, GLM4_LITE, GPT_OSS = (
     for name in ("deepseek-full", "deepseek3-full", "glm4-lite-layers-groups-yarn", "gpt-oss")
 )
 
+DBRX = model_configs.CASES["dbrx"][1]
+
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "clipped queries, keys and values of dbrx": (
+        "dbrx",
+        {"attn_config": {**DBRX["attn_config"], "clip_qkv": None}},
+    ),
+    "normalisation of dbrx": (
+        "dbrx",
+        {"ffn_config": {**DBRX["ffn_config"], "moe_normalize_expert_weights": None}},
+    ),
+    "theta of dbrx": ("dbrx", {"attn_config": {"kv_n_heads": 2, "clip_qkv": 1.2}, "rope_parameters": PLAIN}),
     "yarn": ("qwen3-odd-heads-yarn", {"rope_parameters": PLAIN}),
     "yarn of latent attention": ("deepseek-lite-yarn", {"rope_parameters": PLAIN}),
     "yarn's original length": (
@@ -227,7 +238,20 @@ def gating(**changes: Any) -> Any:
     return lambda router: router and replace(router, gating=replace(router.gating, **changes))
 
 
+class Unchanged:
+    """Stands for a norm's centring."""
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+def test_means_before_the_final_norm_matter(intact: Intact) -> None:
+    path, wanted = intact("dbrx")
+    check_differs(replace(registry.load(path, REFERENCE), centring=None), wanted)
+
+
 WEIGHTS = {
+    "means before the norms of a layer": ("dbrx", {"centring": lambda _: Unchanged()}),
     "query norm": ("qwen3", {"query_norm": nothing}),
     "key norm": ("qwen3", {"key_norm": nothing}),
     "query bias": ("qwen3-bias-dense-layers", {"query": no_bias}),

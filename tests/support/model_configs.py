@@ -96,6 +96,19 @@ def olmoe(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def dbrx(
+    ffn: dict[str, Any] | None = None, attention: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    experts = {"ffn_hidden_size": 20, "moe_num_experts": 6, "moe_top_k": 3, **(ffn or {})}
+    attention = {"kv_n_heads": 2, "clip_qkv": 1.2, "rope_theta": 5e4, **(attention or {})}
+    base = {
+        "vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 192,
+        "ffn_config": experts, "attn_config": attention,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}, "eos_token_id": None,
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def glm4_lite(**options: Any) -> dict[str, Any]:
     base = deepseek(num_key_value_heads=options.get("num_attention_heads", 4), q_lora_rank=20, **options)
     del base["first_k_dense_replace"]  # mlp_layer_types says it
@@ -204,6 +217,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral-linear": (
         "mixtral", mixtral(rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}),
+    ),
+    "dbrx": ("dbrx", dbrx()),
+    "dbrx-odd-heads-k1-plain": (
+        "dbrx",
+        dbrx(
+            {"moe_normalize_expert_weights": None, "moe_top_k": 1}, {"clip_qkv": 8, "kv_n_heads": 5},
+            d_model=40, n_heads=5,
+        ),
     ),
     "qwen3": ("qwen3_moe", qwen3()),
     "qwen3-k8-plain": (

@@ -84,6 +84,19 @@ def fp8_blocks(rows: int) -> Quantizer:
     return write
 
 
+def fp8_powers(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Blocks of 128 x 128 whose scales are powers of two, as the checkpoints of DeepSeek-V3.1 have them."""
+    codes, plain = torch.zeros_like(matrix, dtype=torch.float8_e4m3fn), torch.zeros_like(matrix)
+    scales = torch.zeros(-(-matrix.shape[0] // 128), -(-matrix.shape[1] // 128))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128)
+            scales[i, j] = 2.0 ** torch.ceil(torch.log2(matrix[block].abs().max() / 448))
+            codes[block] = (matrix[block] / scales[i, j]).to(torch.float8_e4m3fn)
+            plain[block] = codes[block].float() * scales[i, j]
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, plain
+
+
 def fp8_rows(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     scales = matrix.abs().amax(1, keepdim=True) / 448
     codes = (matrix / scales).to(torch.float8_e4m3fn)
@@ -94,6 +107,16 @@ def fp8_matrix(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     scale = (matrix.abs().max() / 448).reshape(1)
     codes = (matrix / scale).to(torch.float8_e4m3fn)
     return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
+
+
+def with_static_scales(write: Quantizer) -> Quantizer:
+    """Also writes a scale of the matrix's inputs, which a program that dequantises does not need."""
+
+    def both(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, plain = write(name, matrix)
+        return {**tensors, f"{name}.input_scale": torch.tensor(0.37)}, plain
+
+    return both
 
 
 def rounded(
@@ -244,6 +267,10 @@ FORMATS = {
     ),
     "fp8 rows": Format(fp8_rows, compressed_tensors("float-quantized", type="float")),
     "fp8 matrix": Format(fp8_matrix, compressed_tensors("float-quantized", type="float", strategy="tensor")),
+    "fp8 matrix, static": Format(
+        with_static_scales(fp8_matrix),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    ),
     "int8 rows": Format(int8_rows(True), compressed_tensors("int-quantized")),
     "int8 rows, zero points": Format(int8_rows(False), compressed_tensors("int-quantized", symmetric=False)),
     "packed int4": Format(
@@ -267,8 +294,10 @@ FORMATS = {
 MXFP4 = Format(
     mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, columns=True
 )
+POWERS = Format(fp8_powers, {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"})
 STORED = {
-    "fp8 blocks": "fp8", "fp8 rows": "fp8", "fp8 matrix": "fp8", "int8 rows": "int8",
+    "fp8 blocks": "fp8", "fp8 rows": "fp8", "fp8 matrix": "fp8", "fp8 matrix, static": "fp8",
+    "int8 rows": "int8",
     "int8 rows, zero points": "int8_offset", "packed int4": "int4", "packed int4, zero points": "int4_offset",
     "packed int8": "int8", "packed int8, zero points": "int8_offset", "gptq": "int4_offset",
     "gptq v2, act order": "float32", "awq": "int4_offset",

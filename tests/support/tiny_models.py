@@ -24,6 +24,7 @@ KINDS = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "dbrx": (transformers.DbrxConfig, transformers.DbrxForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
@@ -54,7 +55,8 @@ def build(kind: str, options: dict[str, Any], seed: int = 0, spread: float = 0.2
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1.0 + 0.2 * noise if "norm" in name else spread * noise)
+            norm = "norm" in name and parameter.dim() == 1
+            parameter.copy_(1.0 + 0.2 * noise if norm else spread * noise)
         for bias in corrections(model):
             bias.copy_(spread * torch.randn(bias.shape, generator=generator) - 0.4)
     return model

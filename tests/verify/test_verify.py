@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.test_gguf import FAMILIES, MIXES, WIDE, slow_but
 from tests.models.test_quantized import CASES, FOR_EACH, FORMATS
-from tests.support import model_configs, quantizers, tiny_models
+from tests.support import gguf_files, model_configs, quantizers, tiny_models
 
 from moesaic import cli
 from moesaic.kernels import table
@@ -342,6 +343,23 @@ def test_transformers_reads_mxfp4_itself(
     swapped = {"gate_proj": mxfp4.WHERE["up_proj"], "up_proj": mxfp4.WHERE["gate_proj"]}
     monkeypatch.setattr(mxfp4, "WHERE", mxfp4.WHERE | swapped)
     assert verified(path).first == "layer 0"
+
+
+@pytest.mark.parametrize("family", slow_but(("qwen2",), FAMILIES))
+def test_gguf_files_of_every_family_are_equal(family: str, tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.build(*FAMILIES[family]), tmp_path / "source")
+    assert_equal(gguf_files.write(source, tmp_path / "made")[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", ["as Q4_K_M", "latent, as Q4_K_M", "MXFP4", "experts in BF16"])
+def test_quantised_gguf_files_are_equal(mix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, kinds = MIXES[mix]
+    source = tiny_models.save(tiny_models.build(*WIDE[name]), tmp_path / "source")
+    file = gguf_files.write(source, tmp_path / "made", kinds)[0]
+    assert_equal(file)
+    assert cli.main(["verify", str(file), *WORDS]) == 0
+    assert "is quantised, or a GGUF file. transformers computed in float32" in capsys.readouterr().out
 
 
 @pytest.mark.slow

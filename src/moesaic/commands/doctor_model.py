@@ -260,7 +260,9 @@ def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: Found) -> Mode
                 return replace(plain, conversion="columns", read=model.read, staging=staging)
             if model.conversion is not None:
                 return replace(model, computed=ROW_BYTES)
-    return converted(sizes, loaded) if loaded in QUANTIZED else in_format(sizes, loaded, gpu=False)
+    return (
+        converted(sizes, loaded, found.read()) if loaded in QUANTIZED else in_format(sizes, loaded, gpu=False)
+    )
 
 
 def _too_large(

@@ -16,11 +16,13 @@ from moesaic.commands.options import MeasureHardware
 from moesaic.commands.progress import progress
 from moesaic.config import Device, ModelConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from moesaic.core.stored import COMPRESSED
+from moesaic.core.stored import COMPRESSED, is_packed
 from moesaic.cost.hardware import Hardware
 from moesaic.hardware import cuda, file
 from moesaic.hardware.measure import FULL, SHORT, Converting, Effort, Measuring
-from moesaic.planning.sizes import by_config, has_weights
+from moesaic.kernels import table
+from moesaic.models.files import gguf_at, is_gguf
+from moesaic.planning.sizes import by_config, has_weights, of_checkpoint
 from moesaic.runtime import offloaded
 
 
@@ -49,9 +51,9 @@ def now(model: str, device: Device = "auto") -> Hardware:
     Raises ConfigError for a disk that cannot be measured.
     """
     path = Path(model).expanduser()
-    folder = path if path.is_dir() else path.parent
+    path = path if path.is_dir() or is_gguf(path) else path.parent
     try:
-        hardware = measure(MeasureHardware(path=folder, device=device), SHORT)
+        hardware = measure(MeasureHardware(path=path, device=device), SHORT)
     except ConfigError as error:
         how = "choose a disk with moesaic hardware measure --path"
         raise ConfigError(f"--hardware this: {error}; {how}") from error
@@ -69,27 +71,29 @@ def measure(options: MeasureHardware, effort: Effort) -> Hardware:
     if options.device == "cuda" and device is None:
         raise ConfigError.field("--device", "cuda", "auto, cpu: torch sees no GPU")
     path = options.path.expanduser()
-    effort = _on_experts_of(path if path.is_dir() else path.parent, effort)
+    effort = _on_experts_of(path if path.is_dir() or is_gguf(path) else path.parent, effort)
     with progress(Console(stderr=True), time.monotonic, "figures/s") as show:
         measuring = Measuring(effort, show, options.threads)
         if device is not None:
             return measuring.gpu_over_ram(device, options.name or device.title)
-        return measuring.ram_over_disk(path, options.name or examine().cpu)
+        return measuring.ram_over_disk(path.parent if is_gguf(path) else path, options.name or examine().cpu)
 
 
-def _on_experts_of(folder: Path, effort: Effort) -> Effort:
-    """`effort` with matrix products of the sizes of the checkpoint in `folder`, if there is one."""
+def _on_experts_of(path: Path, effort: Effort) -> Effort:
+    """`effort` with matrix products of the sizes of the checkpoint at `path`, if there is one."""
     try:
-        model = by_config(
-            json_module.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder)
+        path = gguf_at(path) or path
+        model = (
+            of_checkpoint(path, str(path), table.pick("cpu"))
+            if is_gguf(path)
+            else by_config(json_module.loads((path / "config.json").read_text(encoding="utf-8")), str(path))
         )
     except (OSError, ValueError, MoesaicError):
         return effort
     packed = COMPRESSED if model.compressed else model.quantized
+    packed = packed if packed is not None and is_packed(packed) else None
     sizes = effort.products.of_experts(model.hidden, model.expert_width, round(model.top_k), packed)
     converting = None
     with contextlib.suppress(MoesaicError):  # a checkpoint that cannot be streamed
-        converting = (
-            offloaded.conversion(ModelConfig(str(folder), device="cpu")) if has_weights(folder) else None
-        )
+        converting = offloaded.conversion(ModelConfig(str(path), device="cpu")) if has_weights(path) else None
     return replace(effort, products=sizes, converting=None if converting is None else Converting(*converting))

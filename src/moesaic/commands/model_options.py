@@ -50,7 +50,7 @@ class Verify:
     """Compare a model with transformers, layer by layer."""
 
     model: str
-    """A Hugging Face directory, a hub id, or `demo`."""
+    """A Hugging Face directory, a GGUF file, a hub id, or `demo`."""
     _: KW_ONLY
     revision: str | None = None
     """Branch, tag or commit of a hub id."""

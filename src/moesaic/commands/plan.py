@@ -22,7 +22,7 @@ from moesaic.cost.machines import MACHINES
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.kernels import table
-from moesaic.models.files import refuse_gguf
+from moesaic.models.files import gguf_at, is_gguf
 from moesaic.papers import report as papers
 from moesaic.planning.sizes import by_config, has_weights, in_format, of_checkpoint
 from moesaic.policy.offloading import advice, planner
@@ -101,19 +101,23 @@ def _measured_now(options: Plan) -> Hardware | None:
 
 
 def find_model(name: str) -> ModelSizes:
-    """The sizes of a model: a known name, `demo`, a checkpoint's directory, or a config.json.
+    """The sizes of a model: a known name, `demo`, a checkpoint's directory, a GGUF file, or a
+    config.json.
 
     Raises ConfigError if there is no such model.
     """
     if name in KNOWN:
         return KNOWN[name]
     path = Path(moesaic.__file__).parent / "demo" if name == "demo" else Path(name).expanduser()
-    refuse_gguf(path, "plan")
+    if path.is_dir() or is_gguf(path):
+        path = gguf_at(path) or path
+    if is_gguf(path):
+        return of_checkpoint(path, name, table.pick("cpu"))
     file = path / "config.json" if path.is_dir() else path
     try:
         raw: Any = json_module.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        allowed = f"a directory with config.json, a config.json, {', '.join(KNOWN)}"
+        allowed = f"a directory with config.json, a config.json, a GGUF file, {', '.join(KNOWN)}"
         raise ConfigError.field("model", name, allowed) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not a JSON file: {error}") from error

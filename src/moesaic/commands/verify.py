@@ -20,8 +20,8 @@ from moesaic.tokenizer import Tokenizer
 from moesaic.verify.compare import Verdict, verify
 
 DEQUANTISED = {
-    "moesaic": "The checkpoint is quantised. transformers computed in float32 with the numbers that moesaic "
-    "read in its files, so a mistake in reading them is not found.",
+    "moesaic": "The checkpoint is quantised, or a GGUF file. transformers computed in float32 with the "
+    "numbers that moesaic read in its files, so a mistake in reading them is not found.",
     "transformers": "The checkpoint is quantised. transformers dequantised its experts itself.",
 }
 """By who read the numbers: what is compared with what."""
@@ -34,7 +34,6 @@ def run(options: Verify, as_json: bool) -> int:
     that it does not have.
     """
     path = files.resolve(options.model, options.revision)
-    files.refuse_gguf(path, "verify")
     tokens = list(options.prompt_tokens) or _tokens(path, options.prompt or PROMPT)
     kernels = table.pick("cpu", options.kernels)
     kernels.set_threads(options.threads or cores(), False)
@@ -42,7 +41,7 @@ def run(options: Verify, as_json: bool) -> int:
     with progress(Console(stderr=True), time.monotonic, "parts/s") as show:
         verdict = verify(path, kernels, tokens, options.tolerance, show)
     seconds = time.monotonic() - begun
-    stored = registry.quantised_type(files.read_json(path / "config.json"))
+    stored = registry.quantised_type(files.read_config(path))
     dequantised = None if stored is None else options.against if stored == "mxfp4" else "moesaic"
     if as_json:
         record = _record(options, tokens, kernels.name, verdict, seconds)

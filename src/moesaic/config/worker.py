@@ -32,7 +32,8 @@ class ModelConfig:
     """Which model is computed, and how."""
 
     model: str
-    """A Hugging Face directory, a GGUF file, a hub id, or `demo`, the checkpoint inside the package."""
+    """A Hugging Face directory, a GGUF file, a hub id, a GGUF file on a hub such as `org/name:Q4_K_M`, or
+    `demo`, the checkpoint inside the package."""
     _: KW_ONLY
     revision: str | None = None
     """Branch, tag or commit of a hub id."""

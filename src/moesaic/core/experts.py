@@ -33,9 +33,13 @@ class Activation:
 
 
 SILU = Activation()
-ROWS, BIASED_ROWS, COLUMNS = "rows", "biased rows", "columns"
+ROWS, BIASED_ROWS, COLUMNS, DOWN_COLUMNS = "rows", "biased rows", "columns", "down in columns"
 """How a checkpoint stores an expert: see `ExpertLayout.form`."""
-PARTS = {ROWS: 3, BIASED_ROWS: 6, COLUMNS: 6}
+BIASED = (BIASED_ROWS, COLUMNS)
+"""The forms with biases."""
+TURNED = (COLUMNS, DOWN_COLUMNS)
+"""The forms with matrices in columns, which become rows when they are loaded."""
+PARTS = {ROWS: 3, BIASED_ROWS: 6, COLUMNS: 6, DOWN_COLUMNS: 3}
 """How many tensors an expert has in memory: gate, up and down, then their biases in the same order."""
 
 
@@ -74,7 +78,8 @@ class ExpertLayout:
     form: str = ROWS
     """ROWS: gate [w, h], up [w, h] and down [h, w], without biases. COLUMNS: gate and up in turn as the
     columns of one matrix [h, 2w], down as [w, h], and a bias for each of both (gpt-oss). BIASED_ROWS: the
-    matrices of ROWS and the biases of COLUMNS (gpt-oss in MXFP4)."""
+    matrices of ROWS and the biases of COLUMNS (gpt-oss in MXFP4). DOWN_COLUMNS: as ROWS, but down is [w, h]
+    (DBRX)."""
     activation: Activation = SILU
     others: dict[int, str] = field(default_factory=dict)
     """Layer -> the type of its experts, for layers where that is not `dtype`."""
@@ -96,13 +101,18 @@ class ExpertLayout:
     @property
     def parameters(self) -> int:
         """Number of weights in all routed experts."""
-        biases = self.hidden + 2 * self.width if self.form != ROWS else 0
+        biases = self.hidden + 2 * self.width if self.form in BIASED else 0
         return len(self.prefixes) * self.num_experts * (3 * self.hidden * self.width + biases)
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert, in the layer where experts are largest."""
-        return max(sum(self._bytes_of(dtype)) for dtype in self._types)
+        return sum(self.bytes_of(self.largest))
+
+    @property
+    def largest(self) -> str:
+        """The type of the layer where experts are largest."""
+        return max(sorted(self._types), key=lambda dtype: sum(self.bytes_of(dtype)))
 
     @property
     def matrix_bytes(self) -> tuple[int, ...]:
@@ -110,34 +120,38 @@ class ExpertLayout:
 
         Each is that of the layer where it is largest. Biases are float32.
         """
-        return tuple(map(max, zip(*map(self._bytes_of, self._types), strict=True)))
+        return tuple(map(max, zip(*map(self.bytes_of, self._types), strict=True)))
 
     @property
     def _types(self) -> set[str]:
         return {self.dtype, *self.others.values()}
 
-    def _bytes_of(self, dtype: str) -> tuple[int, ...]:
-        """As `matrix_bytes`, where experts have this type."""
+    def bytes_of(self, dtype: str) -> tuple[int, ...]:
+        """As `matrix_bytes`, of layers where experts have this type."""
         of_inner, of_down = of_matrices(dtype)
         inner = self.width * row_bytes(of_inner, self.hidden)
         matrices = inner, inner, self.hidden * row_bytes(of_down, self.width)
         biases = 4 * self.width, 4 * self.width, 4 * self.hidden
-        return matrices if self.form == ROWS else matrices + biases
+        return matrices + biases if self.form in BIASED else matrices
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all routed experts."""
-        each = (sum(self._bytes_of(self.dtype_of(layer))) for layer in self.prefixes)
+        each = (sum(self.bytes_of(self.dtype_of(layer))) for layer in self.prefixes)
         return self.num_experts * sum(each)
 
     def tensors(self, layer: int, expert: int) -> tuple[Stored, ...]:
         """Name and shape of what the checkpoint stores of an expert.
 
         ROWS: the gate [w, h], up [w, h] and down [h, w] matrices. COLUMNS: see `column_tensors`.
+        DOWN_COLUMNS: gate, up and down, [w, h] each.
         """
         prefix = f"{self.prefixes[layer]}.{expert}"
         if self.form == COLUMNS:
             return column_tensors(prefix, self.hidden, self.width)
+        if self.form == DOWN_COLUMNS:
+            words = self.gate, self.up, self.down
+            return tuple((f"{prefix}.{word}", self.width, self.hidden) for word in words)
         biases = column_tensors(prefix, self.hidden, self.width)[2:] if self.form == BIASED_ROWS else ()
         return (
             (f"{prefix}.{self.gate}.weight", self.width, self.hidden),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moesaic.core.stored import is_packed
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 
@@ -9,7 +10,8 @@ from moesaic.cost.sizes import ModelSizes
 def assumed(model: ModelSizes, hardware: Hardware) -> list[str]:
     """One sentence for each assumption about experts that are quantised or converted."""
     found, processor, kind = [], hardware.fast.processor, model.quantized
-    if kind is not None and processor is not None and kind not in dict(processor.packed):
+    packed = kind is not None and is_packed(kind)
+    if packed and processor is not None and kind not in dict(processor.packed):
         rates = "the roofline of their bytes: the machine's file has no rates of experts"
         if processor.experts:
             rates = f"the rates of unquantised ones: the machine's file has none of {kind} (fast.experts)"

@@ -220,7 +220,8 @@ class ModelSizes:
     compressed: bool = False
     """True: routed experts are stored in 12 bits a number, with a head for each block of their rows."""
     quantized: str | None = None
-    """Type of quantised routed experts: as `core.stored.of_expert`. None: they are not quantised."""
+    """Type of routed experts where others are quantised: as `core.stored.of_expert`. None: the type of all
+    other weights."""
     expert_biases: int = 0
     """Numbers of the biases of a routed expert, which are float32."""
     conversion: str | None = None

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import BIASED_ROWS, COLUMNS, PARTS, ROWS, ExpertLayout
+from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS, ExpertLayout
 from moesaic.core.stored import of_matrices
 from moesaic.experts.slots import Bytes, Slots
 from moesaic.kernels.compressed import decompress
-from moesaic.models.columns import as_rows, bias_rows
+from moesaic.models.columns import as_rows, bias_rows, turned
 from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
@@ -90,6 +90,8 @@ class Store:
         ]
         if self.layout.form == COLUMNS:
             parts = as_rows(parts, WIDTHS[stored], self.layout.width)
+        if self.layout.form == DOWN_COLUMNS:
+            parts = [*parts[:2], turned(parts[2], WIDTHS[stored], self.layout.width)]
         if self.layout.form == BIASED_ROWS:
             parts = [*parts[:3], *bias_rows(parts[3], self.layout.width), parts[4]]
         if self._slots is not None:

@@ -75,8 +75,12 @@ class Disk:
         return max(one.bandwidth for one in self.reads if one.repeated and one.readers == 1)
 
 
+WEIGHTS = (".safetensors", ".gguf")
+"""How names of files with weights end."""
+
+
 def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) -> Disk:
-    """Measure reading the file at `path`, or the largest *.safetensors of that directory.
+    """Measure reading the file at `path`, or the largest *.safetensors or *.gguf of that directory.
 
     If it has fewer than sizes.least bytes, or there is none, a file is written there and deleted at the
     end. limit: seconds for each figure. The first read and writing take up to four times as long. Raises
@@ -95,7 +99,8 @@ def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) ->
 
 def _to_read(path: Path, least: int) -> Path | None:
     if path.is_dir():
-        shards = [one for one in path.glob("*.safetensors") if one.stat().st_size >= least]
+        named = (one for ending in WEIGHTS for one in path.glob(f"*{ending}"))
+        shards = [one for one in named if one.stat().st_size >= least]
         return max(shards, key=lambda one: one.stat().st_size, default=None)
     if path.stat().st_size < least:
         raise ConfigError.field("--path", str(path), f"a directory, or a file of at least {least} bytes")

@@ -26,9 +26,9 @@ from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
 from moesaic.models.opened import Opened, Slice, opened, shards
 from moesaic.models.pages import PAGE, drop_pages
-from moesaic.models.quantization.parse import find, scheme_of
+from moesaic.models.quantization.parse import find, scheme_of, skipped_in
 from moesaic.models.quantization.scheme import Array, Matrix, Part, as_array
-from moesaic.models.wrapped import plain_names
+from moesaic.models.wrapped import IN_WRAPPED, as_stored, plain_names
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far, and total bytes of all files."""
@@ -53,6 +53,8 @@ class Checkpoint:
         self._shard = shards(path)
         self._claimed: set[str] = set()
         self._scheme = scheme_of(path)
+        self.skipped = skipped_in(path)
+        """Patterns of the names of tensors about activations, which are not read."""
         for shard in sorted(set(self._shard.values())):
             held = set(self._open(shard).keys())
             listed = {name for name, where in self._shard.items() if where == shard}
@@ -62,7 +64,7 @@ class Checkpoint:
         stored = plain_names(self._shard)
         self._shard = {name: self._shard[each] for name, each in stored.items()}
         self._stored_as = stored
-        self.wrapped = any(name != each for name, each in stored.items())
+        self.wrapped = any(name != each and each.startswith(IN_WRAPPED) for name, each in stored.items())
         """Whether these are files of a larger model with a text model in it."""
         self._bytes = sum(shard.stat().st_size for shard in self._files)
 
@@ -91,7 +93,7 @@ class Checkpoint:
             self.dtype(name)
         inside = self.inside(name)
         if inside is not None:
-            experts = [*found.get_shape(), 0][0]
+            experts = inside.experts(found.get_shape(), shape[0])
             name, shape = inside.tensor, inside.whole(experts, *shape)
         if found.get_dtype() == COMPRESSED_ROWS:
             if len(shape) != 2:
@@ -220,8 +222,7 @@ class Checkpoint:
         inside, matrix = self.inside(name), self.quantized(name, *shape)
         plain = name if inside is None else inside.tensor
         plain = plain if matrix is None else matrix.parts[0].tensor
-        rest = plain.removeprefix("model.")
-        return self._stored_as[plain].removesuffix(rest) + prefix.removeprefix("model.")
+        return as_stored(prefix, plain, self._stored_as[plain])
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors are equal. The pages read for the comparison are dropped."""
@@ -233,7 +234,7 @@ class Checkpoint:
 
     def unread(self, unused: tuple[str, ...] = ()) -> list[str]:
         """Returns tensors that were not claimed and that match none of the regular expressions `unused`."""
-        left = sorted(self.names - self._claimed)
+        left, unused = sorted(self.names - self._claimed), (*unused, *self.skipped)
         return [name for name in left if not any(re.fullmatch(pattern, name) for pattern in unused)]
 
     def refuse_unread(self, unused: tuple[str, ...] = ()) -> None:
@@ -262,7 +263,7 @@ class Checkpoint:
         inside = self.inside(name)
         if inside is None:
             return self._read(name)
-        return self._read(inside.tensor)[inside.expert, inside.rows(shape[0])]
+        return self._read(inside.tensor)[inside.index(shape[0])]
 
     def _read(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._open(self._shard[name]).get_tensor(self._stored_as[name])
@@ -324,7 +325,7 @@ class Listed(Claims):
         self.path = path
         self._shard = shards(path)
         self._claimed = set()
-        self._scheme = None  # the types of tensors are not known
+        self._scheme, self.skipped = None, ()  # the types of tensors are not known
 
     def claim(self, name: str, *shape: int) -> None:
         """As `Checkpoint.claim`, without the shape."""

@@ -35,6 +35,14 @@ def as_rows(parts: Sequence[Bytes], number: int, width: int) -> list[Bytes]:
     return [*matrices, *bias_rows(inner_bias, width), down_bias]
 
 
+def turned(matrix: Bytes, number: int, rows: int) -> Bytes:
+    """The bytes of a matrix [m, rows], from those of one [rows, m] with numbers of `number` bytes."""
+    stored = matrix.view(NUMBERS[number]).reshape(rows, -1)
+    found = np.empty(stored.shape[::-1], stored.dtype)
+    transpose(stored, found)
+    return found.reshape(-1).view(np.uint8)
+
+
 def bias_rows(inner_bias: Bytes, width: int) -> list[Bytes]:
     """The biases of gate and up [w], in bytes, from those of both in turn [2w]."""
     biases = inner_bias.view(np.uint32).reshape(width, 2)

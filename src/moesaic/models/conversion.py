@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moesaic.core.experts import COLUMNS, ExpertLayout
+from moesaic.core.errors import CheckpointError
+from moesaic.core.experts import ROWS, TURNED, ExpertLayout
 from moesaic.models.checkpoint import Claims
-from moesaic.models.headers import Headers
+from moesaic.models.gguf.scheme import Gguf
+from moesaic.models.headers import BYTES, Headers
+from moesaic.models.quantization.parse import parse
+from moesaic.models.quantization.scheme import FLOATS, Kinds
 from moesaic.models.quantization.scheme import scratch_of as scratch_of
 
 BLOCK = 4096
@@ -29,11 +35,23 @@ class Conversion:
 
 
 def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
-    """How the experts of `layout` are converted; None if the kernels read them as the files have them."""
-    tensors = layout.tensors(layout.layers[0], 0)
-    matrices = [] if layout.form == COLUMNS else [headers.quantized(*one) for one in tensors]
-    if layout.form != COLUMNS and matrices[0] is None:
+    """How the experts of `layout` are converted; None if the kernels read them as the files have them.
+
+    Layers may have experts of several types. Then `read` is a mean, and `name` the largest type in memory.
+    """
+    if layout.form == ROWS and headers.quantized(*layout.tensors(layout.layers[0], 0)[0]) is None:
         return None
+    of_types = {layout.dtype_of(layer): layer for layer in layout.layers}
+    sizes = {dtype: sizes_of(headers, layout, layer) for dtype, layer in of_types.items()}
+    read = sum(sizes[layout.dtype_of(layer)][0] for layer in layout.layers) // len(layout.layers)
+    name = "columns" if layout.form in TURNED else layout.largest
+    return Conversion(name, read, max(staging for _, staging in sizes.values()))
+
+
+def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, int]:
+    """`read` and `staging` of a conversion of the first expert of a layer."""
+    tensors = layout.tensors(layer, 0)
+    matrices = [] if layout.form in TURNED else [headers.quantized(*one) for one in tensors]
     places = set()
     for name, *shape in tensors:
         matrix = headers.quantized(name, *shape)
@@ -43,9 +61,37 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
             else {headers.own(part)[0] for part in matrix.parts}
         )
     read = sum(place.size for place in places)
-    scratch = max((one.scratch(layout.dtype) for one in matrices if one is not None), default=0)
-    name = "columns" if layout.form == COLUMNS else layout.dtype
-    return Conversion(name, read, read + 2 * BLOCK * len(places) + scratch)
+    stored = layout.dtype_of(layer)
+    scratch = max((one.scratch(stored) for one in matrices if one is not None), default=0)
+    return read, read + 2 * BLOCK * len(places) + scratch
+
+
+def read_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> int | None:
+    """Bytes that files have of an expert, by a parsed config.json alone. Scales count as two bytes.
+
+    None: it is not quantised, the model is a GGUF file, whose header says it, or its matrices do not have
+    groups of the size that the config says.
+    """
+    scheme, found = parse(raw), dict[str, int]()
+    if scheme is None or isinstance(scheme, Gguf):
+        return None
+    for kind in ("F8_E4M3", "I8"):  # the types that tell a scheme that a matrix is quantised
+        for word, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+            try:
+                matrix = scheme.find(f"experts.0.{word}_proj", rows, columns, _kinds(kind))
+            except CheckpointError:
+                return None
+            for part in () if matrix is None else matrix.parts:
+                of_one = part.shape[1:] if part.index and isinstance(part.index[0], int) else part.shape
+                size = 2 if part.dtypes == FLOATS else BYTES[part.dtypes[0]]
+                found[part.tensor] = size * math.prod(of_one)
+        if found:
+            return sum(found.values())
+    return None
+
+
+def _kinds(kind: str) -> Kinds:
+    return lambda name: kind if name.endswith(".weight") else "any"
 
 
 class Counted(Claims):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from moesaic.models import (
+    dbrx,
     deepseek_v2,
     deepseek_v3,
     dots1,
@@ -52,6 +53,7 @@ class ModelFile(Protocol):
 
 
 MODELS: Mapping[str, ModelFile] = {
+    "dbrx": dbrx,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "dots1": dots1,

@@ -14,7 +14,9 @@ from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.text_config import text_of
 from moesaic.models import lookalikes
-from moesaic.models.gguf.header import SPLIT, SUFFIX, is_gguf
+from moesaic.models.gguf.header import SPLIT, SUFFIX
+from moesaic.models.gguf.header import is_gguf as is_gguf
+from moesaic.models.gguf.hub import OnHub, on_hub
 from moesaic.models.gguf.model import Model as GgufModel
 
 DEMO = "demo"
@@ -22,7 +24,7 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "voca
 """Files to download from a hub: weights as safetensors, never pickles or code."""
 IGNORED = ["*/*", "consolidated*"]
 """Copies of the weights in other layouts, which some repositories have beside the one that is read."""
-MODEL = "a directory with config.json, a GGUF file, a hub id, demo"
+MODEL = "a directory with config.json, a GGUF file, a hub id, demo, or HUB_ID:Q4_K_M for a GGUF file there"
 """What the name of a model can be."""
 WEIGHTS = (".safetensors", SUFFIX)
 """How names of files with weights end."""
@@ -37,7 +39,8 @@ INDEX_BYTES = 64 << 20
 def resolve(model: str, revision: str | None = None) -> Path:
     """Returns the directory of a model, given as a path, the word "demo", or a hub id such as "org/name".
 
-    A model in a GGUF file is that file, or the first of several. It can also be given as its directory.
+    A model in a GGUF file is that file, or the first of several. It can also be given as its directory, or as
+    one in a hub's repository ("org/name:Q4_K_M").
     A hub id is looked up in the local Hugging Face cache, or downloaded into it. huggingface_hub reads its
     own settings (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Raises ConfigError in one line.
     """
@@ -47,20 +50,25 @@ def resolve(model: str, revision: str | None = None) -> Path:
         )
     if model == DEMO:
         return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
-    path = Path(model).expanduser()
-    if is_gguf(path):
-        if not path.is_file():
-            raise ConfigError(f"model: {model}: there is no such file")
-        return GgufModel(path).path
-    if path.is_dir():
-        return _gguf_in(path) or _checked(path, "no config.json in this directory")
+    path, hub = Path(model).expanduser(), on_hub(model)
+    if hub is not None and not path.exists():
+        return _gguf_from_hub(hub, model, revision)
+    if is_gguf(path) or path.is_dir():
+        return gguf_at(path) or _checked(path, "no config.json in this directory")
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ConfigError.field("model", model, MODEL)
-    return _checked(_from_hub(model, revision), "no config.json in this repository")
+    return _from_hub(model, revision)
 
 
-def _gguf_in(path: Path) -> Path | None:
-    """The GGUF file of a directory that has one model in this form and no other weights."""
+def gguf_at(path: Path) -> Path | None:
+    """The GGUF file at `path`, or that of a directory that has one model in this form and no other weights.
+
+    Raises ConfigError for a file that does not exist, and for a directory with several.
+    """
+    if is_gguf(path):
+        if not path.is_file():
+            raise ConfigError(f"model: {path}: there is no such file")
+        return GgufModel(path).path
     if any(path.glob("*.safetensors")):
         return None
     found = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not _is_later_part(file)]
@@ -105,9 +113,47 @@ def _from_hub(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     with _hub_errors(model, revision):
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
-        )
+        path = snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
+    why = f"no config.json in this repository; of one with GGUF files, name a file as {model}:Q4_K_M"
+    return _checked(Path(path), why)
+
+
+def _gguf_from_hub(hub: OnHub, model: str, revision: str | None) -> Path:
+    """A file that the cache has is not looked for on the hub."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    cached = _gguf_in_cache(hub, revision)
+    if cached is not None:
+        return GgufModel(cached).path
+    with _hub_errors(model, revision):
+        listed = HfApi().model_info(hub.repository, revision=revision).siblings or ()
+        names = hub.files({one.rfilename for one in listed})
+        found = [hf_hub_download(hub.repository, name, revision=revision) for name in names]
+    return GgufModel(Path(found[0])).path
+
+
+def _gguf_in_cache(hub: OnHub, revision: str | None) -> Path | None:
+    """Its first file in the local cache. None unless the cache has all of them."""
+    folder = _cached(hub.repository, revision)
+    if folder is None:
+        return None
+    names = {str(one.relative_to(folder)) for one in folder.rglob(f"*{SUFFIX}")}
+    try:
+        files = hub.files(names)
+    except ConfigError:
+        return None
+    return folder / files[0] if set(files) <= names else None
+
+
+def _cached(repository: str, revision: str | None) -> Path | None:
+    """What the local cache has of a repository."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
 
 
 @contextmanager
@@ -123,6 +169,8 @@ def _hub_errors(model: str, revision: str | None) -> Generator[None]:
         RevisionNotFoundError,
     )
 
+    out_of_reach = f"model: {model!r} is not in the local cache and the hub is out of reach"
+    network: Any = HfHubHTTPError.__bases__[0]  # the base of all errors of its HTTP library
     try:
         yield
     except HFValidationError as error:
@@ -134,13 +182,13 @@ def _hub_errors(model: str, revision: str | None) -> Generator[None]:
     except RevisionNotFoundError as error:
         raise ConfigError(f"model: {model!r} has no revision {revision!r} on the hub") from error
     except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"model: {model!r} is not in the local cache and the hub is out of reach"
-        ) from error
+        raise ConfigError(out_of_reach) from error
     except EntryNotFoundError as error:
         raise CheckpointError(f"model: {model}: no config.json in this repository") from error
     except HfHubHTTPError as error:
         raise ConfigError(f"model: {model!r}: the hub answered {error.response.status_code}") from error
+    except (network, ConnectionError) as error:
+        raise ConfigError(out_of_reach) from error
 
 
 @dataclass(frozen=True)
@@ -182,6 +230,12 @@ def find(model: str, folder: Path, revision: str | None = None) -> Found:
         if revision is not None:
             raise ConfigError.field("--revision", revision, "none for a config.json, which has no other")
         return Found(path)
+    if (hub := on_hub(model)) is not None and not path.exists():
+        found = _gguf_in_cache(hub, revision)
+        if found is None:
+            allowed = "one in the local cache: a GGUF file on a hub is not examined before it is downloaded"
+            raise ConfigError.field("model", model, allowed)
+        return Found(found, found)
     here = path.exists() or is_gguf(path)
     if model == DEMO or here or path.is_absolute() or model.startswith((".", "~")):
         found = resolve(model, revision)
@@ -194,14 +248,8 @@ def find(model: str, folder: Path, revision: str | None = None) -> Found:
 
 def _in_cache(model: str, revision: str | None) -> Path | None:
     """The directory of a hub id in the local cache. None unless it has all weights."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        path = Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-    if not (path / "config.json").is_file():
+    path = _cached(model, revision)
+    if path is None or not (path / "config.json").is_file():
         return None
     if (path / INDEX).is_file():
         table = read_json(path / INDEX, INDEX_BYTES).get("weight_map")

@@ -10,18 +10,24 @@ its number: `experts.up_proj.weight` [E, w, h].
 gpt-oss has other tensors of these names, in columns (`core.experts.ExpertLayout.form`): [E, h, 2w] and
 [E, w, h], beside `gate_up_proj_bias` [E, 2w] and `down_proj_bias` [E, h]. The part of one expert is called
 `experts.3.gate_up_proj`, and so on.
+
+DBRX has the rows of all experts one after another: `experts.mlp.w1`, `v1` and `w2`, [E * w, h] each. Those of
+one expert are called `experts.mlp.3.w1`, and so on.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MATRIX = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 WHOLE = re.compile(r"(.+)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 """All that a fused tensor has of one expert, in columns."""
+FLAT = re.compile(r"(.+\.experts\.mlp)\.(\d+)\.(w1|v1|w2)")
+"""A matrix of an expert among the rows of all experts."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 WHERE = {
     "gate_proj": (GATE_UP, 0, 2), "w1": (GATE_UP, 0, 2), "up_proj": (GATE_UP, 1, 2), "w3": (GATE_UP, 1, 2),
@@ -43,14 +49,24 @@ class Inside:
     number: int
     """Which of the expert's `count` matrices in the tensor, in order of rows."""
     count: int
+    flat: bool = False
+    """Whether the tensor has no axis of experts, but the rows of all of them."""
 
     def whole(self, experts: int, rows: int, *columns: int) -> tuple[int, ...]:
         """Shape of the tensor for parts [rows, columns] or [rows]. experts: how many it seems to have."""
-        return max(experts, self.expert + 1), self.count * rows, *columns
+        seen = max(experts, self.expert + 1)
+        return (seen * rows, *columns) if self.flat else (seen, self.count * rows, *columns)
 
-    def rows(self, rows: int) -> slice:
-        """The rows of the matrix among those of its expert."""
-        return slice(self.number * rows, (self.number + 1) * rows)
+    def experts(self, shape: Sequence[Any], rows: int) -> int:
+        """How many experts a tensor of this shape seems to have."""
+        first = shape[0] if shape and isinstance(shape[0], int) else 0
+        return first // rows if self.flat else first
+
+    def index(self, rows: int) -> tuple[int | slice, ...]:
+        """Where in the tensor the matrix is."""
+        if self.flat:
+            return (slice(self.expert * rows, (self.expert + 1) * rows),)
+        return self.expert, slice(self.number * rows, (self.number + 1) * rows)
 
     def first(self, *shape: int) -> int:
         """Numbers of the tensor before the part, which has this shape."""
@@ -62,7 +78,7 @@ def inside(name: str, has: Callable[[str], bool]) -> Inside | None:
 
     has: whether the checkpoint has a tensor of a name.
     >>> inside("mlp.experts.3.up_proj.weight", {"mlp.experts.gate_up_proj"}.__contains__)
-    Inside(tensor='mlp.experts.gate_up_proj', expert=3, number=1, count=2)
+    Inside(tensor='mlp.experts.gate_up_proj', expert=3, number=1, count=2, flat=False)
     """
     if has(name):
         return None
@@ -82,6 +98,9 @@ def inside(name: str, has: Callable[[str], bool]) -> Inside | None:
 
 
 def _column(name: str, has: Callable[[str], bool]) -> Inside | None:
+    flat = FLAT.fullmatch(name)
+    if flat is not None and has(f"{flat[1]}.{flat[3]}"):
+        return Inside(f"{flat[1]}.{flat[3]}", int(flat[2]), 0, 1, flat=True)
     found = WHOLE.fullmatch(name)
     if found is None or not has(f"{found[1]}.{found[3]}"):
         return None

@@ -170,7 +170,7 @@ class Headers:
         """The place of a part of this shape in a fused tensor, whose numbers are not compressed."""
         entry = self._entries(inside.tensor).get(inside.tensor)
         found = entry.get("shape") if isinstance(entry, dict) else None
-        experts = found[0] if isinstance(found, list) and found and isinstance(found[0], int) else 0
+        experts = inside.experts(found if isinstance(found, list) else [], shape[0])
         whole = self.find(inside.tensor, *inside.whole(experts, *shape))
         width = WIDTHS[whole.dtype]
         if whole.dtype == COMPRESSED_ROWS:

@@ -11,6 +11,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import (
     BIASED_ROWS,
     COLUMNS,
+    DOWN_COLUMNS,
     PARTS,
     ROWS,
     SILU,
@@ -60,12 +61,17 @@ class Loader:
         return next((each for each in full if each + ending in self.checkpoint.names), full[0])
 
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
-        """Returns `name`.weight [rows, columns], or a part of it. Quantised ones become float32 on a CPU."""
-        dtype = self.dtype
+        """Returns `name`.weight [rows, columns], or a part of it. Quantised ones become float32 on a CPU.
+
+        They become bf16 instead if that loses nothing.
+        """
+        dtype, narrow = self.dtype, False
         if dtype is not torch.uint8 and not self.device.startswith("cuda"):
-            quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns) is not None
-            dtype = torch.float32 if quantized else dtype
-        return self.checkpoint.tensor(
+            quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns)
+            narrow = dtype is torch.bfloat16 and quantized is not None and quantized.in_bf16
+            counted = narrow and self.device == "meta"
+            dtype = dtype if quantized is None or counted else torch.float32
+        found = self.checkpoint.tensor(
             f"{name}.weight",
             rows,
             columns,
@@ -73,6 +79,13 @@ class Loader:
             device=self.device,
             part=part,
             scan=self.scan,
+        )
+        return _in_bf16(found) if narrow else found
+
+    def plain(self, matrix: Stored, *part: slice) -> torch.Tensor:
+        """Returns a part of an expert's matrix as it is stored."""
+        return self.checkpoint.tensor(
+            *matrix, dtype=self.dtype, device=self.device, part=part, scan=self.scan
         )
 
     def transposed(self, matrix: Stored, *part: slice) -> torch.Tensor:
@@ -132,13 +145,21 @@ class Loader:
         return Projection(part, vector if self.shard.rank == 0 else None)
 
     def mlp(self, name: str, hidden: int, width: int) -> GatedMLP:
-        """Returns the MLP of gate_proj, up_proj and down_proj under `name`."""
-        return GatedMLP(
-            kernels=self.kernels,
-            gate=self.matrix(f"{name}.gate_proj", width, hidden),
-            up=self.matrix(f"{name}.up_proj", width, hidden),
-            down=self.matrix(f"{name}.down_proj", hidden, width),
-        )
+        """Returns the MLP under `name`. If the types of its matrices differ, all become float32."""
+        parts = [
+            self.matrix(f"{name}.gate_proj", width, hidden),
+            self.matrix(f"{name}.up_proj", width, hidden),
+            self.matrix(f"{name}.down_proj", hidden, width),
+        ]
+        if len({part.dtype for part in parts}) > 1:
+            parts = [part.float() for part in parts]
+        return GatedMLP(self.kernels, *parts)
+
+
+def _in_bf16(matrix: torch.Tensor) -> torch.Tensor:
+    """The same numbers in bf16, or the float32 `matrix` if bf16 does not hold them."""
+    narrow = matrix.to(torch.bfloat16)
+    return narrow if matrix.is_meta or torch.equal(narrow.float(), matrix) else matrix
 
 
 @dataclass(frozen=True)
@@ -221,13 +242,17 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     form: str = ROWS
-    """See `ExpertLayout.form`. In COLUMNS the names are those of `core.experts.column_tensors`."""
+    """See `ExpertLayout.form`. In COLUMNS the names are those of `core.experts.column_tensors`, and in
+    DOWN_COLUMNS they have no ".weight"."""
     activation: Activation = SILU
 
     def stored(self, expert: int) -> tuple[Stored, ...]:
         """Returns name and shape of the tensors of one expert."""
         if self.form == COLUMNS:
             return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
+        if self.form == DOWN_COLUMNS:
+            words = self.gate, self.up, self.down
+            return tuple((f"{self.prefix}.{expert}.{word}", self.width, self.hidden) for word in words)
         matrices = tuple((f"{name}.weight", rows, columns) for name, rows, columns in self.shapes(expert))
         return (*matrices, *self.biases(expert)) if self.form == BIASED_ROWS else matrices
 
@@ -326,6 +351,13 @@ def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.
     )
 
 
+def _with_down_in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in DOWN_COLUMNS."""
+    gate, up, down = names.stored(expert)
+    kept = loader.of_expert.part(names.width)
+    return loader.plain(gate, kept), loader.plain(up, kept), loader.transposed(down, kept)
+
+
 def _in_biased_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
     """Loads gate, up and down of one expert in BIASED_ROWS, and their biases."""
     return *_in_rows(loader, names, expert), *_biases(loader, names, expert)
@@ -350,4 +382,9 @@ def _biases(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tens
     return inner[gates].contiguous(), inner[ups].contiguous(), down
 
 
-FORMS = {ROWS: _in_rows, BIASED_ROWS: _in_biased_rows, COLUMNS: _in_columns}
+FORMS = {
+    ROWS: _in_rows,
+    BIASED_ROWS: _in_biased_rows,
+    COLUMNS: _in_columns,
+    DOWN_COLUMNS: _with_down_in_columns,
+}

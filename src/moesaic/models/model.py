@@ -10,6 +10,7 @@ import torch
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
+from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
 from moesaic.models.spec import ModelSpec
 
@@ -32,6 +33,8 @@ class Model:
     """Layer -> routed experts in this process; empty in an attention worker."""
     scale: Scale | None = None
     """Of embeddings, before the first block (Granite)."""
+    centring: Centring | None = None
+    """Before the final norm, where that subtracts the mean of a row (DBRX)."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [n] -> hidden [n, h] float32."""
@@ -40,6 +43,7 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, h] after the last block -> [m, V] float32."""
+        hidden = hidden if self.centring is None else self.centring.apply(hidden)
         normed = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
         return self.kernels.linear(normed, self.head)
 
@@ -65,7 +69,7 @@ class Model:
 
 
 def _walk(part: object) -> Iterator[torch.Tensor]:
-    """Yields every weight in nested dataclasses and tuples. Rotary tables are not weights."""
+    """Yields every weight in nested dataclasses and tuples. Rotary tables and constants are none."""
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, tuple):
@@ -73,5 +77,5 @@ def _walk(part: object) -> Iterator[torch.Tensor]:
             yield from _walk(item)
     elif is_dataclass(part) and not isinstance(part, type):
         for field in fields(part):
-            if field.name != "rope":
+            if field.name not in ("rope", "centring"):
                 yield from _walk(getattr(part, field.name))

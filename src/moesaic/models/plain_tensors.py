@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from moesaic.kernels.table import REFERENCE
 from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint, Claims
 from moesaic.models.families import Config, ModelFile
+from moesaic.models.gguf.header import is_gguf
+from moesaic.models.gguf_tensors import gguf_tensors
 from moesaic.models.loader import ExpertNames, Loader
 
 Matrices = dict[str, tuple[int, int]]
@@ -21,8 +24,11 @@ Matrices = dict[str, tuple[int, int]]
 def plain_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors whose names begin with `prefix`, such as "model.layers.3.", as the files have them.
 
-    But compressed ones are made bf16, and quantised ones float32, except for experts in MXFP4.
+    But compressed ones are made bf16, and quantised ones float32, except for experts in MXFP4. Those of a
+    GGUF file are all float32, by the names of a safetensors checkpoint.
     """
+    if is_gguf(path):
+        return gguf_tensors(path, prefix)
     file, config = registry.model_file(path)
     checkpoint = Checkpoint(path)
     names = next(
@@ -42,7 +48,7 @@ def plain_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
             found[name] = checkpoint.tensor(name, *shape, dtype=torch.float32)
             done |= {part.tensor for part in matrix.parts}
     for name in sorted(checkpoint.names - done):
-        if name.startswith(prefix):
+        if name.startswith(prefix) and not any(re.fullmatch(each, name) for each in checkpoint.skipped):
             packed = checkpoint.dtype(name) is torch.uint8 and name in matrices
             found[name] = (
                 checkpoint.tensor(name, *matrices[name], dtype=torch.bfloat16)

@@ -25,6 +25,7 @@ from moesaic.models.conversion import Counted
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import model_files, read_config
 from moesaic.models.gguf.header import is_gguf
+from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
 from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts, quantised_experts
 from moesaic.models.model import Model
@@ -122,6 +123,7 @@ def load_outside(path: Path, kernels: Kernels) -> Model:
 
 def _outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
     kernels, factors = loader.kernels, _multipliers(config)
+    centred: bool = getattr(config, "layer_norm", False)
     embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     return Model(
         spec=spec,
@@ -134,6 +136,7 @@ def _outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
         epsilon=config.epsilon,
         experts={},
         scale=None if factors.embedding == 1.0 else Scale.build(kernels, factors.embedding, loader.device),
+        centring=Centring.build(kernels, spec.hidden_size, loader.device) if centred else None,
     )
 
 

@@ -1,4 +1,7 @@
-"""Files of models that see images around a text model: names of tensors, and which of these are skipped."""
+"""Names of tensors in files that call a text model's parts otherwise, and which tensors are skipped.
+
+They are files of models that see images around a text model, and those of DBRX.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,13 @@ FRONTS = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("transformer.blocks.", "model.layers."),
+    ("transformer.wte.", "model.embed_tokens."),
+    ("transformer.norm_f.", "model.norm."),
 )
-"""How a name begins in such files, and in those of the text model alone."""
+"""How a name begins in such files, and how moesaic calls it."""
+IN_WRAPPED = ("model.language_model.", "language_model.")
+"""How names begin in files of models that see images."""
 IMAGES = (r"(model\.)?(vision_tower|visual|multi_modal_projector|mm_projector)\..*",)
 """Names of the tensors about images."""
 
@@ -26,6 +34,18 @@ def plain_names(names: Collection[str]) -> dict[str, str]:
         if plain not in found:
             found[plain] = found.pop(name)
     return found
+
+
+def as_stored(prefix: str, plain: str, stored: str) -> str:
+    """How files call `prefix`. plain, stored: what moesaic and the files call a tensor near it.
+
+    >>> as_stored("model.layers.3.mlp", "model.layers.3.mlp.up", "language_model.model.layers.3.mlp.up")
+    'language_model.model.layers.3.mlp'
+    """
+    for front, mine in FRONTS:
+        if stored == front + plain.removeprefix(mine) and plain.startswith(mine):
+            return front + prefix.removeprefix(mine)
+    return prefix
 
 
 def _plain(name: str) -> str:

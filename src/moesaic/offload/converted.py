@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import COLUMNS, PARTS, ROWS, ExpertLayout
-from moesaic.core.stored import COMPRESSED, PACKED, row_bytes
+from moesaic.core.experts import BIASED, COLUMNS, DOWN_COLUMNS, PARTS, ExpertLayout
+from moesaic.core.stored import COMPRESSED, is_packed, of_matrices, row_bytes
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.columns import transpose
 from moesaic.models.headers import Headers, Place
@@ -74,7 +74,7 @@ class StreamedConverted(Streamed):
             return found
 
         self._convert(self._plan.headers, self._layout, layer, expert, stored, target)
-        if self._layout.form != ROWS:
+        if self._layout.form in BIASED:
             _put_biases(self._plan.headers, self._layout, layer, expert, stored, target)
 
     @staticmethod
@@ -84,17 +84,17 @@ class StreamedConverted(Streamed):
         return Memory(_blocks(len(plan.kept) * one), _blocks(most * one), staging)
 
     def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
-        self._convert = _from_columns if layout.form == COLUMNS else _from_quantised
+        self._convert = CONVERSIONS.get(layout.form, _from_quantised)
         self._layout = layout
-        self._kept = dict(zip(sorted(self._plan.kept), _in(self._static, layout), strict=False))
+        kept = zip(sorted(self._plan.kept), _blocks_of(self._static, layout), strict=False)
+        self._kept = {key: _expert(memory, layout, key[0]) for key, memory in kept}
         self._places = {
-            layer: dict(
-                zip(
-                    self._plan.away(layer),
-                    zip(*(_in(each, layout) for each in self._slots), strict=True),
-                    strict=False,
+            layer: {
+                expert: (_expert(first, layout, layer), _expert(second, layout, layer))
+                for expert, first, second in zip(
+                    self._plan.away(layer), *(_blocks_of(each, layout) for each in self._slots), strict=False
                 )
-            )
+            }
             for layer in layout.layers
         }
         return {
@@ -104,13 +104,14 @@ class StreamedConverted(Streamed):
     def _weights(self, layout: ExpertLayout, layer: int, slot: int) -> ExpertWeights:
         held = {expert: parts for (of, expert), parts in self._kept.items() if of == layer}
         held |= {expert: slots[slot] for expert, slots in self._places[layer].items()}
-        packed = layout.dtype if layout.dtype in PACKED else COMPRESSED
+        dtype = layout.dtype_of(layer)
+        packed = dtype if is_packed(dtype) else COMPRESSED
         return ExpertWeights.of_held(layout.num_experts, held, PARTS[layout.form], layout.activation, packed)
 
 
-def repeated(path: Path, layout: ExpertLayout) -> Callable[[], object]:
-    """A function that converts the first expert of `layout`, whose bytes are in memory, to the same place."""
-    owned, layer = {each: [0] for each in layout.layers}, layout.layers[0]
+def repeated(path: Path, layout: ExpertLayout, layer: int) -> Callable[[], object]:
+    """A function that converts the first expert of a layer, whose bytes are in memory, to the same place."""
+    owned = {each: [0] for each in layout.layers}
     memory = StreamedConverted.memory_for(path, layout, {}, owned)
     streamed = StreamedConverted(path, layout, {}, Arena(memory.total), owned=owned)
     streamed.load_chosen(0, layer, [0])
@@ -127,6 +128,20 @@ def _from_columns(
         transpose(matrix, into)
 
 
+def _from_down_columns(
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+) -> None:
+    """Copies gate and up, and transposes down."""
+    gate, up, down = (_numbers(headers.find(*part), stored) for part in layout.tensors(layer, expert))
+    target[0].copy_(gate)
+    target[1].copy_(up)
+    transpose(down, target[2])
+
+
+CONVERSIONS = {COLUMNS: _from_columns, DOWN_COLUMNS: _from_down_columns}
+"""Form of experts -> their conversion, where that is not from quantised ones."""
+
+
 def _from_quantised(
     headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
 ) -> None:
@@ -140,7 +155,7 @@ def _from_quantised(
             matrix = headers.quantized(name, *shape)
             if matrix is None:
                 into.copy_(_numbers(headers.find(name, *shape), stored))
-            elif matrix.dtype == layout.dtype:
+            elif into.dtype is torch.uint8:
                 matrix.packed(read, into.view(torch.uint8).numpy())
             else:
                 into.copy_(torch.from_numpy(matrix.floats(read)))
@@ -152,9 +167,17 @@ def _put_biases(
     headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
 ) -> None:
     """Takes biases of gate and up apart, which take turns."""
-    inner, down = (_numbers(headers.find(*part), stored) for part in layout.tensors(layer, expert)[-2:])
+    inner, down = (_bias(headers, stored, *part) for part in layout.tensors(layer, expert)[-2:])
     for into, bias in zip(target[3:], (inner[0::2], inner[1::2], down), strict=True):
         into.copy_(bias)
+
+
+def _bias(headers: Headers, stored: Stored, name: str, *shape: int) -> torch.Tensor:
+    """A vector, which a GGUF file may have in several tensors."""
+    matrix = headers.quantized(name, *shape)
+    if matrix is None:
+        return _numbers(headers.find(name, *shape), stored)
+    return torch.from_numpy(matrix.floats(headers.reader(stored))).view(shape)
 
 
 def _numbers(place: Place, stored: Stored) -> torch.Tensor:
@@ -168,22 +191,29 @@ def _blocks(size: int) -> int:
 
 
 def _size(layout: ExpertLayout) -> int:
-    """Bytes of the memory of one expert as the kernels read it."""
-    return sum(map(aligned, layout.matrix_bytes))
+    """Bytes of the memory of one expert as the kernels read it, in the layer where experts are largest."""
+    types = {layout.dtype_of(layer) for layer in layout.layers}
+    return max(sum(map(aligned, layout.bytes_of(dtype))) for dtype in types)
 
 
-def _in(memory: torch.Tensor, layout: ExpertLayout) -> Iterator[Expert]:
-    """The experts, one after another, that there is room for in `memory`."""
-    width, hidden, dtype = layout.width, layout.hidden, DTYPES[layout.dtype]
-    inner, outer = (
-        row_bytes(layout.dtype, numbers) // dtype.itemsize for numbers in (layout.hidden, layout.width)
-    )
-    shapes: list[tuple[int, ...]] = [(width, inner), (width, inner), (hidden, outer)]
-    shapes += [(width,), (width,), (hidden,)] if layout.form != ROWS else []
-    for begin in range(0, len(memory) - _size(layout) + 1, _size(layout)):
-        parts, at = [], begin
-        for shape, size in zip(shapes, layout.matrix_bytes, strict=True):
-            kind = dtype if len(shape) == 2 else torch.float32
-            parts.append(memory[at : at + size].view(kind).view(shape))
-            at += aligned(size)
-        yield tuple(parts)
+def _blocks_of(memory: torch.Tensor, layout: ExpertLayout) -> Iterator[torch.Tensor]:
+    """The memory of experts, one after another, that there is room for in `memory`."""
+    size = _size(layout)
+    for begin in range(0, len(memory) - size + 1, size):
+        yield memory[begin : begin + size]
+
+
+def _expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:
+    """The tensors of an expert of this layer in its memory."""
+    width, hidden, dtype = layout.width, layout.hidden, layout.dtype_of(layer)
+    inner, outer = (DTYPES[one] for one in of_matrices(dtype))
+    columns = row_bytes(of_matrices(dtype)[0], hidden) // inner.itemsize
+    rows = row_bytes(of_matrices(dtype)[1], width) // outer.itemsize
+    shapes: list[tuple[int, ...]] = [(width, columns), (width, columns), (hidden, rows)]
+    shapes += [(width,), (width,), (hidden,)] if layout.form in BIASED else []
+    types = [inner, inner, outer, *[torch.float32] * 3]
+    parts, at = [], 0
+    for shape, size, kind in zip(shapes, layout.bytes_of(dtype), types, strict=False):
+        parts.append(memory[at : at + size].view(kind).view(shape))
+        at += aligned(size)
+    return tuple(parts)

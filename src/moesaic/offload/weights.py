@@ -18,7 +18,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.stored import PACKED
+from moesaic.core.stored import PACKED, of_matrices
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.headers import STORED, WIDTHS, Headers, Place
 from moesaic.offload.arrangement import Arrangement, Span, merged
@@ -228,26 +228,35 @@ def _find(
     headers: Headers, layout: ExpertLayout, owned: Mapping[int, Sequence[int]] | None
 ) -> dict[tuple[int, int], tuple[Place, ...]]:
     """Returns (layer, expert) -> the places of its tensors, for the owned experts."""
-    if layout.dtype not in DTYPES:
-        raise ConfigError.field("--dtype", layout.dtype, f"{', '.join(STORED)} where experts are streamed")
     found = {}
     for layer in layout.layers:
+        dtype = layout.dtype_of(layer)
+        if not set(of_matrices(dtype)) <= DTYPES.keys():
+            raise ConfigError.field("--dtype", dtype, f"{', '.join(STORED)} where experts are streamed")
+        types = [*(dtype_of_part(part, dtype) for part in range(3)), dtype, dtype, dtype]
         for expert in range(layout.num_experts) if owned is None else map(int, owned[layer]):
-            parts = layout.tensors(layer, expert)
+            parts = zip(layout.tensors(layer, expert), types, strict=False)
             found[layer, expert] = tuple(
-                place for part in parts for place in _places(headers, *part, stored=layout.dtype)
+                place for part, stored in parts for place in _places(headers, *part, stored=stored)
             )
     return found
 
 
+def dtype_of_part(part: int, dtype: str) -> str:
+    """The type of gate, up or down (0, 1, 2) of experts of type `dtype`."""
+    return of_matrices(dtype)[part == 2]
+
+
 def _places(headers: Headers, name: str, *shape: int, stored: str) -> list[Place]:
-    """Finds the tensors of a matrix or of a vector. stored: the type that the kernels read."""
-    if len(shape) == 1:
-        return [headers.find(name, *shape)]
+    """Finds the tensors of a matrix or of a vector. stored: the type of a matrix that the kernels read."""
     matrix = headers.quantized(name, *shape)
     if matrix is None:
-        return [_place(headers, name, *shape, stored=stored)]
-    if stored not in (matrix.dtype, "float32"):
+        return (
+            [headers.find(name, *shape)]
+            if len(shape) == 1
+            else [_place(headers, name, *shape, stored=stored)]
+        )
+    if len(shape) == 2 and stored not in (matrix.dtype, "float32"):
         problem = f"an expert is stored as {matrix.dtype}; allowed: {stored}, as others"
         raise CheckpointError(f"{headers.path}: tensor {matrix.name}: {problem}")
     return [headers.own(part)[0] for part in matrix.parts]

@@ -257,7 +257,6 @@ def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
-    files.refuse_gguf(path, "--fast-memory")
     tied = registry.is_tied(path)  # first, since it checks the sizes that are read without a check
     kernels = table.pick("cpu", worker.model.kernels)
     model = of_checkpoint(path, worker.model.model, kernels, worker.model.dtype)

@@ -13,11 +13,13 @@ from moesaic.cost.reading import read
 from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
-from moesaic.models.conversion import conversion_of, scratch_of
+from moesaic.models.conversion import conversion_of, read_by_config, scratch_of
 from moesaic.models.headers import INDEX, SINGLE, Headers
 
 ROW_BYTES = 4.0
 """Bytes of one number of a row, which is float32. On a CPU cached numbers are float32 by default, too."""
+IN_COLUMNS = ("dbrx", "gpt_oss")
+"""Families whose files have experts in columns."""
 QUANTIZATION = "quantization_config"
 
 
@@ -30,37 +32,42 @@ def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_config(raw: Mapping[str, Any], name: str) -> ModelSizes:
-    """The sizes in a parsed config.json alone. Of quantised experts as many bytes are read as they take.
+    """The sizes in a parsed config.json alone.
 
     Raises CheckpointError for what `cost.reading.read` refuses, and for an unknown quantisation.
     """
     stored = registry.quantised_type(dict(raw))
     if stored is None:
         return read(raw, name)
-    return converted(read(without_quantization(raw), name), stored)
+    return converted(read(without_quantization(raw), name), stored, raw)
 
 
-def converted(model: ModelSizes, stored: str) -> ModelSizes:
-    """The sizes on a CPU with quantised experts that become `stored`, where the files are not here."""
+def converted(model: ModelSizes, stored: str, raw: Mapping[str, Any]) -> ModelSizes:
+    """The sizes on a CPU with quantised experts that become `stored`, where the files are not here.
+
+    raw: the parsed config.json, which says what files have of an expert.
+    """
     found = in_format(model, stored, gpu=False)
     scratch = scratch_of(stored, found.hidden * found.expert_width)
-    return replace(found, conversion=stored, staging=found.expert_bytes + scratch)
+    size = read_by_config(raw, found.hidden, found.expert_width)
+    read = None if size is None else float(size) + 4.0 * found.expert_biases
+    return replace(found, conversion=stored, read=read, staging=(read or found.expert_bytes) + scratch)
 
 
 def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") -> ModelSizes:
     """The sizes of a checkpoint on a CPU. The files say what quantised experts and those in columns take."""
-    raw = files.read_json(path / "config.json")
+    raw = files.read_config(path)
     model = by_config(raw, name)
     quantised = registry.quantised_type(raw) is not None
-    if not quantised and raw.get("model_type") != "gpt_oss":
+    if not quantised and raw.get("model_type") not in IN_COLUMNS:
         return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
     layout = registry.expert_layout(path, kernels, "cpu", dtype)
     if quantised:
-        model = replace(in_format(model, layout.dtype, gpu=False), tied=registry.is_tied(path))
-    if model.quantized is not None:  # a mean, since what is not quantised stays in bf16
+        model = replace(in_format(model, layout.largest, gpu=False), tied=registry.is_tied(path))
         outside = registry.bytes_outside_experts(path, kernels, dtype)
-        model = replace(model, number=model.number * outside / model.other)
-    elif dtype != "auto" and not quantised:
+        mean = model.number * outside / model.other  # what is not quantised stays in bf16
+        model = replace(model, number=mean, quantized=layout.largest)
+    elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
     found = conversion_of(Headers(path), layout)
     if found is None:
@@ -69,8 +76,8 @@ def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") 
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a directory has a checkpoint's files, and not only its config.json."""
-    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+    """Whether `path` is a GGUF file, or a directory with weights and not only a config.json."""
+    return files.is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:

@@ -13,12 +13,12 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ROWS, ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.offload import Offload
-from moesaic.core.stored import of_matrices
+from moesaic.core.stored import is_packed
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
-from moesaic.models.conversion import conversion_of
+from moesaic.models.conversion import conversion_of, sizes_of
 from moesaic.models.headers import STORED, Headers
 from moesaic.models.spec import ModelSpec
 from moesaic.offload import converted
@@ -171,16 +171,15 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     experts and those in columns are converted, and only for a CPU.
     """
     path = files.resolve(config.model, config.revision)
-    files.refuse_gguf(path, "--fast-memory")
     layout = layout_of(config)
-    _require_one_type(layout, path)
+    _require_like_types(layout, path)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
     matrix = headers.quantized(*first)
     if on_gpu(config) and (layout.form != ROWS or matrix is not None):
         how = "stored in columns" if matrix is None else "quantised"
         raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, for experts that are {how}")
-    stored = headers.find(*first).dtype if matrix is None else matrix.dtype
-    if matrix is None and stored != STORED.get(layout.dtype):
+    stored = None if matrix is not None else headers.find(*first).dtype
+    if stored is not None and stored != STORED.get(layout.dtype):
         kernels = table.pick(str(device_of(config)), config.kernels).name
         raise ConfigError(
             f"--fast-memory: the experts of {path} are stored as {stored}, which {kernels} kernels "
@@ -190,14 +189,15 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     return layout
 
 
-def _require_one_type(layout: ExpertLayout, path: Path) -> None:
-    """Raises ConfigError if experts have several types: each slot of memory holds any of them."""
-    where = f"--fast-memory: the experts of {path}"
+def _require_like_types(layout: ExpertLayout, path: Path) -> None:
+    """Raises ConfigError if experts are quantised in some layers only: a plan counts one way to load them."""
     for layer, other in layout.others.items():
-        allowed = f"{layout.dtype}, as in layer {layout.layers[0]}"
-        raise ConfigError(f"{where}: layer {layer}: got {other}; allowed: {allowed}")
-    if len(set(of_matrices(layout.dtype))) > 1:
-        raise ConfigError(f"{where}: got {layout.dtype}; allowed: one type for all matrices")
+        if is_packed(other) != is_packed(layout.dtype):
+            kinds = "quantised types" if is_packed(layout.dtype) else layout.dtype
+            raise ConfigError(
+                f"--fast-memory: the experts of {path}: layer {layer}: got {other}; allowed: {kinds}, as in "
+                f"layer {layout.layers[0]}"
+            )
 
 
 def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | None:
@@ -207,8 +207,12 @@ def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | N
     None if nothing is converted. Raises ConfigError as `paged_layout` does.
     """
     layout, path = paged_layout(config), files.resolve(config.model, config.revision)
-    found = conversion_of(Headers(path), layout)
-    return None if found is None else (found.name, found.read, converted.repeated(path, layout))
+    headers = Headers(path)
+    found = conversion_of(headers, layout)
+    if found is None:
+        return None
+    layer = next(layer for layer in layout.layers if layout.dtype_of(layer) == layout.largest)
+    return found.name, sizes_of(headers, layout, layer)[0], converted.repeated(path, layout, layer)
 
 
 def join(

@@ -16,12 +16,14 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.text_config import TEXT, WRAPPERS
-from moesaic.models.files import read_json
+from moesaic.models.files import read_config
 from moesaic.models.plain_tensors import plain_tensors
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """A model_type that transformers does not know -> the one whose code computes it."""
 EMBEDDING, NORM, HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
+THEIRS = {"transformer": {"model.layers.": "blocks.", EMBEDDING: "wte.", NORM: "norm_f."}}
+"""Name of the text model in transformers' class -> how it calls parts that moesaic names otherwise: DBRX."""
 UNREAD = ("quantization_config", "auto_map")
 """Keys of config.json that transformers does not get: about compressed and quantised matrices, which are made
 numbers before, and about code of the checkpoint."""
@@ -44,7 +46,7 @@ class Reference:
 
     def layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] before a layer -> [n, h] after it."""
-        module = self._base.layers[layer]
+        module = _layers(self._base)[layer]
         with self._loaded(module, f"model.layers.{layer}."):
             out = module(hidden[None], **self._kept[layer])
         found: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
@@ -52,12 +54,12 @@ class Reference:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] after the last layer -> logits [n, V]."""
-        norm, head = self._base.norm, self._model.get_output_embeddings()
+        norm, head = _norm(self._base), self._model.get_output_embeddings()
         tied = self._model.config.tie_word_embeddings and not plain_tensors(self._path, HEAD)
         with ExitStack() as stack:
             stack.enter_context(self._loaded(norm, NORM))
             stack.enter_context(self._loaded(head, EMBEDDING if tied else HEAD, embedding=tied))
-            for module in (self._model.get_input_embeddings(), *self._base.layers):
+            for module in (self._model.get_input_embeddings(), *_layers(self._base)):
                 stack.enter_context(_instead(module, lambda *_, **__: hidden[None]))
             found: torch.Tensor = self._model(self._tokens, use_cache=False).logits[0]
         return found
@@ -80,9 +82,9 @@ class Reference:
         with ExitStack() as stack:
             embedding = self._model.get_input_embeddings()
             stack.enter_context(self._loaded(embedding, EMBEDDING))
-            for module in self._base.layers:
+            for module in _layers(self._base):
                 stack.enter_context(_instead(module, record))
-            for module in (self._base.norm, self._model.get_output_embeddings()):
+            for module in (_norm(self._base), self._model.get_output_embeddings()):
                 stack.enter_context(_instead(module, lambda hidden: hidden))
             self._model(self._tokens, use_cache=False)
         return embedded[0][0], kept
@@ -95,10 +97,7 @@ class Reference:
             [weight] = tensors.values()
             module.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
         else:
-            inside = {
-                f"{self._front}.{name.removeprefix('model.')}" if name.startswith("model.") else name: one
-                for name, one in tensors.items()
-            }
+            inside = {self._named(name): one for name, one in tensors.items()}
             self._library.fill(self._model, inside)
             del inside
         del tensors
@@ -109,6 +108,22 @@ class Reference:
             yield
         finally:
             module.to("meta")
+
+    def _named(self, name: str) -> str:
+        """How transformers calls a tensor of the text model."""
+        own = THEIRS.get(self._front, {})
+        word = next((word for word in own if name.startswith(word)), None)
+        if word is not None:
+            return f"{self._front}.{own[word]}{name.removeprefix(word)}"
+        return f"{self._front}.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+def _layers(base: Any) -> Any:
+    return base.blocks if hasattr(base, "blocks") else base.layers
+
+
+def _norm(base: Any) -> Any:
+    return base.norm_f if hasattr(base, "norm_f") else base.norm
 
 
 def _text_model(model: Any) -> Any:
@@ -151,7 +166,7 @@ class _Library:
 
     def without_memory(self, path: Path) -> Any:
         """Builds the model of a config.json without memory for its weights."""
-        raw = self._known(read_json(path / "config.json"))
+        raw = self._known(read_config(path))
         config = self._transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         config.get_text_config().output_router_logits = False
         wrapped = raw["model_type"] in WRAPPERS

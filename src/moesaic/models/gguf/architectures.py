@@ -201,6 +201,7 @@ def _deepseek(meta: Metadata, has: Has) -> Config:
     key = meta.integer("attention.key_length_mla", key)
     meta.raw("attention.head_count_kv", None)  # one latent, or as many as heads in older files
     attention = {
+        "num_key_value_heads": meta.integer("attention.head_count"),  # each has keys made of the latent
         "q_lora_rank": meta.maybe_integer("attention.q_lora_rank"),
         "kv_lora_rank": meta.integer("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,

@@ -21,6 +21,7 @@ CONTROL = 3
 """Type of special tokens in tokenizer.ggml.token_type."""
 ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|return|>", "<|call|>")
 """Special tokens that end an answer wherever a vocabulary has them. Files name one of them, or two."""
+_GATES = ("gate.weight", "router.weight", "router.layer.weight")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
@@ -121,7 +122,7 @@ class Model:
         kinds = {
             one.tensor.kind
             for name, one in self.tensors.items()
-            if len(one.tensor.shape) > 1 and "gate.weight" not in name and "router" not in name
+            if len(one.tensor.shape) > 1 and not name.endswith((*_GATES, ".bias"))
         }
         plain = kinds & set(NUMBERS)
         return plain.pop() if len(plain) == 1 else "F32" if plain else "BF16"

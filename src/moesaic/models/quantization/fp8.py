@@ -21,6 +21,8 @@ class Fp8:
 
     block: tuple[int, int] | None
     """Rows and columns of a block; None: scales of rows or matrices."""
+    powers: bool = False
+    """Whether the config says that scales are powers of two. Then bf16 holds every number."""
     dtype = "fp8"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
@@ -32,7 +34,7 @@ class Fp8:
         if self.block is not None:
             shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
         scales = Part(f"{name}.{suffix}", FLOATS, shapes[0], shapes=shapes[1:])
-        return Matrix(name, rows, columns, self.dtype, (codes, scales), self._make)
+        return Matrix(name, rows, columns, self.dtype, (codes, scales), self._make, in_bf16=self.powers)
 
     def _make(self, codes: Bytes, scales: Floats) -> Coded:
         if self.block is None:
@@ -47,10 +49,11 @@ def parse(fields: Fields) -> Fp8:
     """Reads quantization_config with quant_method "fp8". What is said of activations is not used."""
     fields.only("fmt", "e4m3", None)
     fields.only("activation_scheme", "dynamic", "static", None)
-    fields.ignore("modules_to_not_convert", "scale_fmt", "quant_method", "dequantize", "ignored_layers")
+    fields.ignore("modules_to_not_convert", "quant_method", "dequantize", "ignored_layers")
+    powers = fields.raw("scale_fmt", None) == "ue8m0"
     block = fields.integers("weight_block_size")
     fields.done()
-    return Fp8(block_of(list(block), "weight_block_size") if block else None)
+    return Fp8(block_of(list(block), "weight_block_size") if block else None, powers)
 
 
 def block_of(sizes: Any, key: str) -> tuple[int, int]:

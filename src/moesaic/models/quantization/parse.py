@@ -25,6 +25,8 @@ METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
     "mxfp4": mxfp4.parse,
 }
 """quant_method -> what reads the rest of quantization_config."""
+STATIC_SCALES = (r".*\.input_(scale|zero_point)",)
+"""Names of static scales of activations. Activations are not quantised, so they are not read."""
 
 
 def parse(raw: Mapping[str, Any]) -> Scheme | None:
@@ -49,6 +51,27 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
             f"config.json: quantization_config: got quant_method {shown(repr(method))}; allowed: {allowed}"
         )
     return METHODS[method](Fields(told, "quantization_config."))
+
+
+def skipped(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of tensors about activations, of a parsed config.json: static scales, which are not used."""
+    inner = raw.get(TEXT)
+    raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
+    told = raw.get("quantization_config")
+    if not isinstance(told, dict):
+        return ()
+    groups = told.get("config_groups")
+    given = [one.get("input_activations") for one in groups.values()] if isinstance(groups, dict) else []
+    static = any(isinstance(one, dict) and one.get("dynamic") is False for one in given)
+    if static or (told.get("quant_method") == "fp8" and told.get("activation_scheme") == "static"):
+        return STATIC_SCALES
+    return ()
+
+
+def skipped_in(path: Path) -> tuple[str, ...]:
+    """As `skipped`, of the checkpoint at `path`."""
+    known = is_gguf(path) or (path / "config.json").is_file()
+    return skipped(read_config(path)) if known else ()
 
 
 def scheme_of(path: Path) -> Scheme | None:

@@ -84,6 +84,8 @@ class Matrix:
     parts: tuple[Part, ...]
     make: Callable[..., Coded | Floats]
     """Called with an array for each part. Returns [rows, columns] float32 where `dtype` is "float32"."""
+    in_bf16: bool = False
+    """Whether bf16 seems to hold every number: then a dense matrix is kept in bf16 if it does."""
 
     def packed(self, read: Callable[[Part], Array], out: Bytes | None = None) -> Bytes:
         """The bytes [rows, row_bytes] of type `dtype`, in `out` if that is given.

@@ -1,0 +1,71 @@
+"""A GGUF file in a repository of a hub: `org/name:Q4_K_M`, as llama.cpp calls it, or `org/name:FILE.gguf`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from moesaic.core.errors import ConfigError
+from moesaic.models.gguf.header import SPLIT, SUFFIX
+
+NAME = re.compile(r"([\w.-]+/[\w.-]+):([^:]+)")
+BESIDE = ("mmproj", "imatrix")
+"""How names of files begin that are not a model of text. Repositories have them beside it."""
+SHOWN = 8
+"""Most names of files in a message."""
+
+
+@dataclass(frozen=True)
+class OnHub:
+    """A file of a repository, or the first of several."""
+
+    repository: str
+    wanted: str
+    """Its name, or a word in it that is like Q4_K_M."""
+
+    def files(self, names: Collection[str]) -> list[str]:
+        """The files of the model in order, of all files of the repository.
+
+        Raises ConfigError if no model fits, or several do.
+        """
+        every = sorted(_models(names))
+        found = [name for name in every if self._fits(name)]
+        if len(found) != 1:
+            which = found if found else every
+            listed = ", ".join(which[:SHOWN]) + (", .." if len(which) > SHOWN else "")
+            allowed = f"one of its files: {listed}" if which else "a repository with GGUF files"
+            raise ConfigError.field("model", f"{self.repository}:{self.wanted}", allowed)
+        split = SPLIT.fullmatch(found[0])
+        if split is None:
+            return found
+        return [f"{split[1]}-{each:05}-of-{split[3]}{SUFFIX}" for each in range(1, int(split[3]) + 1)]
+
+    def _fits(self, name: str) -> bool:
+        if self.wanted.endswith(SUFFIX):
+            return name == self.wanted
+        split = SPLIT.fullmatch(name)
+        stem = name.removesuffix(SUFFIX) if split is None else split[1]
+        word = rf"(?:^|.*[-._/]){re.escape(self.wanted)}(?:[-./].*)?"
+        return re.fullmatch(word, stem, re.IGNORECASE) is not None
+
+
+def on_hub(model: str) -> OnHub | None:
+    """The file that the name of a model stands for; None for all other names.
+
+    >>> on_hub("org/name:Q4_K_M")
+    OnHub(repository='org/name', wanted='Q4_K_M')
+    """
+    found = NAME.fullmatch(model)
+    return None if found is None else OnHub(found[1], found[2])
+
+
+def _models(names: Collection[str]) -> set[str]:
+    """GGUF files with a model, of several that it is split over the first."""
+    found = set()
+    for name in names:
+        split = SPLIT.fullmatch(name)
+        later = split is not None and int(split[2]) != 1
+        if name.endswith(SUFFIX) and not later and not name.rpartition("/")[2].startswith(BESIDE):
+            found.add(name)
+    return found
