@@ -226,8 +226,8 @@ def compress(options: Annotated[Compress, FLAT], *, output: Annotated[Output, FL
 
 @app.command
 def quantize(options: Annotated[QuantizeOptions, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
-    """Write a checkpoint whose routed experts are int8 or int4, which transformers and vLLM read too, and measure
-    what that costs: quantize MODEL DIRECTORY --format int4 --calibrate PROMPTS.
+    """Write a checkpoint whose routed experts are int8 or int4, in a layout that other programs read, and
+    measure what that costs: quantize MODEL DIRECTORY --format int4 --calibrate PROMPTS.
 
     A run that was stopped is continued by the same command.
     """

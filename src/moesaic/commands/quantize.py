@@ -76,9 +76,11 @@ def _lines(options: QuantizeOptions, cost: Cost, seconds: float) -> list[str]:
     ]
     if cost.few_tokens:
         some = ", ".join(f"layer {one} expert {two} ({count})" for one, two, count in cost.few_tokens[:NAMED])
-        more = f" and {len(cost.few_tokens) - NAMED} more, all in --json" if len(cost.few_tokens) > NAMED else ""
+        more = (
+            f" and {len(cost.few_tokens) - NAMED} more, all in --json" if len(cost.few_tokens) > NAMED else ""
+        )
         lines.append(
-            f"{len(cost.few_tokens)} experts saw fewer than {options.least_tokens} tokens and were rounded to "
-            f"nearest: {some}{more}"
+            f"{len(cost.few_tokens)} experts saw fewer than {options.least_tokens} tokens and were rounded "
+            f"to nearest: {some}{more}"
         )
     return lines

@@ -1,7 +1,7 @@
 """Rounds a model's experts by their own inputs: prompts go through the model, one layer at a time.
 
-A layer gets what the layers before it compute once they are quantised. The hidden states before a layer are in
-a file, so that a run that was killed goes on with them.
+A layer gets what the layers before it compute once they are quantised. The hidden states before a layer are
+in a file, so that a run that was killed goes on with them.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ class Calibrated:
             gated = prompt.until_gate(block, torch.from_numpy(hidden[span].copy()))
             residual[span], normed[span] = gated.residual.numpy(), gated.normed.numpy()
             if not np.isfinite(normed[span]).all():
-                raise ConfigError(f"{self._path}: layer {layer}: the hidden states of a prompt are not finite")
+                raise ConfigError(
+                    f"{self._path}: layer {layer}: the hidden states of a prompt are not finite"
+                )
             if gated.expert_ids is not None and gated.weights is not None:
                 ids.append(gated.expert_ids)
                 weights.append(gated.weights)
@@ -165,7 +167,9 @@ class Calibrated:
 
         def merged(index: int) -> torch.Tensor:
             span = self._spans[index]
-            residual, normed = (torch.from_numpy(one[span].copy()) for one in (inputs.residual, inputs.normed))
+            residual, normed = (
+                torch.from_numpy(one[span].copy()) for one in (inputs.residual, inputs.normed)
+            )
             ones = torch.ones(len(residual), 1)
             gated = Gated(residual, normed, None, None)
             if inputs.added is None:
@@ -233,8 +237,10 @@ class OfLayer:
         gate_up = rounding.numbers(both) @ rows.T
         wide = activate(SILU, *gate_up.T.contiguous().chunk(2, dim=1))
         last = rounding.nearest_or_gptq(down, None if few else _hessian(wide, weights))
-        halves = [Coded(*(part[half] for part in (both.codes, both.scales))) for half in _halves(len(gate))]
-        return Rounded((*halves, last), wide @ rounding.numbers(last).T)
+        width = len(gate)
+        first = Coded(both.codes[:width], both.scales[:width])
+        second = Coded(both.codes[width:], both.scales[width:])
+        return Rounded((first, second, last), wide @ rounding.numbers(last).T)
 
     def add(self, expert: int, rounded: Rounded) -> None:
         """As `LayerRounder.add`: adds what the expert computes to its tokens' rows."""
@@ -254,7 +260,3 @@ def _hessian(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The sum over rows x [n, c] of x x^T, each by the square of its weight [n]."""
     weighted = rows * weights[:, None]
     return weighted.T @ weighted
-
-
-def _halves(rows: int) -> tuple[slice, slice]:
-    return slice(None, rows), slice(rows, None)

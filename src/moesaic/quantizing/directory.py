@@ -176,10 +176,9 @@ class Directory:
         begun = begun if isinstance(begun, dict) else {}
         for name, value in self._settings.items():
             if begun.get(name) != value:
-                raise ConfigError(
-                    f"DIRECTORY: {self.path} was begun with {name} {begun.get(name)!r}, now {value!r}; allowed: "
-                    "the same settings, or another directory"
-                )
+                now = f"{begun.get(name)!r}, now {value!r}"
+                allowed = "the same settings, or another directory"
+                raise ConfigError(f"DIRECTORY: {self.path} was begun with {name} {now}; allowed: {allowed}")
 
 
 def _is_empty(path: Path) -> bool:

@@ -62,7 +62,11 @@ class Format:
 
     def tensors(self, module: str, rows: int, columns: int, scales: str) -> tuple[Tensor, Tensor, Tensor]:
         """The tensors of a matrix: codes, scales and shape. scales: the type of scales in the file."""
-        words, groups, width = -(-columns * self.bits // 32), self.groups(columns), 4 if scales == "F32" else 2
+        words, groups, width = (
+            -(-columns * self.bits // 32),
+            self.groups(columns),
+            4 if scales == "F32" else 2,
+        )
         return (
             Tensor(f"{module}.weight_packed", "I32", (rows, words), 4 * rows * words),
             Tensor(f"{module}.weight_scale", scales, (rows, groups), width * rows * groups),
@@ -102,7 +106,7 @@ class Format:
         }
 
     def _words(self, codes: npt.NDArray[np.uint8]) -> bytes:
-        """Words of 32 bits, the first code in the lowest bits. The last word of a row is padded with zeros."""
+        """Words of 32 bits, the first code in the lowest bits. A row's last word is padded with zeros."""
         padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (32 // self.bits))))
         if self.bits == 4:
             padded = padded[:, 0::2] | padded[:, 1::2] << np.uint8(4)
@@ -126,8 +130,8 @@ def chosen(name: str, group: int | None, columns: Iterable[int]) -> Format:
     allowed = f"{', '.join(map(str, fitting))}, which divide {rows}"
     if not fitting:
         allowed = f"none: no multiple of {UNIT} divides {rows}; --format int8 needs no groups"
-    given = f"{size}, the default," if group is None else str(size)
-    raise ConfigError(f"--group-size: got {given} allowed: {allowed}".replace(" allowed", "; allowed", 1))
+    given = f"{size} by default" if group is None else str(size)
+    raise ConfigError(f"--group-size: got {given}; allowed: {allowed}")
 
 
 def as_stored(scales: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float32]:

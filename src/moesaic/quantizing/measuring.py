@@ -60,9 +60,7 @@ def measure(
         read = [_read(outside, *pair) for pair in zip(hidden, texts, strict=True)]
     predicted = sum(len(one) - 1 for one in texts)
     nats = sum(lost for lost, _ in read) / predicted
-    return Reading(
-        math.exp(nats) if nats < 700 else math.inf, torch.cat([choices for _, choices in read])
-    )
+    return Reading(math.exp(nats) if nats < 700 else math.inf, torch.cat([choices for _, choices in read]))
 
 
 def _read(outside: Model, hidden: torch.Tensor, text: Sequence[int]) -> tuple[float, torch.Tensor]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from cyclopts import Parameter
+from typing import Any, Literal
 
 from moesaic.config import KernelName, check_threads
 from moesaic.core.errors import ConfigError
 
-Several = Parameter(consume_multiple=True, negative_iterable=())
 Modules = Literal["experts", "attention", "mlp"]
 
 
@@ -30,24 +27,24 @@ class QuantizeOptions:
     group_size: int | None = None
     """Numbers of a row that share a scale: a multiple of 32 that divides the rows of all quantised matrices.
     None: 128 for int4, and a whole row for int8."""
-    modules: Annotated[tuple[Modules, ...], Several] = ("experts",)
+    modules: tuple[Modules, ...] = ("experts",)
     """What is quantised: experts (the routed ones), attention (its projections), mlp (dense MLPs and shared
     experts). Gates, norms, the embedding and the LM head stay as they are."""
-    calibrate: Annotated[tuple[Path, ...], Several] = ()
+    calibrate: tuple[Path, ...] = ()
     """Files of prompts, as for `moesaic profile --prompts`. Experts are rounded by GPTQ, over the inputs that
     they have in these prompts. Other modules are rounded to nearest. None: all are rounded to nearest."""
     calibration_tokens: int = 131072
     """Maximum tokens of the prompts of --calibrate, the first ones."""
     least_tokens: int = 32
     """Experts that fewer tokens of --calibrate choose are rounded to nearest, and named at the end."""
-    evaluate: Annotated[tuple[Path, ...], Several] = ()
+    evaluate: tuple[Path, ...] = ()
     """Files of prompts with which the result is measured beside the original. None: one of eight prompts of
     --calibrate, which is then not calibrated with, or else short texts of this package."""
     evaluation_tokens: int = 16384
     """Maximum tokens to measure with. 0: the result is not measured."""
     max_prompt_tokens: int = 2048
     """Tokens of a prompt beyond these are left out."""
-    allow_growth: Annotated[bool, Parameter(negative="")] = False
+    allow_growth: bool = False
     """Write the checkpoint even if it becomes larger than the original."""
     kernels: KernelName = "auto"
     """Kernels that compute the prompts, as for `moesaic serve`."""

@@ -112,8 +112,8 @@ class Plan:
 def make(path: Path, modules: Collection[Modules]) -> Plan:
     """Find what is quantised in the checkpoint at `path`, from the headers of its files.
 
-    Raises CheckpointError for a checkpoint without such matrices, for one that is quantised or compressed, and
-    for one whose experts are stored in columns.
+    Raises CheckpointError for a checkpoint without such matrices, for one that is quantised or compressed,
+    and for one whose experts are stored in columns.
     """
     config = read_config(path)
     told = config.get("quantization_config")
@@ -127,8 +127,8 @@ def make(path: Path, modules: Collection[Modules]) -> Plan:
     others = _others(path, modules)
     inside = set()
     shards: dict[int | None, Shard] = {None: Shard(None)}
-    for (layer, expert), (found, tensors) in experts.items():
-        shards.setdefault(layer, Shard(layer)).experts[expert] = found
+    for (number, expert), (found, tensors) in experts.items():
+        shards.setdefault(number, Shard(number)).experts[expert] = found
         inside |= tensors
     for name, place in every.items():
         if name in inside:
@@ -154,8 +154,8 @@ def _experts(path: Path) -> dict[tuple[int, int], tuple[Expert, set[str]]]:
     layout = registry.expert_layout(path, REFERENCE)
     if layout.form != ROWS:
         raise CheckpointError(
-            f"{path}: the experts of this model have biases or are stored in columns; allowed: matrices in rows, "
-            "without biases"
+            f"{path}: the experts of this model are stored in columns or have biases; allowed: rows without "
+            "biases"
         )
     headers = Headers(path)
     names = frozenset(headers.every())
@@ -170,7 +170,8 @@ def _expert(
     headers: Headers, names: frozenset[str], layout: ExpertLayout, layer: int, expert: int
 ) -> tuple[Expert, set[str]]:
     weights, tensors = [], set()
-    for name, rows, columns in layout.tensors(layer, expert):
+    for name, *shape in layout.tensors(layer, expert):
+        rows, columns = shape
         part = fused.inside(name, names.__contains__)
         place = _numbers(name, headers.find(name, rows, columns))
         weights.append(Weight(name.removesuffix(".weight"), place, rows, columns))

@@ -29,8 +29,11 @@ class Rounding:
     """Type of the scales, as safetensors calls it."""
 
     def nearest(self, weight: torch.Tensor) -> Coded:
-        """Round each number of a matrix [rows, columns] float32 to the nearest code. Scales cover all numbers."""
-        groups = weight.unflatten(1, (self.format.groups(weight.shape[1]), -1))
+        """Round each number of a matrix [rows, columns] float32 to the nearest code.
+
+        Scales cover all numbers.
+        """
+        groups = weight.view(len(weight), self.format.groups(weight.shape[1]), -1)
         scales = self._covering(groups.abs().amax(2))
         codes = self._codes(groups, scales[:, :, None]).flatten(1)
         return self._coded(codes, scales)
@@ -38,8 +41,8 @@ class Rounding:
     def gptq(self, weight: torch.Tensor, hessian: torch.Tensor) -> Coded | None:
         """Round column after column. Later columns of a row make up for the errors of earlier ones.
 
-        weight: [rows, columns] float32. hessian: [columns, columns] float32, the sum of x x^T over the inputs.
-        Returns None for a Hessian that has no inverse although it is damped.
+        weight: [rows, columns] float32. hessian: [columns, columns] float32, the sum of x x^T over the
+        inputs x. Returns None for a Hessian that has no inverse although it is damped.
         """
         factor = _inverse_factor(hessian)
         if factor is None:
@@ -76,7 +79,7 @@ class Rounding:
     def numbers(self, coded: Coded) -> torch.Tensor:
         """The numbers [rows, columns] float32 of a quantised matrix."""
         scales = torch.from_numpy(coded.scales)
-        groups = torch.from_numpy(coded.codes).float().unflatten(1, (scales.shape[1], -1))
+        groups = torch.from_numpy(coded.codes).float().view(*scales.shape, -1)
         return ((groups - self._zero) * scales[:, :, None]).flatten(1)
 
     @property
@@ -90,9 +93,9 @@ class Rounding:
         return torch.from_numpy(as_stored(scales.numpy(), self.scales))
 
     def _searched(self, group: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-        """The scale [rows] of a group [rows, columns] with the least error, weighted by `importance` [columns].
+        """The scale [rows] of a group [rows, columns] with the least error.
 
-        Large numbers may be cut off.
+        importance: [columns], weights of the squared errors. Large numbers may be cut off.
         """
         largest = group.abs().amax(1)
         best, least = torch.empty_like(largest), torch.full_like(largest, torch.inf)
@@ -118,7 +121,8 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
         damped = hessian + torch.diag(torch.full_like(hessian.diagonal(), float(share * mean)))
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            found: torch.Tensor
+            found, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed:
-                return upper
+                return found
     return None

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,7 @@ class _Job:
         """The same with what both models say about the texts."""
         texts = self.texts.measuring
         before, after = (
-            measure(
-                path, self.kernels, texts, lambda done, total, name=name: self.show(f"reading {name}", done, total)
-            )
+            measure(path, self.kernels, texts, partial(self.show, f"layers of {name}"))
             for path, name in ((self.path, "the original"), (result, "the result"))
         )
         return replace(
@@ -145,8 +144,8 @@ class _Job:
 def run(options: QuantizeOptions, show: Show) -> Cost:
     """Write the checkpoint, or what is left of it, and measure it.
 
-    Raises ConfigError for a model that cannot be quantised so, for a directory that is not empty, and for a disk
-    that is too small. Raises OSError if a file cannot be read or written.
+    Raises ConfigError for a model that cannot be quantised so, for a directory that is not empty, and for a
+    disk that is too small. Raises OSError if a file cannot be read or written.
     """
     path = files.resolve(options.model)
     files.refuse_gguf(path, "quantize")
@@ -163,7 +162,9 @@ def run(options: QuantizeOptions, show: Show) -> Cost:
     )
     if cost.bytes_after >= cost.bytes_before and not options.allow_growth:
         grown = f"{cost.bytes_after} bytes in place of {cost.bytes_before}"
-        raise ConfigError(f"{options.model}: the result would have {grown}; allowed: fewer, or --allow-growth")
+        raise ConfigError(
+            f"{options.model}: the result would have {grown}; allowed: fewer, or --allow-growth"
+        )
     texts = _texts(path, options)
     kernels = table.pick("cpu", options.kernels)
     kernels.set_threads(options.threads or cores(), False)
@@ -193,9 +194,7 @@ def _check_space(target: Path, job: _Job, cost: Cost) -> None:
     needed = cost.bytes_after - there + 5 * rows + ROOM
     free = shutil.disk_usage(target.parent).free
     if needed > free:
-        raise ConfigError(
-            f"DIRECTORY: {target}: {needed} bytes are needed, and {free} are free on this disk"
-        )
+        raise ConfigError(f"DIRECTORY: {target}: {needed} bytes are needed, and {free} are free on this disk")
 
 
 def _digest(prompts: Tokens) -> str:

@@ -12,8 +12,8 @@ from moesaic.tokenizer import Tokenizer
 
 HELD_OUT = 8
 """One of so many prompts is not calibrated with but measured with."""
-SHIPPED = Path(__file__).parent / "texts.txt"
-"""Texts to measure with if none are given: one a line."""
+SHIPPED = Path(__file__).parent / "texts.jsonl"
+"""Texts to measure with if none are given."""
 Tokens = list[list[int]]
 
 
@@ -37,9 +37,10 @@ class Reader:
     ) -> Texts:
         """Read the prompts of --calibrate and --evaluate.
 
-        Without --evaluate, one of HELD_OUT prompts of --calibrate is held out, or else the texts of this package
-        are used. most, most_measured: maximum tokens of all prompts together. Raises ConfigError, with file and
-        line, for what is not a prompt, and for files with too few.
+        Without --evaluate, one of HELD_OUT prompts of --calibrate is held out, or else the texts of this
+        package are used. most, most_measured: maximum tokens of all prompts together.
+
+        Raises ConfigError, with file and line, for what is not a prompt, and for files with too few.
         """
         tokenizer = Tokenizer(self._path)
         try:
@@ -50,7 +51,7 @@ class Reader:
         if calibrate and not evaluate:
             if len(calibrating) < 2:
                 raise ConfigError(
-                    "--calibrate: got 1 prompt; allowed: at least 2, of which one is measured with, or --evaluate"
+                    "--calibrate: got 1 prompt; allowed: at least 2, of which one is held out, or --evaluate"
                 )
             held = [one for index, one in enumerate(calibrating) if index % HELD_OUT == 1]
             calibrating = [one for index, one in enumerate(calibrating) if index % HELD_OUT != 1]

@@ -1,4 +1,4 @@
-"""A prompt that is computed layer by layer in a cache of its own, for programs that have one layer in memory."""
+"""A prompt that is computed layer by layer, in a cache of its own, where only one layer is in memory."""
 
 from __future__ import annotations
 
