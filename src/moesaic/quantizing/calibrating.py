@@ -29,8 +29,9 @@ from moesaic.runtime.step.one_prompt import OnePrompt
 
 COUNTS = "tokens.json"
 """File of how many tokens each expert saw."""
-Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Gate [w, h], up [w, h] and down [h, w] of an expert, float32."""
+Read = Callable[[], torch.Tensor]
+Matrices = tuple[Read, Read, Read]
+"""What reads gate [w, h], up [w, h] and down [h, w] of an expert as float32."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -71,7 +72,7 @@ class Nearest:
         yield self
 
     def expert(self, expert: int, matrices: Matrices, rounding: Rounding) -> Rounded:
-        gate, up, down = (rounding.nearest(one) for one in matrices)
+        gate, up, down = (rounding.nearest(one()) for one in matrices)
         return Rounded((gate, up, down))
 
     def add(self, expert: int, rounded: Rounded) -> None:
@@ -231,7 +232,7 @@ class OfLayer:
         """As `LayerRounder.expert`. Down is rounded by what the rounded gate and up compute."""
         tokens, weights = self._chosen(expert)
         rows = torch.from_numpy(self._inputs.normed[tokens.numpy()])
-        gate, up, down = matrices
+        gate, up, down = (one() for one in matrices)
         few = len(rows) < self._least
         both = rounding.nearest_or_gptq(torch.cat([gate, up]), None if few else _hessian(rows, weights))
         gate_up = rounding.numbers(both) @ rows.T

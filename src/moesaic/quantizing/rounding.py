@@ -16,6 +16,8 @@ DAMPING = (0.01, 0.1, 1.0)
 singular in float32."""
 SHARES = tuple(1 - step / 40 for step in range(21))
 """Shares of the largest number that a scale may cover: the best one is taken."""
+BAND = 1 << 20
+"""Numbers that are rounded to nearest at a time, so that little memory is taken."""
 AT_ONCE = 128
 """Columns whose errors are spread to all later columns together, if a row has no groups."""
 
@@ -33,10 +35,16 @@ class Rounding:
 
         Scales cover all numbers.
         """
-        groups = weight.view(len(weight), self.format.groups(weight.shape[1]), -1)
-        scales = self._covering(groups.abs().amax(2))
-        codes = self._codes(groups, scales[:, :, None]).flatten(1)
-        return self._coded(codes, scales)
+        rows, columns = weight.shape
+        codes = torch.empty(rows, columns, dtype=torch.uint8)
+        scales = torch.empty(rows, self.format.groups(columns))
+        step = max(1, BAND // columns)
+        for begin in range(0, rows, step):
+            band = slice(begin, begin + step)
+            groups = weight[band].view(-1, scales.shape[1], columns // scales.shape[1])
+            scales[band] = self._covering(groups.abs().amax(2))
+            codes[band] = self._codes(groups, scales[band, :, None]).flatten(1)
+        return Coded(codes.numpy(), scales.numpy())
 
     def gptq(self, weight: torch.Tensor, hessian: torch.Tensor) -> Coded | None:
         """Round column after column. Later columns of a row make up for the errors of earlier ones.
@@ -69,7 +77,7 @@ class Rounding:
                 part[:, column:] -= torch.outer(error, upper[column, column:])
                 errors[:, column] = error
             rest[:, end:] -= errors @ factor[begin:end, end:]
-        return self._coded(codes, scales)
+        return Coded(codes.to(torch.uint8).numpy(), scales.numpy())
 
     def nearest_or_gptq(self, weight: torch.Tensor, hessian: torch.Tensor | None) -> Coded:
         """Round by a Hessian. Without one, or if it has no inverse, round to nearest."""
@@ -109,9 +117,6 @@ class Rounding:
 
     def _codes(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return (numbers / scales).round_().add_(self._zero).clamp_(0, 2 * self._zero - 1)
-
-    def _coded(self, codes: torch.Tensor, scales: torch.Tensor) -> Coded:
-        return Coded(codes.to(torch.uint8).numpy(), scales.numpy())
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:

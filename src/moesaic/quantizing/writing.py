@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,7 +57,7 @@ class Writer:
 
     def _experts(self, shard: Shard, file: ShardFile, rounder: LayerRounder) -> None:
         def rounded(item: tuple[int, Expert]) -> Rounded:
-            gate, up, down = (read(one) for one in item[1])
+            gate, up, down = (partial(read, one) for one in item[1])
             return rounder.expert(item[0], (gate, up, down), self._rounding(item[1][0]))
 
         for (expert, weights), made in self._in_order(sorted(shard.experts.items()), rounded):
@@ -113,8 +114,9 @@ def read(weight: Weight) -> torch.Tensor:
     if len(stored) < count:
         raise CheckpointError(f"{place.file}: tensor {weight.module}.weight: the file ends within it")
     if place.dtype == "BF16":
-        stored = (stored.astype(np.uint32) << 16).view(np.float32)
-    numbers = torch.from_numpy(stored.astype(np.float32)).view(weight.rows, weight.columns)
+        stored = np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
+    floats = stored.astype(np.float32, copy=False)
+    numbers = torch.from_numpy(floats).view(weight.rows, weight.columns)
     finite = numbers.isfinite()
     if not finite.all():
         got = float(numbers[~finite][0])
