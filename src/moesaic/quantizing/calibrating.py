@@ -7,6 +7,7 @@ in a file, so that a run that was killed goes on with them.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -136,7 +137,7 @@ class Calibrated:
 
     def _hidden(self, layer: int) -> Path:
         """The file of the hidden states before a layer."""
-        return self._work / f"hidden-{layer}.npy"
+        return self._work / f"hidden-{layer}"
 
     def _embed(self) -> None:
         outside = registry.load_outside(self._path, self._kernels)
@@ -144,7 +145,7 @@ class Calibrated:
 
     def _gated(self, layer: int, block: Block) -> Inputs:
         """The rows of all prompts after the gate of a layer."""
-        hidden = np.load(self._hidden(layer), mmap_mode="r")
+        hidden = np.memmap(self._hidden(layer), mode="r", dtype=np.float32, shape=self._shape)
         residual, normed = self._scratch("residual"), self._scratch("normed")
         ids, weights = [], []
         for prompt, span in zip(self._prompts, self._spans, strict=True):
@@ -160,7 +161,6 @@ class Calibrated:
         if not ids:
             return Inputs(residual, normed)
         added = self._scratch("added")
-        added[:] = 0
         return Inputs(residual, normed, torch.cat(ids), torch.cat(weights), added)
 
     def _merge(self, layer: int, block: Block, inputs: Inputs) -> None:
@@ -183,17 +183,24 @@ class Calibrated:
 
     def _write(self, layer: int, rows: Callable[[int], torch.Tensor]) -> None:
         """Write the hidden states before a layer. rows: number of a prompt -> its hidden states."""
-        shape = (self.tokens, self._spec.hidden_size)
-        temporary = self._work / "hidden.npy"
-        out = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
+        out = self._scratch("hidden")
         for index, span in enumerate(self._spans):
             out[span] = rows(index).numpy()
         out.flush()
-        temporary.rename(self._hidden(layer))
+        (self._work / "hidden").rename(self._hidden(layer))
 
-    def _scratch(self, name: str) -> Floats:
-        shape = (self.tokens, self._spec.hidden_size)
-        return np.memmap(self._work / name, mode="w+", dtype=np.float32, shape=shape)
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Of the rows of all prompts."""
+        return self.tokens, self._spec.hidden_size
+
+    def _scratch(self, name: str) -> np.memmap[Any, np.dtype[np.float32]]:
+        """A new file for rows of all prompts. Raises OSError if the disk has no space for it."""
+        tokens, hidden = self._shape
+        path = self._work / name
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 4 * tokens * hidden)
+        return np.memmap(path, mode="r+", dtype=np.float32, shape=self._shape)
 
     def _counts(self) -> dict[str, list[int]]:
         file = self._work / COUNTS

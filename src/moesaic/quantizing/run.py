@@ -120,8 +120,11 @@ class _Job:
         """The same with what both models say about the texts."""
         texts = self.texts.measuring
         before, after = (
-            measure(path, self.kernels, texts, partial(self.show, f"layers of {name}"))
-            for path, name in ((self.path, "the original"), (result, "the result"))
+            measure(path, self.kernels, texts, partial(self._show_share, f"reading {name}", size // MB))
+            for path, name, size in (
+                (self.path, "the original", cost.bytes_before),
+                (result, "the result", cost.bytes_after),
+            )
         )
         return replace(
             cost,
@@ -130,6 +133,9 @@ class _Job:
             perplexity_after=after.perplexity,
             agreement=before.agreement(after),
         )
+
+    def _show_share(self, what: str, whole: int, done: int, total: int) -> None:
+        self.show(what, whole * done // total, whole)
 
     def _calibrated(self, directory: Directory) -> Calibrated:
         prompts, work = self.texts.calibrating, directory.work
