@@ -102,6 +102,21 @@ SHAPES: dict[str, dict[str, object]] = {
         "intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    "qwen3.5-1.1b": COMMON
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "num_hidden_layers": 12,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 384,
+        "shared_expert_intermediate_size": 384,
+    },
     "mixtral-0.75b": COMMON
     | {
         "model_type": "mixtral",
@@ -120,12 +135,32 @@ def number(name: str, *keys: str) -> int:
     return next(int(str(SHAPES[name][key])) for key in keys if key in SHAPES[name])
 
 
+def linear_attention_shapes(name: str, prefix: str) -> Shape:
+    """The same of a layer of Qwen3.5 with linear attention, whose heads have 128 numbers."""
+    keys, values = number(name, "linear_num_key_heads"), number(name, "linear_num_value_heads")
+    hidden, mixed = number(name, "hidden_size"), 128 * (2 * keys + values)
+    part = f"{prefix}.linear_attn"
+    return {
+        f"{part}.in_proj_qkv.weight": (mixed, hidden),
+        f"{part}.in_proj_z.weight": (128 * values, hidden),
+        f"{part}.in_proj_b.weight": (values, hidden),
+        f"{part}.in_proj_a.weight": (values, hidden),
+        f"{part}.conv1d.weight": (mixed, 1, 4),
+        f"{part}.A_log": (values,),
+        f"{part}.dt_bias": (values,),
+        f"{part}.norm.weight": (128,),
+        f"{part}.out_proj.weight": (hidden, 128 * values),
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+    }
+
+
 def attention_shapes(name: str, prefix: str) -> Shape:
     """Tensors of one layer outside the experts."""
     heads, kv = number(name, "num_attention_heads"), number(name, "num_key_value_heads")
     width, hidden = number(name, "head_dim"), number(name, "hidden_size")
     shapes: Shape = {
-        f"{prefix}.self_attn.q_proj.weight": (heads * width, hidden),
+        f"{prefix}.self_attn.q_proj.weight": ((1 + name.startswith("qwen3.5")) * heads * width, hidden),
         f"{prefix}.self_attn.k_proj.weight": (kv * width, hidden),
         f"{prefix}.self_attn.v_proj.weight": (kv * width, hidden),
         f"{prefix}.self_attn.o_proj.weight": (hidden, heads * width),
@@ -144,7 +179,16 @@ def layer_shapes(name: str, layer: int) -> Shape:
     words = ("gate_proj", "up_proj", "down_proj") if qwen else ("w1", "w3", "w2")
     experts, hidden = number(name, "num_experts", "num_local_experts"), number(name, "hidden_size")
     width = number(name, "moe_intermediate_size", "intermediate_size")
-    shapes = attention_shapes(name, prefix)
+    linear = name.startswith("qwen3.5") and (layer + 1) % 4
+    shapes = (linear_attention_shapes if linear else attention_shapes)(name, prefix)
+    if name.startswith("qwen3.5"):
+        shared = number(name, "shared_expert_intermediate_size")
+        shapes |= {
+            f"{where}.shared_expert_gate.weight": (1, hidden),
+            f"{where}.shared_expert.gate_proj.weight": (shared, hidden),
+            f"{where}.shared_expert.up_proj.weight": (shared, hidden),
+            f"{where}.shared_expert.down_proj.weight": (hidden, shared),
+        }
     shapes[f"{where}.gate.weight"] = (experts, hidden)
     for expert in range(experts):
         for word, shape in zip(words, ((width, hidden), (width, hidden), (hidden, width)), strict=True):

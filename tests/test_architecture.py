@@ -26,7 +26,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     # mechanisms
     "kernels": ("core",),
     "models": ("core", "kernels", "config.environment"),  # digests are kept in the user's cache folder
-    "kvcache": ("core", "kernels", "models.spec"),  # the spec says how wide a token's keys and values are
+    # The spec says how wide a token's keys and values are. A block attends over what its layer keeps.
+    "kvcache": ("core", "kernels", "models.block", "models.spec"),
     "transport": ("core",),
     "trace": ("config", "core"),
     "collectives": ("core", "transport", "policy.placement.shuffle"),
@@ -122,6 +123,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("runtime.machine", "server", "verify"),
         # what the loader says about a model before it is loaded
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),
+        "runtime.cache_size",  # the share of memory that a cache takes
         "runtime.model_loading",  # how many GPUs there are to plan for
         "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "transport.base", "transport.secret"),

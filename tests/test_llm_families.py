@@ -41,6 +41,8 @@ FAMILIES = {
     "granite": torch.bfloat16,
     "hy3-layers-bias-shared-yarn": torch.bfloat16,
     "gpt-oss": torch.bfloat16,
+    "qwen3-next": torch.bfloat16,
+    "qwen3.5": torch.float32,
 }
 """A case, and the type of its weights."""
 LATER = {"solar", "glm4v"}

@@ -25,7 +25,7 @@ from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.files import Found
 from moesaic.models.headers import Headers
-from moesaic.runtime.model_loading import AUTO_SHARE, num_blocks_of
+from moesaic.runtime.cache_size import AUTO_SHARE, cache_size_of
 from moesaic.runtime.model_loading import load_model as load
 from moesaic.testing import byte_tokenizer
 
@@ -234,7 +234,7 @@ def test_the_cache_is_the_one_that_the_worker_takes(
     loaded = load(ModelConfig("demo"))
     left = memory * GIB - row["weights"]
     worker = WorkerConfig(ModelConfig("demo"), CacheConfig())
-    blocks = num_blocks_of(worker, loaded, 2048, torch.float32, int(AUTO_SHARE * left))
+    blocks = cache_size_of(worker, loaded, 2048, torch.float32, int(AUTO_SHARE * left)).num_blocks
     assert row["kv_cache_tokens"] == blocks * worker.cache.block_size
 
 

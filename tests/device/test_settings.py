@@ -21,7 +21,7 @@ from moesaic.cost.hardware import Hardware
 from moesaic.hardware import cuda, memory
 from moesaic.hardware.measure import Effort, Measuring
 from moesaic.hardware.products import Sizes
-from moesaic.runtime.model_loading import AUTO_SHARE_CUDA
+from moesaic.runtime.cache_size import AUTO_SHARE_CUDA
 
 TINY = Effort(
     seconds=1e-4, read=1 << 16, copied=1 << 12, products=Sizes(hidden=64, width=32, matrices=2, rows=(1, 4))

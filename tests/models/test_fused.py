@@ -35,6 +35,7 @@ CASES = (
     "ernie",
     "granite",
     "internvl-qwen3",
+    "qwen3.5",
 )
 GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
 

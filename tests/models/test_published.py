@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from moesaic.cost.reading import read as read_sizes
+from moesaic.kvcache.states import state_bytes
 from moesaic.models.registry import read_spec
 
 GENERIC = {
@@ -632,6 +634,82 @@ GPT_OSS_20B = GENERIC | {
 }
 """Without its quantization_config, as after a conversion to bf16."""
 
+LINEAR_ATTENTION = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "use_cache": True,
+}
+QWEN3_NEXT_80B_A3B = LINEAR_ATTENTION | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "intermediate_size": 5120,
+    "model_type": "qwen3_next",
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_5_35B_A3B = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5_moe",
+    "text_config": LINEAR_ATTENTION
+    | {
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        "mamba_ssm_dtype": "float32",
+        "model_type": "qwen3_5_moe_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "video_token_id": 248057,
+    "vision_config": {"depth": 27},
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+
 
 @pytest.mark.parametrize(
     ("config", "layers", "experts", "context", "kv_numbers"),
@@ -663,6 +741,8 @@ GPT_OSS_20B = GENERIC | {
         (OLMOE_1B_7B, 16, 64, 4096, 2 * 16 * 128),
         (QWEN1_5_MOE_A2_7B, 24, 60, 8192, 2 * 16 * 128),
         (QWEN2_57B_A14B, 28, 64, 131072, 2 * 4 * 128),
+        (QWEN3_NEXT_80B_A3B, 48, 512, 262144, 2 * 2 * 256),
+        (QWEN3_5_35B_A3B, 40, 256, 262144, 2 * 2 * 256),
     ],
     ids=[
         "gpt-oss-20b",
@@ -692,6 +772,8 @@ GPT_OSS_20B = GENERIC | {
         "olmoe-1b-7b",
         "qwen1.5-moe-a2.7b",
         "qwen2-57b-a14b",
+        "qwen3-next-80b-a3b",
+        "qwen3.5-35b-a3b",
     ],
 )
 def test_a_published_config_gives_its_published_sizes(
@@ -701,3 +783,15 @@ def test_a_published_config_gives_its_published_sizes(
     spec = read_spec(tmp_path)
     assert (len(spec.moe_layers), spec.num_experts, spec.max_position) == (layers, experts, context)
     assert spec.kv.kv_heads * sum(spec.kv.widths) == kv_numbers
+
+
+@pytest.mark.parametrize(("config", "layers"), [(QWEN3_NEXT_80B_A3B, 36), (QWEN3_5_35B_A3B, 30)])
+def test_states_are_planned_with_the_bytes_that_they_take(
+    tmp_path: Path, config: dict[str, Any], layers: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, sizes = read_spec(tmp_path), read_sizes(config, "x")
+    page, seat = state_bytes(spec.states, len(spec.state_layers))
+    assert (page, seat) == (sizes.page, sizes.seat)
+    assert 2.1e6 < page / layers < 2.2e6, "32 matrices of 128 x 128, and three rows before them"
+    assert sizes.attention.cached * sizes.layers == 2 * 2 * 256 * (sizes.layers - layers)

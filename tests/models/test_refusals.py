@@ -42,6 +42,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gpt_oss": model_configs.gpt_oss,
         "olmoe": model_configs.olmoe,
         "qwen2_moe": model_configs.qwen2,
+        "qwen3_next": model_configs.qwen3_next,
+        "qwen3_5_moe_text": model_configs.qwen3_next,
         "solar_open": model_configs.solar,
     }
     found = {
@@ -360,6 +362,27 @@ def test_a_tensor_known_to_be_unused_is_no_error(copy: Any) -> None:
 def test_tensors_of_ernie_that_predict_several_tokens_are_no_error(copy: Any) -> None:
     extra = {"model.mtp_block.0.input_layernorm.weight": torch.zeros(48)}
     registry.load(rewrite(copy("ernie4_5_moe"), lambda tensors: tensors.update(extra)), pick("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_tensors_of_qwen_that_predict_several_tokens_are_no_error(kind: str, copy: Any) -> None:
+    extra = {"mtp.layers.0.input_layernorm.weight": torch.zeros(48), "mtp.fc.weight": torch.zeros(48, 96)}
+    registry.load(rewrite(copy(kind), lambda tensors: tensors.update(extra)), pick("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"linear_num_value_heads": 3}, ("linear_num_value_heads", "3", "a multiple of 2")),
+        ({"linear_key_head_dim": 20}, ("linear_key_head_dim", "20", "a multiple of 8 up to 256")),
+        ({"linear_conv_kernel_dim": 9}, ("linear_conv_kernel_dim", "9", "at most 8")),
+        ({"layer_types": ["full_attention"] * 3}, ("layer_types", "list of 4")),
+        ({"attn_output_gate": False}, ("attn_output_gate", "False", "True")),
+        ({"partial_rotary_factor": 2.0}, ("partial_rotary_factor", "2")),
+    ],
+)
+def test_sizes_of_linear_attention_that_do_not_fit(changes: Any, words: Any, copy: Any) -> None:
+    refused(tiny_models.edit(copy("qwen3_next"), rope_parameters=None, **changes), *words)
 
 
 def test_a_wrong_shape_is_named(copy: Any) -> None:

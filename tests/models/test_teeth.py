@@ -63,6 +63,11 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2-windows-odd-heads",
         {"layer_types": [model_configs.FULL, model_configs.SLIDING, model_configs.SLIDING]},
     ),
+    "rotated part of qwen3.5": (
+        "qwen3.5",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}},
+    ),
+    "top-k normalisation of qwen3-next": ("qwen3-next", {"norm_topk_prob": False}),
     "one expert more": ("deepseek-k1-one-head", {"num_experts_per_tok": 2}),
     "epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
     "group limit of deepseek3": ("deepseek3", {"n_group": 1, "topk_group": 1}),
@@ -197,7 +202,7 @@ def without(model: Any, **changes: Any) -> Any:
         part = replace(
             block.attention_part, **{k: v(getattr(block.attention_part, k)) for k, v in names.items()}
         )
-        rest = {k: v(getattr(block, k)) for k, v in changes.items() if k not in names}
+        rest = {k: v(getattr(block, k)) for k, v in changes.items() if k not in names and hasattr(block, k)}
         blocks.append(replace(block, attention_part=part, **rest))
     return replace(model, blocks=tuple(blocks))
 
@@ -208,6 +213,13 @@ def no_bias(part: Any) -> Any:
 
 def nothing(_: Any) -> None:
     return None
+
+
+def _without_gates(part: Any) -> Any:
+    """Queries of Qwen3.5 whose gates are zero."""
+    weight = part.weight.view(-1, 2, 16, part.weight.shape[1]).clone()
+    weight[:, 1] = 0
+    return replace(part, weight=weight.view(part.weight.shape))
 
 
 def gating(**changes: Any) -> Any:
@@ -282,6 +294,16 @@ WEIGHTS = {
     "query bias of glm4": ("glm4-norm-bias-groups", {"query": no_bias}),
     "value bias of glm4": ("glm4-norm-bias-groups", {"value": no_bias}),
     "latent bias of deepseek3": ("deepseek3-full", {"latent": no_bias}),
+    "convolution of qwen3-next": ("qwen3-next", {"taps": lambda taps: taps * torch.eye(4)[3]}),
+    "decay of qwen3-next": ("qwen3-next", {"decay": lambda decay: 0 * decay}),
+    "bias of the decay of qwen3-next": ("qwen3-next", {"bias": torch.zeros_like}),
+    "gates of qwen3-next": ("qwen3-next", {"gates": lambda gates: gates.flip(0)}),
+    "norm of linear attention": ("qwen3-next", {"norm": torch.ones_like}),
+    "output gate of linear attention": ("qwen3-next", {"output_gate": torch.ones_like}),
+    "query norm of qwen3.5": ("qwen3.5", {"query_norm": torch.zeros_like}),
+    "key norm of qwen3.5": ("qwen3.5", {"key_norm": nothing}),
+    "gate of the attention of qwen3.5": ("qwen3.5", {"query": _without_gates}),
+    "gates of the shared experts of qwen3.5": ("qwen3.5", {"dense_part": lambda shared: shared.expert}),
     "sinks": ("gpt-oss", {"sinks": nothing}),
     "query bias of gpt-oss": ("gpt-oss", {"query": no_bias}),
     "key bias of gpt-oss": ("gpt-oss", {"key": no_bias}),

@@ -20,9 +20,8 @@ from moesaic.core.offload import Offload
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.offload.padding import PaddedBlocks, Padding, behind, block_pool
+from moesaic.offload.padding import PaddedBlocks, Padding, behind
 from moesaic.offload.parts import by_context
-from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.testing import byte_tokenizer
 
 LONGEST = 40
@@ -112,11 +111,6 @@ def test_known_prefixes_are_found_with_padding_behind_them() -> None:
     assert pool.table(1).tolist()[:2] == first[:2] and not set(pool.table(1).tolist()[2:]) & set(first)
     pool.free(0)
     assert pool.stats().cached == 0 and pool.stats().used == 5
-
-
-def test_without_padding_the_pool_is_the_usual_one() -> None:
-    assert type(block_pool(4, 4, True, None)) is KVBlocks
-    assert type(block_pool(4, 4, True, 8)) is PaddedBlocks
 
 
 # ---- whole runs

@@ -51,7 +51,7 @@ raise SystemExit(rank.main())
 PLACES = {
     "weights": ("build_rank.load_model", "--kv-cache-memory: got '4MiB'; allowed: less"),
     "what is free": ("build_rank.free_memory", "--kv-cache-memory: got 'auto'; allowed: less"),
-    "cache": ("build_rank.PagedKV", "--kv-cache-memory: got '4MiB'; allowed: less"),
+    "cache": ("build_rank.layer_memory", "--kv-cache-memory: got '4MiB'; allowed: less"),
     "step": ("sharded.ShardedModel.run", "a step: CUDA out of memory; allowed: fewer rows at a time"),
 }
 

@@ -60,6 +60,7 @@ def test_names_are_vllms_with_our_prefix() -> None:
         f"moesaic:{name}"
         for name in (
             *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_blocks"),
+            "state_pages",
             *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
             *("prompt_tokens", "generation_tokens", "request_success", "corrupted_requests"),
             *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 VOCAB = 97
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
@@ -175,6 +175,17 @@ def qwen2(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def qwen3_next(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 36, "num_experts": 12, "num_experts_per_tok": 4,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "max_position_embeddings": 512,
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def around(text_type: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> dict[str, Any]:
     """A model that sees images around a text model."""
     small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, **vision}
@@ -238,6 +249,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             num_attention_heads=3, num_key_value_heads=1, use_sliding_window=True, sliding_window=9,
             layer_types=[SLIDING, FULL, SLIDING],
             shared_expert_intermediate_size=7, tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3-next": ("qwen3_next", qwen3_next()),
+    "qwen3-next-dense-layers-odd-heads": (
+        "qwen3_next",
+        qwen3_next(
+            num_attention_heads=3, num_key_value_heads=1, linear_num_key_heads=3, linear_num_value_heads=3,
+            linear_conv_kernel_dim=3, layer_types=[LINEAR, FULL, LINEAR, LINEAR], decoder_sparse_step=2,
+            mlp_only_layers=[1], norm_topk_prob=False, tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3.5": (
+        "qwen3_5_moe_text",
+        qwen3_next(
+            linear_num_value_heads=6,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
         ),
     ),
     "deepseek-lite": ("deepseek_v2", deepseek()),
@@ -396,6 +423,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
             {"depth": 1, "out_hidden_size": 48, "num_heads": 2},
             image_token_id=96, video_token_id=95,
+        ),
+    ),
+    "qwen3.5-images": (
+        "qwen3_5_moe",
+        around(
+            "qwen3_5_moe_text",
+            qwen3_next(
+                rms_norm_eps=1e-4,
+                rope_parameters={
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                    "mrope_section": [1, 1, 2], "mrope_interleaved": True,
+                },
+            ),
+            {"depth": 1, "out_hidden_size": 48, "num_heads": 2}, image_token_id=96, video_token_id=95,
         ),
     ),
     "gpt-oss": ("gpt_oss", gpt_oss()),

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from moesaic.core.tokens import TokenBatch
+from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width
+from moesaic.kernels.states import CHUNK
+from moesaic.kvcache.states import StateCache
+from moesaic.models.block import Gated, Projected
 from moesaic.models.model import Model
+
+SEATS = 100
+"""Sequences of a model with states."""
 
 
 @dataclass
@@ -32,6 +38,11 @@ class Driver:
         if not layout.value_in_key:
             width = stored_width(layout.value_width, self.kv_dtype)
             self.values = torch.zeros(*shape, width, dtype=self.kv_dtype)
+        spec = self.model.spec
+        self.states = None
+        if spec.states is not None:
+            count = len(spec.state_layers)
+            self.states = StateCache(spec.states, count, SEATS, 0, torch.device("cpu"))
         self.free = np.random.default_rng(0).permutation(self.num_blocks).tolist()
 
     def step(self, rows: dict[int, list[int]]) -> torch.Tensor:
@@ -57,7 +68,16 @@ class Driver:
         return TokenBatch(
             token_ids=np.array(tokens), positions=np.array(positions), query_starts=np.array(starts),
             context_lens=np.array(contexts), block_tables=tables, logit_rows=np.arange(len(tokens)),
+            states=self._states(rows),
         )  # fmt: skip
+
+    def _states(self, rows: dict[int, list[int]]) -> IntArray:
+        """Sequence i has seat i and page i + 1, which is written in place."""
+        if self.states is None:
+            return np.zeros((0, STATE_FIELDS), np.int64)
+        begins = [(self.lengths[index] - len(tokens)) // CHUNK * CHUNK for index, tokens in rows.items()]
+        lines = zip(rows, begins, strict=True)
+        return np.array([(index + 1 if begin else 0, begin, index + 1, index) for index, begin in lines])
 
     @torch.no_grad()
     def _forward(self, batch: TokenBatch) -> torch.Tensor:
@@ -67,18 +87,29 @@ class Driver:
         hidden = model.embed(torch.from_numpy(batch.token_ids))
         for layer, block in enumerate(model.blocks):
             projected = block.pre_attention(hidden, positions)
+            if layer in model.spec.state_layers:
+                attended = self._recurrence(layer, projected, attention)
+                hidden = self._merged(layer, block.gate(hidden, block.output_projection(attended)))
+                continue
             model.kernels.store(self.keys[layer], projected.key, attention.slots)
             values = None
             if self.values is not None and projected.value is not None:
                 model.kernels.store(self.values[layer], projected.value, attention.slots)
                 values = self.values[layer]
             attended = block.attention(projected.query, self.keys[layer], values, attention)
-            gated = block.gate(hidden, block.output_projection(attended))
-            routed = None
-            if gated.expert_ids is not None:
-                routed = model.kernels.experts(model.expert_weights(layer), gated.normed, gated.expert_ids)
-            hidden = block.merge(gated, block.dense(gated.normed), routed)
+            hidden = self._merged(layer, block.gate(hidden, block.output_projection(attended)))
         return model.logits(hidden)
+
+    def _recurrence(self, layer: int, rows: Projected, attention: AttentionBatch) -> torch.Tensor:
+        assert self.states is not None
+        states = self.states.layer(self.model.spec.state_layers.index(layer))
+        return self.model.blocks[layer].recurrence(rows, states, attention)
+
+    def _merged(self, layer: int, gated: Gated) -> torch.Tensor:
+        model, block, routed = self.model, self.model.blocks[layer], None
+        if gated.expert_ids is not None:
+            routed = model.kernels.experts(model.expert_weights(layer), gated.normed, gated.expert_ids)
+        return block.merge(gated, block.dense(gated.normed), routed)
 
     def prefill(self, tokens: list[int], index: int = 0, chunk: int | None = None) -> torch.Tensor:
         """Logits [length, V] of a prompt that is computed in chunks."""

@@ -174,7 +174,14 @@ class Router:
             infos = [worker.info for worker in self._workers.values()]
         totals = {
             name: sum(getattr(info, name) for info in infos)
-            for name in ("num_blocks", "kv_bytes", "max_num_seqs")
+            for name in (
+                "num_blocks",
+                "kv_bytes",
+                "max_num_seqs",
+                "state_bytes",
+                "state_seats",
+                "state_snapshots",
+            )
         }
         if infos:
             self.tell(messages.Ready(replace(infos[0], **totals)))

@@ -111,14 +111,18 @@ class Announcer:
 
 
 def requests_of_maximum_length(info: WorkerInfo) -> int:
-    """Number of requests of the maximum length that the KV cache holds at once."""
-    return info.num_blocks // -(-info.max_model_len // info.block_size)
+    """Number of requests of the maximum length that the KV cache, and the states, hold at once."""
+    many = info.num_blocks // -(-info.max_model_len // info.block_size)
+    return min(many, info.state_seats) if info.state_seats else many
 
 
 def capacity_line(info: WorkerInfo) -> str:
     """One line: the capacity of the KV cache in tokens and in requests."""
     many = requests_of_maximum_length(info)
-    return f"KV cache holds {info.kv_tokens} tokens, {many} requests of the maximum length"
+    states = ""
+    if info.state_seats:
+        states = f"; states of {info.state_seats} requests and {info.state_snapshots} prefixes"
+    return f"KV cache holds {info.kv_tokens} tokens, {many} requests of the maximum length{states}"
 
 
 def parsers_line(formats: Formats) -> str:
@@ -152,6 +156,7 @@ def as_table(name: str, info: WorkerInfo) -> Table:
         "context length": f"{info.max_model_len} tokens",
         "batch": f"{info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens per step",
         "KV cache": in_bytes(info.kv_bytes),
+        **({"states": in_bytes(info.state_bytes)} if info.state_bytes else {}),
     }
     for label, value in rows.items():
         table.add_row(label, value)

@@ -41,7 +41,7 @@ from moesaic.planning.sizes import (
     of_checkpoint,
     without_quantization,
 )
-from moesaic.runtime.model_loading import AUTO_SHARE, AUTO_SHARE_CUDA
+from moesaic.runtime.cache_size import AUTO_SHARE, AUTO_SHARE_CUDA
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.tokenizer import Tokenizer, check_files
 

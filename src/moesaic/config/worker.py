@@ -202,6 +202,14 @@ class OffloadConfig:
                 at_least(flag, value, 1)
 
 
+SEATS_SHARE = 0.5
+"""Share of the cache's memory for the states of running sequences, at most, unless one needs more."""
+SNAPSHOTS_SHARE = 0.25
+"""Share of the cache's memory for snapshots of states, at most."""
+SNAPSHOTS_PER_SEQUENCE = 4
+"""At most so many snapshots for each sequence that may run."""
+
+
 @dataclass(frozen=True)
 class WorkerConfig:
     """All settings of a worker process."""
@@ -246,6 +254,20 @@ class WorkerConfig:
         """
         per_request = -(-longest // self.cache.block_size)
         return int(min(budget // block_bytes, per_request * self.scheduler.max_num_seqs))
+
+    def state_room(self, budget: float, page: float, seat: float) -> tuple[int, int]:
+        """Seats and snapshots of a model with linear attention: at least one seat.
+
+        A plan for a model larger than memory has a seat for each request and no snapshots.
+        budget: bytes beside the KV blocks of one request of the maximum length. page, seat: bytes of one.
+        """
+        most = self.scheduler.max_num_seqs
+        if self.offload is not None:
+            return most, 0
+        seats = min(most, max(1, int(budget * SEATS_SHARE // (page + seat))))
+        if not self.cache.enable_prefix_caching:
+            return seats, 0
+        return seats, min(SNAPSHOTS_PER_SEQUENCE * most, max(0, int(budget * SNAPSHOTS_SHARE // page)))
 
     def __post_init__(self) -> None:
         one_of("--device", self.model.device, get_args(Device))

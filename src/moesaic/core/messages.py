@@ -82,6 +82,12 @@ class WorkerInfo:
     kv_dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    state_bytes: int = 0
+    """Bytes of the states of linear attention. 0 for a model without."""
+    state_seats: int = 0
+    """Requests whose states fit, so that they can run at once."""
+    state_snapshots: int = 0
+    """States that may be kept of prefixes."""
     ranks: int = 1
     """Number of processes that form this worker."""
     collectives: str = ""

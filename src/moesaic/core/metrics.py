@@ -23,6 +23,20 @@ class BlockStats:
 
 
 @dataclass(frozen=True)
+class StateStats:
+    """States of linear attention; all 0 for a model without."""
+
+    seats: int = 0
+    """Sequences that can run at once."""
+    seats_used: int = 0
+    pages: int = 0
+    """Pages for states. Each sequence that runs has one."""
+    pages_free: int = 0
+    snapshots: int = 0
+    """Pages that are kept of prefixes. pages == pages_free + seats_used + snapshots always holds."""
+
+
+@dataclass(frozen=True)
 class GroupStats:
     """The first rank of a worker that is a group of processes. Byte counters: what it sent to other ranks."""
 
@@ -132,4 +146,5 @@ class WorkerStats:
     step_seconds: float = 0.0
     """Seconds spent in steps so far."""
     blocks: BlockStats = BlockStats()
+    states: StateStats = StateStats()
     experts: ExpertStats = ExpertStats()

@@ -50,6 +50,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
         ),
         tied=True,
     ),
+    "qwen3_5_moe": Wrapper(
+        unused=(
+            *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id"),
+            *("vision_end_token_id", "vision_token_id", "language_model_only"),
+        ),
+        tied=False,
+    ),
 }
 
 

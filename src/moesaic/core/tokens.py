@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatRows = npt.NDArray[np.float32]
+
+STATE_FIELDS = 4
+"""Columns of `TokenBatch.states`."""
+STATE_CHUNK = 64
+"""States of linear attention are stored at the positions that this divides (`kernels.states`)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ class TokenBatch:
     """[s, b] KV block ids of each sequence in order, padded with 0."""
     logit_rows: IntArray
     """[m] rows whose logits are wanted."""
+    states: IntArray = field(default_factory=lambda: np.zeros((0, STATE_FIELDS), dtype=np.int64))
+    """[s, 4] where the states of each sequence are (`kernels.states`): the page to read, the position at
+    which that page stands, the page to write, and the seat. It has no lines if no layer has a state."""
 
     @property
     def num_rows(self) -> int:
@@ -46,8 +54,9 @@ class TokenBatch:
         starts, stops = self.query_starts[:-1], self.query_starts[1:]
         rows = [np.arange(starts[index], stops[index]) for index in chosen]
         wanted = np.concatenate([np.zeros(0, np.int64), *rows])
-        tables = self.block_tables[list(chosen)]
-        return self._taken(wanted, [len(part) for part in rows], self.context_lens[list(chosen)], tables)
+        return self._taken(
+            wanted, [len(part) for part in rows], self.context_lens[list(chosen)], list(chosen)
+        )
 
     def rows(self, start: int, stop: int) -> TokenBatch:
         """Rows start : stop. They may begin or end within a sequence.
@@ -60,15 +69,17 @@ class TokenBatch:
         left_out = self.query_starts[first + 1 : last + 1] - cut[1:]
         lens = self.context_lens[first:last] - left_out
         wanted = np.arange(start, stop)
-        return self._taken(wanted, np.diff(cut).tolist(), lens, self.block_tables[first:last])
+        return self._taken(wanted, np.diff(cut).tolist(), lens, list(range(first, last)))
 
-    def _taken(self, wanted: IntArray, counts: list[int], lens: IntArray, tables: IntArray) -> TokenBatch:
-        """The batch of these rows. wanted: [r] rows; counts: number of them in each sequence."""
+    def _taken(self, wanted: IntArray, counts: list[int], lens: IntArray, chosen: list[int]) -> TokenBatch:
+        """The batch of these rows. wanted: [r] rows; counts: number of them in each of the sequences
+        `chosen`."""
         return TokenBatch(
             token_ids=self.token_ids[wanted],
             positions=self.positions[wanted],
             query_starts=np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]),
             context_lens=np.ascontiguousarray(lens),
-            block_tables=np.ascontiguousarray(tables),
+            block_tables=self.block_tables[chosen],
             logit_rows=np.flatnonzero(np.isin(wanted, self.logit_rows)),
+            states=self.states[chosen] if len(self.states) else self.states,
         )

@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 
 from moesaic.cost.hardware import Hardware, Level
-from moesaic.cost.sizes import Attention, GroupedQuery, Latent, ModelSizes
+from moesaic.cost.sizes import Attention, GroupedQuery, Latent, Mixed, ModelSizes
 
 
 def model_of_rank(model: ModelSizes, ranks: int, experts: int) -> ModelSizes:
@@ -22,7 +22,9 @@ def model_of_rank(model: ModelSizes, ranks: int, experts: int) -> ModelSizes:
     2 heads over 1, and a token chooses 0.5 of its 2 experts.
     """
     attention = _heads(model.attention, ranks)
-    return replace(model, attention=attention, experts=experts, top_k=model.top_k / ranks, ranks=ranks)
+    page, seat = model.page / ranks, model.seat / ranks
+    part = replace(model, attention=attention, page=page, seat=seat, ranks=ranks)
+    return replace(part, experts=experts, top_k=model.top_k / ranks)
 
 
 def _heads(attention: Attention, ranks: int) -> Attention:
@@ -32,10 +34,17 @@ def _heads(attention: Attention, ranks: int) -> Attention:
     latent.
     """
     if isinstance(attention, GroupedQuery):
-        kept = max(1, attention.kv_heads // ranks)
-        return replace(attention, heads=attention.heads // ranks, kv_heads=kept)
+        return _grouped(attention, ranks)
+    if isinstance(attention, Mixed):
+        keys, values = attention.key_heads // ranks, attention.value_heads // ranks
+        return replace(attention, full=_grouped(attention.full, ranks), key_heads=keys, value_heads=values)
     assert isinstance(attention, Latent)
     return replace(attention, heads=attention.heads // ranks)
+
+
+def _grouped(attention: GroupedQuery, ranks: int) -> GroupedQuery:
+    kept = max(1, attention.kv_heads // ranks)
+    return replace(attention, heads=attention.heads // ranks, kv_heads=kept)
 
 
 def share_of_rank(hardware: Hardware, ranks: int, gpus: int = 0) -> Hardware:

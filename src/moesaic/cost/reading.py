@@ -12,7 +12,7 @@ from typing import Any
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import unquantized
 from moesaic.core.text_config import text_of
-from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
+from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, Mixed, ModelSizes
 
 Raw = Mapping[str, Any]
 _REQUIRED = object()
@@ -78,6 +78,33 @@ def _qwen(raw: Raw, name: str) -> ModelSizes:
         dense_width=_integer(raw, "intermediate_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
     )
+
+
+def _qwen_next(raw: Raw, name: str) -> ModelSizes:
+    usual = {"head_dim": 256, "num_key_value_heads": 2, "moe_intermediate_size": 512}
+    usual |= {"shared_expert_intermediate_size": 512, "intermediate_size": 5632}
+    newer = raw.get("model_type") != "qwen3_next"
+    usual |= {"num_experts": 256, "num_experts_per_tok": 8} if newer else {"num_experts": 512}
+    raw = {"num_experts_per_tok": 10, **usual, **raw}
+    layers, kinds = _integer(raw, "num_hidden_layers", most=LAYERS), raw.get("layer_types")
+    every = _integer(raw, "full_attention_interval", 4)
+    if kinds is None:
+        kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise _refuse("layer_types", kinds, f"a list of {layers} layers")
+    linear = kinds.count("linear_attention")
+    attention = Mixed(
+        _grouped(raw),
+        (layers - linear) / layers,
+        key_heads=_integer(raw, "linear_num_key_heads", 16),
+        value_heads=_integer(raw, "linear_num_value_heads", 32),
+        key_width=_integer(raw, "linear_key_head_dim", 128),
+        value_width=_integer(raw, "linear_value_head_dim", 128),
+    )
+    taps = _integer(raw, "linear_conv_kernel_dim", 4)
+    page, seat = attention.state_numbers(taps)
+    found = replace(_qwen(raw, name), attention=attention)
+    return replace(found, page=4.0 * linear * page, seat=4.0 * linear * seat)
 
 
 def _gpt_oss(raw: Raw, name: str) -> ModelSizes:
@@ -247,6 +274,8 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "olmoe": _olmoe,
     "qwen2_moe": _qwen,
     "qwen3_moe": _qwen,
+    "qwen3_next": _qwen_next,
+    "qwen3_5_moe_text": _qwen_next,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,

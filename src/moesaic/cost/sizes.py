@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, of_matrices, row_bytes
+from moesaic.core.tokens import STATE_CHUNK
 from moesaic.cost.routing import Routing
 
 BYTES = {dtype: float(size) for dtype, size in NUMBER_BYTES.items()}
@@ -129,6 +131,69 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """Layers of two kinds: attention over a cache, and linear attention with a state of each sequence.
+
+    Every number is the mean over the layers, so that the sums over all layers are right. Attention over a
+    cache has a gate as wide as its queries (Qwen3-Next).
+    """
+
+    full: GroupedQuery
+    share: float
+    """Share of the layers with attention over a cache."""
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    """Heads of linear attention, and numbers of one head."""
+
+    @property
+    def cached(self) -> int:
+        return max(1, math.ceil(self.share * self.full.cached))
+
+    @property
+    def rows(self) -> int:
+        return max(1, round(self.share * self.full.rows))
+
+    @property
+    def query(self) -> int:
+        return round(self._mean(2 * self.full.query, 2 * self._keys + 2 * self._values))
+
+    @property
+    def output(self) -> int:
+        return round(self._mean(self.full.output, self._values))
+
+    @property
+    def pair_flops(self) -> int:
+        return round(self.share * self.full.pair_flops)
+
+    def projected(self, hidden: int) -> tuple[int, int]:
+        before, after = self.full.projected(hidden)
+        linear = hidden * 2 * (self._keys + self._values + self.value_heads)
+        return (
+            round(self._mean(before + hidden * self.full.query, linear)),
+            round(self._mean(after, hidden * self._values)),
+        )
+
+    def state_numbers(self, taps: int) -> tuple[int, int]:
+        """Numbers of a page and of a seat of one layer (`kernels.states`). taps: of the convolution."""
+        tail = (taps - 1) * (2 * self._keys + self._values)
+        rows = STATE_CHUNK * (self._keys + self._values + self.value_heads)
+        return self.key_width * self._values + tail, rows + tail
+
+    @property
+    def _keys(self) -> int:
+        return self.key_heads * self.key_width
+
+    @property
+    def _values(self) -> int:
+        return self.value_heads * self.value_width
+
+    def _mean(self, full: float, linear: float) -> float:
+        return self.share * full + (1 - self.share) * linear
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """The sizes of what a forward pass reads and computes. Widths are in numbers, `number` is in bytes."""
 
@@ -167,6 +232,10 @@ class ModelSizes:
     """Bytes of memory that loading one such expert takes: for what is read, and for its conversion."""
     computed: float | None = None
     """Bytes of one number of a row. None: the same as a weight. A CPU computes in float32: 4."""
+    page: float = 0.0
+    """Bytes of a snapshot of the states of linear attention, over all layers."""
+    seat: float = 0.0
+    """Bytes that a running sequence has beside, over all layers, for these states."""
     ranks: int = 1
     """Number of ranks, if these are the sizes of one rank's part. See cost.ranks."""
     routing: Routing | None = field(default=None, repr=False)

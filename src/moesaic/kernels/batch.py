@@ -74,7 +74,8 @@ class AttentionBatch:
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         names = ("token_ids", "positions", "query_starts", "context_lens", "logit_rows")
         copies = {name: np.array(getattr(batch, name), dtype=np.int64) for name in names}
-        return cls.build(TokenBatch(block_tables=tables, **copies), block_size)
+        states = np.array(batch.states, dtype=np.int64)
+        return cls.build(TokenBatch(block_tables=tables, states=states, **copies), block_size)
 
     def fill_slots(self) -> None:
         """Recompute the slots after the arrays of `batch`, which has one row for each sequence, have
@@ -106,8 +107,14 @@ class AttentionBatch:
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
         """Addresses of query_starts, context_lens and block_tables, dense int64, to be read in place."""
-        first, second, third = self._dense
+        first, second, third, _ = self._dense
         return first.ctypes.data, second.ctypes.data, third.ctypes.data
+
+    @cached_property
+    def state_addresses(self) -> tuple[int, int, int]:
+        """Addresses of query_starts, context_lens and states, dense int64, to be read in place."""
+        first, second, _, fourth = self._dense
+        return first.ctypes.data, second.ctypes.data, fourth.ctypes.data
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
@@ -115,11 +122,11 @@ class AttentionBatch:
         return self.batch.num_sequences, self.batch.block_tables.shape[1], self.block_size
 
     @cached_property
-    def _dense(self) -> tuple[IntArray, IntArray, IntArray]:
+    def _dense(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         rows = self.batch
-        arrays = (rows.query_starts, rows.context_lens, rows.block_tables)
-        first, second, third = (np.ascontiguousarray(array, dtype=np.int64) for array in arrays)
-        return first, second, third
+        arrays = (rows.query_starts, rows.context_lens, rows.block_tables, rows.states)
+        first, second, third, fourth = (np.ascontiguousarray(array, dtype=np.int64) for array in arrays)
+        return first, second, third, fourth
 
 
 def _move(array: IntArray, device: str | torch.device) -> torch.Tensor:

@@ -13,11 +13,13 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
-from moesaic.kernels.reference import attention, dense, experts, gate
+from moesaic.kernels.reference import attention, delta, dense, experts, gate
+from moesaic.kernels.states import LayerStates
 from moesaic.kernels.weights import ExpertWeights
 
 try:
     from moesaic.kernels.native import _native, checks, lane, memory, ops, plain, recording
+    from moesaic.kernels.native import delta as native_delta
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
 
@@ -62,6 +64,18 @@ class PagedAttention(Protocol):
         sliding_window: int | None = None,
         value_width: int | None = None,
         sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class Delta(Protocol):
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gates: torch.Tensor,
+        decay: torch.Tensor,
+        bias: torch.Tensor,
+        states: LayerStates,
+        batch: AttentionBatch,
     ) -> torch.Tensor: ...
 
 
@@ -133,6 +147,10 @@ class Kernels:
     sigmoid_gate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     clip: Callable[[torch.Tensor, float], torch.Tensor]
     mask_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    convolve: Callable[[torch.Tensor, torch.Tensor, LayerStates, AttentionBatch], torch.Tensor]
+    delta: Delta
+    gated_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    sigmoid_times: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     put: Put
     set_threads: Callable[[int, bool], None]
     """Sets the number of compute threads, and whether each is pinned to a core."""
@@ -186,6 +204,10 @@ REFERENCE = Kernels(
     sigmoid_gate=dense.sigmoid_gate,
     clip=dense.clip,
     mask_tokens=dense.mask_tokens,
+    convolve=delta.convolve,
+    delta=delta.delta,
+    gated_norm=delta.gated_norm,
+    sigmoid_times=delta.sigmoid_times,
     put=experts.put,
     set_threads=_torch_threads,
 )
@@ -250,6 +272,10 @@ def _natively(name: str) -> Kernels:
         sigmoid_gate=ops.sigmoid_gate,
         clip=ops.clip,
         mask_tokens=ops.mask_tokens,
+        convolve=native_delta.convolve,
+        delta=native_delta.delta,
+        gated_norm=native_delta.gated_norm,
+        sigmoid_times=native_delta.sigmoid_times,
         put=plain.put,
         set_threads=_native_threads,
         recorder=_recorder,

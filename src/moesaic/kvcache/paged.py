@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width
 from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import Kernels
+from moesaic.models.block import Block, Projected
 from moesaic.models.spec import KVLayout
 
 HUGE_PAGE = 1 << 21
@@ -42,11 +44,11 @@ class PagedKV:
         self.device = device
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
-        self._keys = _zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, at_once)
+        self._keys = zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, at_once)
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
         if not layout.value_in_key:
             width = stored_width(layout.value_width, dtype)
-            self._values = _zeros((*shape, width), dtype, device, at_once)
+            self._values = zeros((*shape, width), dtype, device, at_once)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Stores rows.
@@ -66,6 +68,11 @@ class PagedKV:
         """Returns [blocks, block_size, kv_heads, stored width of a value], or [..., value_width] of keys."""
         return self._values[layer]
 
+    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+        """Stores the rows of a step, then lets the block attend. See `LayerMemory`."""
+        self.write(layer, rows.key, rows.value, batch.slots)
+        return block.attention(rows.query, self.keys(layer), self.values(layer), batch)
+
     def first_not_finite(self, blocks: IntArray, length: int) -> int | None:
         """The first layer that has a NaN or an infinite number in the first `length` tokens of `blocks`.
 
@@ -80,7 +87,7 @@ class PagedKV:
         return None
 
 
-def _zeros(
+def zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, at_once: bool
 ) -> tuple[torch.Tensor, ...]:
     """Returns one tensor of zeros for each layer.

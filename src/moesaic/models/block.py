@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.states import LayerStates
 from moesaic.kernels.table import Kernels
 
 
@@ -58,6 +59,24 @@ class Attention(Protocol):
         ...
 
 
+class Recurrence(Protocol):
+    """The linear attention of one layer, which keeps a state of each sequence."""
+
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+        """Query, key and value are what `recur` needs of each row."""
+        ...
+
+    def recur(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+        """Rows from `project` -> [n, Hv * dv]. Changes the states of the batch's sequences."""
+        ...
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor: ...
+
+    def with_attention_kernels(self, kernels: Kernels) -> Recurrence:
+        """Returns the same attention, whose `recur` runs on a CPU with these kernels."""
+        ...
+
+
 class Router(Protocol):
     """Chooses experts: rows [n, h] -> (ids [n, k] int64, weights [n, k] float32)."""
 
@@ -88,6 +107,10 @@ class Block(Protocol):
         batch: AttentionBatch,
     ) -> torch.Tensor: ...
 
+    def recurrence(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+        """`attention` of a layer that keeps states."""
+        ...
+
     def output_projection(self, attended: torch.Tensor) -> torch.Tensor: ...
 
     def with_attention_kernels(self, kernels: Kernels) -> Block:
@@ -109,7 +132,7 @@ class DecoderBlock:
     epsilon: float
     input_norm: torch.Tensor
     """[h]"""
-    attention_part: Attention
+    attention_part: Attention | Recurrence
     post_norm: torch.Tensor
     """[h]"""
     router: Router | None
@@ -137,7 +160,11 @@ class DecoderBlock:
         keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv, dv] already contain this
         step's rows.
         """
-        return self.attention_part.attend(query, keys, values, batch)
+        return cast(Attention, self.attention_part).attend(query, keys, values, batch)
+
+    def recurrence(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+        """Linear attention of the rows over the states of one layer. Returns [n, Hv * dv]."""
+        return cast(Recurrence, self.attention_part).recur(rows, states, batch)
 
     def output_projection(self, attended: torch.Tensor) -> torch.Tensor:
         """[n, Hq * dv] -> [n, h]. The result is a partial sum if heads are split over ranks."""

@@ -22,6 +22,7 @@ from moesaic.models import (
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_next,
     solar_open,
 )
 from moesaic.models.block import Block
@@ -67,6 +68,8 @@ MODELS: Mapping[str, ModelFile] = {
     "mixtral": mixtral,
     "olmoe": olmoe,
     "qwen2_moe": qwen2_moe,
+    "qwen3_5_moe_text": qwen3_next,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "solar_open": solar_open,
 }

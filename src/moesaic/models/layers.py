@@ -64,6 +64,12 @@ class GroupedQueryAttention:
     def _rotate(self, rows: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """[n, H * d] -> heads [n, H, d], normalized and rotated."""
         heads = rows.view(-1, rows.shape[1] // self.head_width, self.head_width)
+        return self._turned(heads, positions, norm)
+
+    def _turned(
+        self, heads: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """heads [n, H, d] -> the same, normalized and rotated."""
         if self.rope is None:
             return heads if norm is None else self.kernels.rms_norm(heads, norm, self.epsilon)
         return self.kernels.rope(

@@ -128,7 +128,8 @@ def _outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
         kernels=kernels,
         embedding=embedding,
         blocks=(),
-        final_norm=loader.exact("model.norm.weight", spec.hidden_size) * factors.logits,
+        final_norm=(loader.exact("model.norm.weight", spec.hidden_size) + factors.norm_offset)
+        * factors.logits,
         head=_head(config, loader, embedding),
         epsilon=config.epsilon,
         experts={},

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moesaic.core.errors import ConfigError
+from moesaic.kernels.states import StateSizes
 from moesaic.models.spec import ModelSpec
 
 MOST_RANKS = 1024
@@ -63,7 +64,17 @@ class Shard:
         if not 0 <= self.rank < self.size:
             raise ConfigError.field("rank", self.rank, f"0 to {self.size - 1}")
         kv = replace(whole.kv, kv_heads=len(self.kv_heads(kv_heads)))
-        return replace(whole, heads=heads // self.size, kv=kv)
+        return replace(whole, heads=heads // self.size, kv=kv, states=self._states(whole.states))
+
+    def _states(self, whole: StateSizes | None) -> StateSizes | None:
+        """The states of this rank's heads of linear attention."""
+        if whole is None:
+            return None
+        if whole.key_heads % self.size:
+            text = f"a divisor of {whole.key_heads} key heads of linear attention"
+            raise ConfigError.field("--tensor-parallel-size", self.size, text)
+        keys, values = whole.key_heads // self.size, whole.value_heads // self.size
+        return replace(whole, key_heads=keys, value_heads=values)
 
 
 def _fits(size: int, heads: int, kv_heads: int) -> bool:

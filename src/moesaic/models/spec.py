@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moesaic.core.experts import model_name
 from moesaic.core.routing import RoutedModel
+from moesaic.kernels.states import StateSizes
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Factors outside of the layers."""
+    """Numbers outside of the layers."""
 
     embedding: float = 1.0
     logits: float = 1.0
     residual: float = 1.0
     """By what the blocks divide the model's own hidden states (models/granitemoe.py)."""
+    norm_offset: float = 0.0
+    """What is added to the weights of the norm before the LM head (models/qwen3_next.py)."""
 
 
 NO_MULTIPLIERS = Multipliers()
@@ -62,8 +65,17 @@ class ModelSpec:
     kv: KVLayout
     sliding_windows: tuple[int | None, ...]
     """Per layer: tokens that a token attends to, including itself. None means all."""
+    state_layers: tuple[int, ...] = ()
+    """Layers with linear attention, which keep a state of each sequence in place of keys and values."""
+    states: StateSizes | None = None
+    """Sizes of that state in one layer. None if no layer has one."""
     extra_layers: int = 0
     """Layers of the files after the others, which predict several tokens at once. They are not loaded."""
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers that have keys and values in the KV cache."""
+        return self.num_layers - len(self.state_layers)
 
     def routed(self, origin: str) -> RoutedModel:
         """How recorded routing describes this model. origin: see `models.fingerprint.origin`."""

@@ -68,13 +68,6 @@ class PaddedBlocks(KVBlocks):
         super().free(request_id, valid)
 
 
-def block_pool(num_blocks: int, block_size: int, prefix_reuse: bool, padded: int | None) -> KVBlocks:
-    """Returns a worker's block pool. padded: tokens that each prompt is padded to; None means no padding."""
-    if padded is None:
-        return KVBlocks(num_blocks, block_size, prefix_reuse)
-    return PaddedBlocks(num_blocks, block_size, prefix_reuse, padded)
-
-
 def decoding(batch: TokenBatch) -> npt.NDArray[np.bool_]:
     """Returns a mask [s] of the sequences that decode: one row, which is not the sequence's first.
 

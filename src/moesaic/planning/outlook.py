@@ -92,8 +92,11 @@ def fit(model: ModelSizes, one: Format, loaded: str, memory: Memory, context: in
     left = memory.free - model.weights
     worker = WorkerConfig(ModelConfig(model.name))
     token = model.layers * model.cache(1, memory.cache_number)
-    size = worker.cache.block_size
-    blocks = worker.automatic_blocks(max(0.0, memory.cache_share * left), size * token, context)
+    size, budget = worker.cache.block_size, memory.cache_share * left
+    if model.page:
+        seats, snapshots = worker.state_room(budget - context * token, model.page, model.seat)
+        budget -= seats * model.seat + (1 + seats + snapshots) * model.page
+    blocks = worker.automatic_blocks(max(0.0, budget), size * token, context)
     tokens = blocks * size
     longest = min(context, tokens)
     return Fit(one, loaded, left, tokens * token, tokens, longest if longest >= min(SHORTEST, context) else 0)

@@ -231,7 +231,9 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
         max_num_seqs=policy.batch,
         max_num_batched_tokens=policy.batch * workload.prompt,
     )
-    size = worker.parallel.tensor_parallel_size * math.ceil(tokens / block) * block * round(token)
+    states = policy.batch * (pricing.model.seat + pricing.model.page) + pricing.model.page
+    size = math.ceil(tokens / block) * block * round(token) + math.ceil(states)
+    size *= worker.parallel.tensor_parallel_size
     cache = replace(worker.cache, kv_cache_memory=str(size))
     model = replace(worker.model, max_model_len=min(longest_request(worker), tokens))
     return replace(worker, model=model, cache=cache, scheduler=scheduler, offload=offload)

@@ -149,7 +149,7 @@ class Calibrated:
         residual, normed = self._scratch("residual"), self._scratch("normed")
         ids, weights = [], []
         for prompt, span in zip(self._prompts, self._spans, strict=True):
-            gated = prompt.until_gate(block, torch.from_numpy(hidden[span].copy()))
+            gated = prompt.until_gate(layer, block, torch.from_numpy(hidden[span].copy()))
             residual[span], normed[span] = gated.residual.numpy(), gated.normed.numpy()
             if not np.isfinite(normed[span]).all():
                 raise ConfigError(

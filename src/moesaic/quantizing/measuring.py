@@ -51,7 +51,7 @@ def measure(
         for layer in range(spec.num_layers):
             block, experts = registry.load_layer(path, kernels, layer, longest)
             for index, prompt in enumerate(prompts):
-                gated = prompt.until_gate(block, hidden[index])
+                gated = prompt.until_gate(layer, block, hidden[index])
                 rows = None
                 if experts is not None and gated.expert_ids is not None:
                     rows = kernels.experts(experts, gated.normed, gated.expert_ids)

@@ -11,12 +11,13 @@ from moesaic.core.stored import is_packed
 from moesaic.experts.client import NoServers
 from moesaic.kernels.table import torch_code
 from moesaic.kvcache.paged import bytes_per_token
+from moesaic.kvcache.states import state_bytes
 from moesaic.models import files, fingerprint
 from moesaic.runtime import in_memory, offloaded, out_of_memory
+from moesaic.runtime.cache_size import check_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
-from moesaic.runtime.model_loading import check_memory
 from moesaic.runtime.worker import Worker
 from moesaic.structured import vocabulary
 from moesaic.structured.constraints import Constraints
@@ -61,7 +62,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         recorder=parts.recorder,
         logit_rows=parts.logit_rows,
         observer=parts.observer,
-        kv=parts.kv,
+        memory=parts.memory,
         constraints=constraints,
     )
     return Worker(
@@ -81,7 +82,8 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
 def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
     loaded, elsewhere, block_size = parts.loaded, parts.elsewhere, context.config.cache.block_size
     spec, model = loaded.model.spec, loaded.model
-    token_bytes = bytes_per_token(spec.kv, spec.num_layers, parts.kv_dtype)
+    size, (page, seat) = parts.size, state_bytes(spec.states, len(spec.state_layers))
+    token_bytes = bytes_per_token(spec.kv, spec.kv_layers, parts.kv_dtype)
     return WorkerInfo(
         model_type=spec.model_type,
         device=_device_name(loaded.device),
@@ -96,10 +98,13 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         vocab_size=spec.vocab_size,
         max_model_len=context.limits.max_model_len,
         block_size=block_size,
-        num_blocks=parts.num_blocks,
-        kv_bytes=token_bytes * block_size * parts.num_blocks * parts.ranks,
+        num_blocks=size.num_blocks,
+        kv_bytes=token_bytes * block_size * size.num_blocks * parts.ranks,
         kv_dtype=str(parts.kv_dtype).removeprefix("torch."),
         max_num_seqs=context.limits.max_num_seqs,
+        state_bytes=(page * (1 + size.seats + size.snapshots) + seat * size.seats) * parts.ranks,
+        state_seats=size.seats,
+        state_snapshots=size.snapshots,
         max_num_batched_tokens=context.limits.max_num_batched_tokens,
         ranks=parts.ranks,
         collectives=parts.collectives,

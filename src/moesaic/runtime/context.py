@@ -13,7 +13,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.routing import RowSink
 from moesaic.experts.client import ExpertServers
-from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.memory import CacheSize, LayerMemory
 from moesaic.models.checkpoint import Progress
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
@@ -60,12 +60,11 @@ class WorkerParts:
 
     loaded: LoadedModel
     kv_dtype: torch.dtype
-    num_blocks: int
-    """Number of KV blocks."""
+    size: CacheSize
     runner: StepRunner
     scheduler: Scheduler
-    kv: PagedKV
-    """The cache of all layers: on the first rank, with the keys and values of its heads."""
+    memory: LayerMemory
+    """What all layers keep: on the first rank, of its heads."""
     expert_stats: Callable[[], ExpertStats] = ExpertStats
     """Takes a snapshot of what the experts counted."""
     servers: ExpertServers | None = None

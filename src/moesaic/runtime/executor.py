@@ -13,7 +13,7 @@ from moesaic.core import messages
 from moesaic.core.request import NO_TOKEN, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.experts.client import ExpertServers
-from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -66,14 +66,14 @@ class Executor:
         recorder: RoutingRecorder | None = None,
         logit_rows: int | None = None,
         observer: WorkerObserver = UNOBSERVED,
-        kv: PagedKV | None = None,
+        memory: LayerMemory | None = None,
         constraints: Constraints | None = None,
     ) -> None:
         """layerwise: for schedulers that run the model segment by segment.
 
         logit_rows: maximum number of rows whose logits are computed at once; None: all rows of a step.
-        kv: the cache, in which the layer is looked up where numbers that are not finite began. constraints:
-        of structured outputs; None: no request has one.
+        memory: in which the layer is looked up where numbers that are not finite began. constraints: of
+        structured outputs; None: no request has one.
         """
         self._model = model
         self._runner = runner
@@ -86,7 +86,7 @@ class Executor:
         self._recorder = recorder
         self._observer = observer
         self._logit_rows = logit_rows
-        self._kv = kv
+        self._memory = memory
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._events: list[Event] = []
         """Ends of runs that `progress` has not returned yet."""
@@ -237,9 +237,9 @@ class Executor:
         for sample in np.flatnonzero(tokens == NO_TOKEN).tolist():
             sequence = int(plan.sampled[sample])
             request_id, layer = int(plan.request_ids[sequence]), None
-            if self._kv is not None:
+            if self._memory is not None:
                 blocks = plan.batch.block_tables[sequence]
-                layer = self._kv.first_not_finite(blocks, int(plan.batch.context_lens[sequence]))
+                layer = self._memory.first_not_finite(blocks, int(plan.batch.context_lens[sequence]))
             place = place_of(layer, self._model.spec.num_layers)
             LOG.warning("request %d ended: the model's logits are not finite, %s", request_id, place)
             self._observer.broken(request_id, place)

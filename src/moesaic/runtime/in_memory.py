@@ -12,7 +12,7 @@ from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connector import Connector
 from moesaic.experts.remote import RemoteExperts
-from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling import minimum_batch
 from moesaic.policy.scheduling.kvblocks import KVBlocks
@@ -22,6 +22,7 @@ from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
+from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.model_loading import (
     LoadedModel,
@@ -29,7 +30,6 @@ from moesaic.runtime.model_loading import (
     kv_type,
     layout_of,
     load_model,
-    num_blocks_of,
 )
 from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.routing_recorder import recorder
@@ -55,17 +55,17 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     layout = _announce_layout(context) if config.remote_experts else None
     loaded = load_model(config.model, context.progress, layout, config.most_threads)
     kv_dtype = kv_type(config.cache, loaded)
-    num_blocks = num_blocks_of(config, loaded, limits.max_model_len, kv_dtype)
-    blocks = KVBlocks(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+    size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
+    blocks = block_pool(config.cache, size)
     observer = observer_of(config.trace, context.clock)
-    stages = _stages(config, loaded, num_blocks, layout)
+    stages = _stages(config, loaded, size, layout)
     routed = recorder(config, loaded.model.spec, context.routing)
     if layout is None:
         experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
         runner = _runner(context, stages, experts)
         scheduler: Scheduler = LockstepScheduler(limits, blocks, config.scheduler.inflight_batches)
         return WorkerParts(
-            loaded, kv_dtype, num_blocks, runner, scheduler, stages.kv, recorder=routed, observer=observer
+            loaded, kv_dtype, size, runner, scheduler, stages.memory, recorder=routed, observer=observer
         )
     remote = _remote(context, layout, loaded, observer)
     runner = _runner(context, stages, remote)
@@ -73,10 +73,10 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     return WorkerParts(
         loaded,
         kv_dtype,
-        num_blocks,
+        size,
         runner,
         scheduler,
-        stages.kv,
+        stages.memory,
         expert_stats=remote.stats,
         servers=remote,
         layerwise=LayerwiseRunner(runner, remote),
@@ -106,15 +106,15 @@ def _announce_layout(context: WorkerContext) -> ExpertLayout:
 
 
 def _stages(
-    config: WorkerConfig, loaded: LoadedModel, num_blocks: int, layout: ExpertLayout | None
+    config: WorkerConfig, loaded: LoadedModel, size: CacheSize, layout: ExpertLayout | None
 ) -> BlockStages:
-    """The model's stages over a new KV cache. layout: of experts on servers."""
+    """The model's stages over a new cache. layout: of experts on servers."""
     spec, device, block_size = loaded.model.spec, loaded.device, config.cache.block_size
     kv_dtype = kv_type(config.cache, loaded)
-    kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, device, loaded.kernels)
+    memory = layer_memory(spec, size, block_size, kv_dtype, device, loaded.kernels)
     partial, top_k = config.scheduler.combine == "partial", 0 if layout is None else layout.top_k
     combine = Combine(partial, config.scheduler.max_num_batched_tokens, top_k, device)
-    return BlockStages(loaded.model, kv, block_size, device, combine)
+    return BlockStages(loaded.model, memory, block_size, device, combine)
 
 
 def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts) -> SegmentRunner:

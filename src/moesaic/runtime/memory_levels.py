@@ -18,10 +18,13 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.offload import Offload
 from moesaic.kernels import table
+from moesaic.kvcache.memory import CacheSize, HybridMemory, LayerMemory
 from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.states import StateCache
 from moesaic.models import files
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
+from moesaic.models.spec import ModelSpec
 from moesaic.offload.arena import Arena
 from moesaic.offload.converted import StreamedConverted
 from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
@@ -51,6 +54,20 @@ class Levels:
     """The kernels of the slow level's processor."""
     staged: bool = False
     """True: what is loaded goes through pinned memory."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What the layers of a model larger than the fast memory keep of sequences."""
+
+    kv: PagedKV
+    states: StateCache | None
+
+    def memory(self, spec: ModelSpec) -> LayerMemory:
+        """Both as one memory."""
+        if self.states is None:
+            return self.kv
+        return HybridMemory(self.kv, self.states, spec.state_layers, spec.num_layers)
 
 
 def levels(
@@ -91,19 +108,24 @@ def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
     return kernels
 
 
-def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, num_blocks: int) -> PagedKV:
-    """The KV cache of all layers, on the level that the policy names.
+def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, size: CacheSize) -> Caches:
+    """What all layers keep: the KV cache on the level that the policy names, and states on the fast one.
 
-    All of its memory is allocated here, so the first pass does not wait for it. Raises ConfigError for a
-    dtype that the kernels of that level cannot read.
+    All of the KV cache's memory is allocated here, so the first pass does not wait for it. Raises ConfigError
+    for a dtype that the kernels of that level cannot read.
     """
-    spec, size, dtype = loaded.model.spec, config.cache.block_size, kv_type(config.cache, loaded)
+    spec, block_size, dtype = loaded.model.spec, config.cache.block_size, kv_type(config.cache, loaded)
     device, kernels = loaded.device, loaded.kernels
     if device.type == "cuda" and (offload.slow_attention or offload.slow_cache):
         device, kernels = torch.device("cpu"), slow_kernels(config, loaded)
         named = str(dtype).removeprefix("torch.")
         kv_type(CacheConfig(kv_cache_dtype=named), replace(loaded, kernels=kernels))  # type: ignore[arg-type]
-    return PagedKV(spec.kv, spec.num_layers, num_blocks, size, dtype, device, kernels, at_once=True)
+    blocks = size.num_blocks
+    kv = PagedKV(spec.kv, spec.kv_layers, blocks, block_size, dtype, device, kernels, at_once=True)
+    if spec.states is None:
+        return Caches(kv, None)
+    layers = len(spec.state_layers)
+    return Caches(kv, StateCache(spec.states, layers, size.seats, size.snapshots, loaded.device))
 
 
 def setup_of(offload: Offload, loaded: LoadedModel) -> Setup:

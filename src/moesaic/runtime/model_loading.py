@@ -1,4 +1,4 @@
-"""Loads a model and decides how much KV cache fits beside it."""
+"""Loads a model as its settings say."""
 
 from __future__ import annotations
 
@@ -6,28 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, WorkerConfig, parse_bytes
+from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.kernels import table
-from moesaic.kvcache.paged import bytes_per_token
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
-from moesaic.models.spec import ModelSpec
 from moesaic.runtime.machine import (
-    available_memory,
     cores,
     keep_freed_memory,
     return_freed_memory,
-    total_memory,
 )
-
-AUTO_SHARE = 0.4
-"""Share of the memory left after the weights that `--kv-cache-memory auto` takes on a CPU, at most."""
-AUTO_SHARE_CUDA = 0.9
-"""The same share on a GPU, whose memory no other program uses."""
 
 
 @dataclass(frozen=True)
@@ -134,82 +125,3 @@ def context_length(config: ModelConfig) -> int:
     if config.max_model_len > limit:
         raise ConfigError.field("--max-model-len", config.max_model_len, f"at most {limit}, the model's own")
     return config.max_model_len
-
-
-def check_memory(config: WorkerConfig, max_model_len: int) -> None:
-    """Refuse a KV cache that cannot fit, before anything of its size or of the context's is allocated.
-
-    `num_blocks_of` checks again, with the memory that the weights leave. Raises ConfigError for a cache that
-    is larger than the machine's memory, or too small for one request of the maximum length.
-    """
-    device = device_of(config.model)
-    path = files.resolve(config.model.model, config.model.revision)
-    spec = registry.read_spec(path, Shard(0, config.parallel.tensor_parallel_size))
-    smallest = "float32" if device.type == "cpu" else "bfloat16"
-    named = smallest if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    _num_blocks(config, spec, device, max_model_len, registry.CACHE_DTYPES[named], None)
-
-
-def num_blocks_of(
-    config: WorkerConfig,
-    loaded: LoadedModel,
-    max_model_len: int,
-    kv_dtype: torch.dtype,
-    free: int | None = None,
-) -> int:
-    """The number of blocks of the KV cache.
-
-    free: bytes that an automatic cache may take; None: what is free now. Raises ConfigError if one request of
-    the maximum length does not fit.
-    """
-    return _num_blocks(config, loaded.model.spec, loaded.device, max_model_len, kv_dtype, free)
-
-
-def _num_blocks(
-    config: WorkerConfig,
-    spec: ModelSpec,
-    device: torch.device,
-    max_model_len: int,
-    kv_dtype: torch.dtype,
-    free: int | None,
-) -> int:
-    block_size, ranks = config.cache.block_size, config.parallel.tensor_parallel_size
-    block_bytes = block_size * bytes_per_token(spec.kv, spec.num_layers, kv_dtype)
-    per_request = -(-max_model_len // block_size)
-    if config.cache.kv_cache_memory == "auto":
-        budget = free_memory(device) if free is None else free
-        if device.type == "cpu":  # ranks share a CPU's memory; each has its own GPU
-            budget //= ranks
-        num_blocks = config.automatic_blocks(budget, block_bytes, max_model_len)
-    else:
-        budget = _given_bytes(config, device) // ranks
-        num_blocks = budget // block_bytes
-    if num_blocks < per_request:
-        holds = max(0, num_blocks) * block_size
-        shorter = f", or a --max-model-len of at most {holds}" if holds > 1 else ""
-        raise ConfigError(
-            f"--kv-cache-memory: {config.cache.kv_cache_memory} ({budget / 2**20:.0f} MiB) holds "
-            f"{holds} tokens, less than one request of the maximum length {max_model_len}; allowed: at least "
-            f"{per_request * block_bytes / 2**20:.1f} MiB{shorter}"
-        )
-    return int(num_blocks)
-
-
-def _given_bytes(config: WorkerConfig, device: torch.device) -> int:
-    """The bytes of --kv-cache-memory. Raises ConfigError if they are more than all memory of the machine."""
-    given = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
-    most = total_memory()
-    if device.type == "cuda":  # the cache is in the GPUs' memory, or in RAM where the plan says so
-        most = max(most, torch.cuda.mem_get_info(device)[1] * config.parallel.tensor_parallel_size)
-    if given > most:
-        allowed = f"at most {most / 2**30:.1f}GiB, the memory of this machine"
-        raise ConfigError.field("--kv-cache-memory", config.cache.kv_cache_memory, allowed)
-    return given
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that an automatic KV cache may take on `device`."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * AUTO_SHARE_CUDA)
-    return int(available_memory() * AUTO_SHARE)

@@ -16,24 +16,26 @@ from moesaic.core.offload import Offload
 from moesaic.core.stored import of_matrices
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import STORED, Headers
+from moesaic.models.spec import ModelSpec
 from moesaic.offload import converted
 from moesaic.offload.caches import Cache, MovingCache, ResidentCache
+from moesaic.offload.hybrid import HybridCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
-from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padding, block_pool
+from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padding
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, PassSettings
 from moesaic.offload.post_attention import LocalPostAttention, PostAttention, SlowExperts
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES
 from moesaic.policy.offloading.policies import Policy
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.memory_levels import Core, Levels, cache, cores_of, levels, setup_of
+from moesaic.runtime.memory_levels import Caches, Core, Levels, cache, cores_of, levels, setup_of
 from moesaic.runtime.model_loading import (
     LoadedModel,
     context_length,
@@ -41,7 +43,6 @@ from moesaic.runtime.model_loading import (
     kv_type,
     layout_of,
     load_model,
-    num_blocks_of,
 )
 from moesaic.runtime.step.running_step import StepResult, WholeStep
 from moesaic.runtime.tracing import observer_of
@@ -84,6 +85,17 @@ def _check_padded(padded: int, most: int) -> None:
         raise ConfigError.field("padded", padded, f"1 to {most}, the most tokens of a request")
 
 
+def check_states(config: WorkerConfig, offload: Offload, spec: ModelSpec) -> None:
+    """Raises ConfigError for settings that do not work with states of linear attention."""
+    if spec.states is None:
+        return
+    why = "for a model with linear attention"
+    if offload.padded is not None:
+        raise ConfigError.field("--pad", "true", f"false {why}")
+    if on_gpu(config.model):
+        raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, {why}")
+
+
 def on_gpu(config: ModelConfig) -> bool:
     """Whether the levels are a GPU's memory and RAM. Otherwise they are RAM and the disk."""
     return device_of(config).type == "cuda"
@@ -101,20 +113,19 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     check(config)
     loaded, layout = load(config, offload, context.progress)
     kv_dtype = kv_type(config.cache, loaded)
-    num_blocks = num_blocks_of(config, loaded, limits.max_model_len, kv_dtype)
-    kv = cache(config, offload, loaded, num_blocks)
+    size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
+    check_states(config, offload, loaded.model.spec)
+    caches = cache(config, offload, loaded, size)
     observer = observer_of(config.trace, context.clock)
-    runner = join(config, offload, loaded, layout, kv, observer.pass_ended)
-    blocks = block_pool(
-        num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, offload.padded
-    )
+    runner = join(config, offload, loaded, layout, caches, observer.pass_ended)
+    blocks = block_pool(config.cache, size, offload.padded)
     return WorkerParts(
         loaded,
         kv_dtype,
-        num_blocks,
+        size,
         runner,
         LockstepScheduler(limits, blocks),
-        kv,
+        caches.memory(loaded.model.spec),
         expert_stats=runner.stats,
         observer=observer,
         logit_rows=offload.logit_rows,
@@ -205,13 +216,12 @@ def join(
     offload: Offload,
     loaded: LoadedModel,
     layout: ExpertLayout,
-    kv: PagedKV,
+    caches: Caches,
     observe: Observe | None = None,
 ) -> OffloadedRunner:
     """Build the runner of a worker.
 
-    kv: the cache of all layers, on the level that the policy names. observe: gets the tasks and times of
-    every pass.
+    caches: of all layers. observe: gets the tasks and times of every pass.
     """
     path = files.resolve(config.model.model, config.model.revision)
     memory = levels(config, offload, loaded, layout)
@@ -220,7 +230,7 @@ def join(
         every = {layer: range(layout.num_experts) for layer in layout.layers}
         slow = SlowExperts(registry.load_experts(path, memory.slow, every, dtype=layout.dtype), memory.slow)
     after = LocalPostAttention(loaded.model, memory.experts, memory.static, memory.down, memory.up, slow)
-    parts = PassParts(loaded, memory, after, layout.num_experts, kv)
+    parts = PassParts(loaded, memory, after, layout.num_experts, caches)
     passes = passes_over(config, offload, parts, observe)
     return OffloadedRunner(passes, cores_of(offload, loaded.kernels)[0])
 
@@ -234,14 +244,15 @@ class PassParts:
     after: PostAttention
     experts: int
     """See PassSettings."""
-    kv: PagedKV
+    caches: Caches
 
 
 def passes_over(
     config: WorkerConfig, offload: Offload, parts: PassParts, observe: Observe | None = None
 ) -> Passes:
     """The passes of a process. The threads of their lanes end when the passes are deleted."""
-    loaded, memory, after, kv = parts.loaded, parts.levels, parts.after, parts.kv
+    loaded, memory, after = parts.loaded, parts.levels, parts.after
+    kv, states = parts.caches.kv, parts.caches.states
     model, size = loaded.model, config.cache.block_size
     slow_blocks = (
         [block.with_attention_kernels(memory.slow) for block in model.blocks]
@@ -252,12 +263,15 @@ def passes_over(
     both = memory.experts, memory.static, memory.down, memory.up
     operations = Operations(model, *both, after, slow_blocks, likely)
     padded = offload.padded
-    resident = ResidentCache(kv, size) if padded is None else PaddedResidentCache(kv, size)
+    resident: Cache = ResidentCache(kv, size) if padded is None else PaddedResidentCache(kv, size)
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:
         kind = MovingCache if padded is None else PaddedMovingCache
         moving = kind(kv, model.spec.kv, size, loaded.kernels, memory.down, memory.up, loaded.device)
     lanes = Lanes(setup_of(offload, loaded))
+    if states is not None:
+        layers = model.spec.state_layers, model.spec.num_layers
+        resident, moving = (HybridCache(one, states, *layers) for one in (resident, moving))
     decodes = resident if offload.slow_attention else moving
     rows: Rows = UNPADDED if padded is None else Padding(padded, size)
     settings = PassSettings(_policy(offload), offload.prefill_rows, parts.experts, rows, memory.staged)

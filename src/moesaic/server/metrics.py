@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from moesaic.core import messages
-from moesaic.core.metrics import BlockStats, GroupStats
+from moesaic.core.metrics import BlockStats, GroupStats, StateStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.engine import EngineStats
 
@@ -175,6 +175,7 @@ class EngineCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests waiting to be computed.", worker.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         yield self._blocks(worker.blocks)
+        yield self._states(worker.states)
         queries, hits = worker.blocks.prefix_queries, worker.blocks.prefix_hits
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
@@ -211,6 +212,14 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily("moesaic:kv_blocks", text, labels=["model_name", "state"])
         for state in ("free", "cached", "used"):
             family.add_metric([self._model_name, state], getattr(blocks, state))
+        return family
+
+    def _states(self, states: StateStats) -> GaugeMetricFamily:
+        text = "Pages with states of linear attention: free, of running requests, of prefixes."
+        family = GaugeMetricFamily("moesaic:state_pages", text, labels=["model_name", "state"])
+        counts = {"free": states.pages_free, "used": states.seats_used, "snapshot": states.snapshots}
+        for state, count in counts.items():
+            family.add_metric([self._model_name, state], count)
         return family
 
     def _group(self, group: GroupStats) -> Iterator[CounterMetricFamily]:

@@ -31,7 +31,7 @@ class Ours:
     def layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] before a layer -> [n, h] after it."""
         block, experts = registry.load_layer(self._path, self._kernels, layer, len(hidden))
-        gated = self._prompt.until_gate(block, hidden / self._residual)
+        gated = self._prompt.until_gate(layer, block, hidden / self._residual)
         rows = None
         if experts is not None and gated.expert_ids is not None:
             rows = self._kernels.experts(experts, gated.normed, gated.expert_ids)

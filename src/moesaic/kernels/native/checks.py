@@ -37,6 +37,13 @@ def rows(tensor: torch.Tensor, *wanted: int) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
+def apart(tensor: torch.Tensor, n: int, width: int) -> torch.Tensor:
+    """A float32 tensor [n, width] with dense rows, which may be apart."""
+    is_float(tensor)
+    shape(tensor, n, width)
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
 def heads(tensor: torch.Tensor) -> torch.Tensor:
     """A float32 tensor [n, H, d] with dense heads; rows and heads may be apart."""
     is_float(tensor)

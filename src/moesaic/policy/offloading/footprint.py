@@ -44,6 +44,7 @@ class Footprint:
             **({"an expert as it is read": model.staging} if model.staging else {}),
             "cache": cache * policy.batch * model.layers
             + moving * self.workload.held * self._token * policy.slow_cache,
+            **({"states": policy.batch * (model.page + model.seat)} if model.page else {}),
             "rows": max(prompts, 2 * policy.batch * model.hidden * model.row_number),
             "workspace": self._workspace(policy),
         }

@@ -127,6 +127,11 @@ class ContinuousBatching:
             sequence.stage = Stage.FINISHED
         return sequence
 
+    def failed(self, sequence: Sequence) -> None:
+        """Record that a step with rows of this sequence has failed. Its rows are pending again."""
+        if sequence.stage is Stage.RUNNING:
+            sequence.num_computed = self.blocks.rewind(sequence.request_id, sequence.num_computed)
+
     @property
     def may_admit(self) -> bool:
         """Whether a request waits and fewer than max_num_seqs run. Only `schedule` checks the blocks."""
@@ -164,7 +169,9 @@ class ContinuousBatching:
         """How many rows of the sequence a step computes that has room for `rows`."""
         most = self.limits.max_prefill_chunk
         most = rows if most is None else min(rows, most)
-        return min(sequence.chunk_end - sequence.num_computed, most)
+        start = sequence.num_computed
+        stop = min(sequence.chunk_end, start + most)
+        return self.blocks.cut(sequence.request_id, start, stop) - start
 
     def _make_room(self, now: float, busy: Collection[int]) -> tuple[list[Sequence], list[Sequence]]:
         """Allocate a block for each running sequence's next token, oldest sequence first.

@@ -32,7 +32,7 @@ from collections import OrderedDict
 import numpy as np
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.metrics import BlockStats
+from moesaic.core.metrics import BlockStats, StateStats
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.intvector import IntVector
 
@@ -109,6 +109,28 @@ class KVBlocks:
         used = self.num_blocks - free - cached
         return BlockStats(self.num_blocks, free, cached, used, self._queries, self._hits)
 
+    # ---- what sequences have beside their blocks: see `StateBlocks`
+
+    def cut(self, request_id: int, start: int, stop: int) -> int:
+        """The position up to which a chunk that begins at `start` may go, at most `stop`."""
+        return stop
+
+    def states(self, request_id: int) -> tuple[int, ...]:
+        """The line of `TokenBatch.states` of a request whose rows are computed next; () without states."""
+        return ()
+
+    def rewind(self, request_id: int, num_computed: int) -> int:
+        """How many of the computed tokens count after a step of this request has failed."""
+        return num_computed
+
+    def state_stats(self) -> StateStats:
+        """Counts of seats and pages of states."""
+        return StateStats()
+
+    def _usable(self, known: list[int]) -> list[int]:
+        """Those of the blocks found for a prompt from which its request can go on."""
+        return known
+
     # ---- changes
 
     def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
@@ -123,7 +145,7 @@ class KVBlocks:
             raise ValueError(f"request {request_id} has blocks already")
         if self.available <= spare:  # the last token always needs a new block: skip the lookup
             return None
-        known = self._find(token_ids, min(reusable, len(token_ids) - 1))
+        known = self._usable(self._find(token_ids, min(reusable, len(token_ids) - 1)))
         revived = sum(not self._references[block] for block in known)
         missing = self.blocks_for(len(token_ids)) - len(known)
         if missing + spare > self.available - revived:

@@ -2,8 +2,9 @@
 
 The first rank announces each step to the others as
 
-    sizes: rows, sequences, blocks of a table, wanted logits     4 int64
-    token ids, positions [n], query starts [s + 1], context lengths [s], block tables [s, b], logit rows [m]
+    sizes: rows, sequences, blocks of a table, wanted logits, sequences with states     5 int64
+    token ids, positions [n], query starts [s + 1], context lengths [s], block tables [s, b], logit rows [m],
+    states [s or 0, 4]
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.tokens import TokenBatch
+from moesaic.core.tokens import STATE_FIELDS, TokenBatch
 
-_SIZES = 4
+_SIZES = 5
 
 
 def to_host(rows: torch.Tensor) -> npt.NDArray[Any]:
@@ -33,9 +34,10 @@ def to_device(rows: npt.NDArray[np.generic], device: torch.device) -> torch.Tens
 
 def pack(batch: TokenBatch) -> bytes:
     """The inverse of `unpack`."""
-    sizes = (batch.num_rows, batch.num_sequences, batch.block_tables.shape[1], len(batch.logit_rows))
+    sequences, width = batch.block_tables.shape
+    sizes = (batch.num_rows, sequences, width, len(batch.logit_rows), len(batch.states))
     arrays = (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens)
-    parts = [*arrays, batch.block_tables.reshape(-1), batch.logit_rows]
+    parts = [*arrays, batch.block_tables.reshape(-1), batch.logit_rows, batch.states.reshape(-1)]
     return np.concatenate([np.array(sizes), *parts]).astype(np.int64).tobytes()
 
 
@@ -44,9 +46,11 @@ def unpack(message: bytes) -> TokenBatch:
     if len(message) % 8 or len(message) < 8 * _SIZES:
         raise ConnectionLost(f"a step of {len(message)} bytes")
     numbers = np.frombuffer(bytearray(message), dtype=np.int64)  # torch wants writable memory
-    rows, sequences, blocks, wanted = numbers[:_SIZES].tolist()
-    counts = [rows, rows, sequences + 1, sequences, sequences * blocks, wanted]
+    rows, sequences, blocks, wanted, stateful = numbers[:_SIZES].tolist()
+    counts = [rows, rows, sequences + 1, sequences, sequences * blocks, wanted, STATE_FIELDS * stateful]
     if min(counts) < 0 or sum(counts) != len(numbers) - _SIZES:
         raise ConnectionLost(f"a step of {len(message)} bytes claims {rows} rows of {sequences} sequences")
-    ids, positions, starts, lengths, tables, logit_rows = np.split(numbers[_SIZES:], np.cumsum(counts[:-1]))
-    return TokenBatch(ids, positions, starts, lengths, tables.reshape(sequences, blocks), logit_rows)
+    arrays = np.split(numbers[_SIZES:], np.cumsum(counts[:-1]))
+    ids, positions, starts, lengths, tables, logit_rows, states = arrays
+    tables, states = tables.reshape(sequences, blocks), states.reshape(stateful, STATE_FIELDS)
+    return TokenBatch(ids, positions, starts, lengths, tables, logit_rows, states)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,13 +18,13 @@ from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.models import files, fingerprint, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
-from moesaic.offload.padding import block_pool
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import memory_levels, offloaded, out_of_memory
+from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.group import offloaded_group
 from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
@@ -34,13 +35,14 @@ from moesaic.runtime.group.sharded import RankRunner, ShardedModel
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
-    free_memory,
     kv_type,
     layout_of,
     load_model,
-    num_blocks_of,
 )
 from moesaic.trace.parts import whole_of
+
+_CACHE_SIZE = struct.Struct("<3q")
+"""A CacheSize, which the first rank announces."""
 
 
 def check(config: WorkerConfig) -> None:
@@ -153,17 +155,17 @@ def load_rank(
 
 
 def join(
-    config: WorkerConfig, group: Group, owners: ExpertOwners, loaded: LoadedModel, num_blocks: int
+    config: WorkerConfig, group: Group, owners: ExpertOwners, loaded: LoadedModel, size: CacheSize
 ) -> RankRunner:
-    """Build the runner of a loaded rank. num_blocks: KV blocks, the same number on all ranks."""
+    """Build the runner of a loaded rank. size: the same on all ranks."""
     if config.offload is not None:
-        return _paged(config, config.offload, group, owners, loaded, num_blocks)
+        return _paged(config, config.offload, group, owners, loaded, size)
     model, counts = loaded.model, GroupCounts()
-    size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
-    kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
+    block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
+    memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
     collectives = _collectives(config.parallel, group, owners, loaded.kernels, model.expert_weights, counts)
-    run = ShardedModel(model, kv, size, group, collectives).run
-    return RankRunner(run, group, kv, _named(config.parallel, owners), counts)
+    run = ShardedModel(model, memory, device, block_size, group, collectives).run
+    return RankRunner(run, group, memory, _named(config.parallel, owners), counts)
 
 
 def _paged(
@@ -172,18 +174,26 @@ def _paged(
     group: Group,
     owners: ExpertOwners,
     loaded: LoadedModel,
-    num_blocks: int,
+    size: CacheSize,
 ) -> RankRunner:
     """The runner of a rank whose experts are loaded from the slow level."""
-    kv = memory_levels.cache(config, offload, loaded, num_blocks)
+    offloaded.check_states(config, offload, loaded.model.spec)
+    caches = memory_levels.cache(config, offload, loaded, size)
     counts, kernels = GroupCounts(), loaded.kernels
     levels = memory_levels.levels(config, offload, loaded, layout_of(config.model), owners.of(group.rank))
     weights = offloaded_group.PassWeights(levels.experts)
     collectives = partial(_collectives, config.parallel, group, owners, kernels, weights, counts)
     after = offloaded_group.GroupPostAttention(loaded.model, group, collectives, weights)
-    parts = offloaded.PassParts(loaded, levels, after, owners.most, kv)
+    parts = offloaded.PassParts(loaded, levels, after, owners.most, caches)
     passes = offloaded.passes_over(config, offload, parts)
-    return RankRunner(passes.run, group, kv, _named(config.parallel, owners), counts, passes.stats)
+    return RankRunner(
+        passes.run,
+        group,
+        caches.memory(loaded.model.spec),
+        _named(config.parallel, owners),
+        counts,
+        passes.stats,
+    )
 
 
 def build_parts(context: WorkerContext) -> WorkerParts:
@@ -198,23 +208,23 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         loaded = load_rank(config, group, owners, context.progress)
         kv_dtype = kv_type(config.cache, loaded)
         free = least_free(config, group, loaded)
-        num_blocks = num_blocks_of(config, loaded, limits.max_model_len, kv_dtype, free)
-        group.announce(num_blocks.to_bytes(8, "little"))
-        runner = join(config, group, owners, loaded, num_blocks)
+        size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype, free)
+        group.announce(_CACHE_SIZE.pack(*astuple(size)))
+        runner = join(config, group, owners, loaded, size)
         group.announce(b"")  # every rank has its memory now
     runner.launcher = launcher
     if context.lost is not None:
         launcher.when_lost(context.lost)
     offload, cache = config.offload, config.cache
     padded = None if offload is None else offload.padded
-    blocks = block_pool(num_blocks, cache.block_size, cache.enable_prefix_caching, padded)
+    blocks = block_pool(cache, size, padded)
     return WorkerParts(
         loaded,
         kv_dtype,
-        num_blocks,
+        size,
         runner,
         LockstepScheduler(limits, blocks),
-        runner.kv,
+        runner.memory,
         expert_stats=runner.stats,
         logit_rows=None if offload is None else offload.logit_rows,
         linger=0.0 if offload is None else offloaded.LINGER,
@@ -233,8 +243,8 @@ def follower(config: WorkerConfig, group: Group) -> RankRunner:
         owners = placed(config)
         loaded = load_rank(config, group, owners)
         least_free(config, group, loaded)
-        num_blocks = int.from_bytes(group.announce(b""), "little")
-        runner = join(config, group, owners, loaded, num_blocks)
+        size = CacheSize(*_CACHE_SIZE.unpack(group.announce(b"")))
+        runner = join(config, group, owners, loaded, size)
         group.announce(b"")
         return runner
 

@@ -18,7 +18,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
@@ -38,7 +38,7 @@ class RankRunner:
         self,
         run: RunBatch,
         group: Group,
-        kv: PagedKV,
+        memory: LayerMemory,
         collectives: str,
         counts: GroupCounts,
         passes: Callable[[], tuple[PassStats, ...]] = tuple,
@@ -49,7 +49,7 @@ class RankRunner:
         """
         self.launcher: RankLauncher | None = None
         """The processes of the other ranks; only the first rank has it."""
-        self.kv = kv
+        self.memory = memory
         self.collectives = collectives
         self._run, self._group = run, group
         self._counts, self._passes = counts, passes
@@ -106,20 +106,26 @@ class ShardedModel:
     """Runs steps over a model in memory, with the heads and experts of one rank."""
 
     def __init__(
-        self, model: Model, kv: PagedKV, block_size: int, group: Group, collectives: CollectiveLayout
+        self,
+        model: Model,
+        memory: LayerMemory,
+        device: torch.device,
+        block_size: int,
+        group: Group,
+        collectives: CollectiveLayout,
     ) -> None:
-        self._model, self._kv, self._block_size = model, kv, block_size
+        self._model, self._memory, self._device, self._block_size = model, memory, device, block_size
         self._group, self._collectives = group, collectives
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """See `RunBatch`."""
-        device = self._kv.device
+        device = self._device
         attention = AttentionBatch.build(batch, self._block_size, device)
         positions = to_device(batch.positions, device)
         hidden = self._model.embed(to_device(batch.token_ids, device))
         self._collectives.begin(batch.token_ids)
         for layer, block in enumerate(self._model.blocks):
-            partial = until_output_projection(block, layer, hidden, positions, attention, self._kv)
+            partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
             if block.routed:
                 hidden = self._collectives.feed_forward(layer, block, hidden, partial)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
-from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.models.block import Block, Gated
 from moesaic.models.spec import ModelSpec
 from moesaic.runtime.step.stages import until_gate
@@ -33,6 +34,7 @@ class OnePrompt:
             context_lens=np.array([count], dtype=np.int64),
             block_tables=np.arange(self._blocks, dtype=np.int64)[None],
             logit_rows=np.arange(count, dtype=np.int64),
+            states=np.array([[0, 0, 1, 0]]),
         )
 
     @property
@@ -40,9 +42,11 @@ class OnePrompt:
         """[n] int64"""
         return torch.from_numpy(self._batch.token_ids)
 
-    def until_gate(self, block: Block, hidden: torch.Tensor) -> Gated:
+    def until_gate(self, layer: int, block: Block, hidden: torch.Tensor) -> Gated:
         """hidden [n, h] before a layer, as its block has them -> the rows after its gate."""
         cpu = torch.device("cpu")
-        kv = PagedKV(self._spec.kv, 1, self._blocks, BLOCK, torch.float32, cpu, self._kernels)
+        states = (0,) if layer in self._spec.state_layers else ()
+        one = replace(self._spec, num_layers=1, state_layers=states)
+        memory = layer_memory(one, CacheSize(self._blocks, seats=1), BLOCK, torch.float32, cpu, self._kernels)
         attention = AttentionBatch.build(self._batch, BLOCK)
-        return until_gate(block, 0, hidden, torch.from_numpy(self._batch.positions), attention, kv)
+        return until_gate(block, 0, hidden, torch.from_numpy(self._batch.positions), attention, memory)

@@ -161,6 +161,7 @@ class _RecordedStep:
         np.copyto(inputs.token_ids, batch.token_ids)
         np.copyto(inputs.positions, batch.positions)
         np.copyto(inputs.context_lens, batch.context_lens)
+        np.copyto(inputs.states, batch.states)
         inputs.block_tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         self.attention.fill_slots()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
 from moesaic.runtime.step.running_step import Combine, PendingMerge, StepGenerator, StepResult
@@ -15,10 +15,10 @@ from moesaic.runtime.step.running_step import Combine, PendingMerge, StepGenerat
 
 @dataclass(frozen=True)
 class BlockStages:
-    """The stages of a model over its KV cache."""
+    """The stages of a model over what its layers keep of the sequences."""
 
     model: Model
-    kv: PagedKV
+    memory: LayerMemory
     block_size: int
     device: torch.device
     combine: Combine
@@ -39,7 +39,7 @@ class BlockStages:
             hidden = self.model.embed(token_ids)
         expert_ids: list[torch.Tensor] = []
         for layer, block in enumerate(self.model.blocks[first:], first):
-            gated = until_gate(block, layer, hidden, positions, attention, self.kv)
+            gated = until_gate(block, layer, hidden, positions, attention, self.memory)
             del hidden  # as in every stage: many rows are megabytes, which go as soon as nothing needs them
             if gated.expert_ids is None:
                 hidden = block.merge(gated, block.dense(gated.normed), None)
@@ -61,10 +61,10 @@ def until_gate(
     hidden: torch.Tensor,
     positions: torch.Tensor,
     attention: AttentionBatch,
-    kv: PagedKV,
+    memory: LayerMemory,
 ) -> Gated:
-    """The stages of a block up to its gate. Afterwards the cache has the rows' keys and values."""
-    return block.gate(hidden, until_output_projection(block, layer, hidden, positions, attention, kv))
+    """The stages of a block up to its gate. Afterwards `memory` has what the layer keeps of the rows."""
+    return block.gate(hidden, until_output_projection(block, layer, hidden, positions, attention, memory))
 
 
 def until_output_projection(
@@ -73,11 +73,10 @@ def until_output_projection(
     hidden: torch.Tensor,
     positions: torch.Tensor,
     attention: AttentionBatch,
-    kv: PagedKV,
+    memory: LayerMemory,
 ) -> torch.Tensor:
     """The stages of a block up to its output projection [n, h]: a partial sum where ranks share the heads."""
     rows = block.pre_attention(hidden, positions)
-    kv.write(layer, rows.key, rows.value, attention.slots)
-    attended = block.attention(rows.query, kv.keys(layer), kv.values(layer), attention)
+    attended = memory.attend(layer, block, rows, attention)
     del rows
     return block.output_projection(attended)

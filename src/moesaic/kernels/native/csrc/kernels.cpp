@@ -2,6 +2,7 @@
 // rows only contain matrix products; isa.cpp takes the other operations from avx512.
 #if !defined(MOESAIC_AVX512_BF16)
 #include "attention.h"
+#include "delta.h"
 #endif
 #include "experts.h"
 #include "heads.h"
@@ -19,7 +20,7 @@ const moesaic::Products kProducts = MOESAIC_PRODUCTS;
 extern const moesaic::Table kTable;
 const moesaic::Table kTable = {
     MOESAIC_PRODUCTS, attention, store_rows, norm, rope, gate, merge, embed, join_rows, sigmoid_gate, clip,
-    mask_tokens,
+    mask_tokens, convolve, delta, gated_norm, sigmoid_times,
 };
 #endif
 

@@ -253,6 +253,38 @@ void mask_tokens(Address logits, Address lines, Address masks, int64_t n, int64_
     perform(active->mask_tokens, MaskTokens{at<float>(logits), at<int64_t>(lines), at<uint32_t>(masks), n, width});
 }
 
+void convolve(Address rows, int64_t row_stride, Address weight, int64_t weight_channel, int64_t weight_tap,
+              Address page_tails, Address tails, Address out, int64_t n, int64_t channels, int64_t taps,
+              Address query_starts, Address context_lens, Address states, int64_t sequences) {
+    perform(active->convolve,
+            Convolve{at<float>(rows), row_stride, at<float>(weight), weight_channel, weight_tap, at<float>(page_tails),
+                     at<float>(tails), at<float>(out), n, channels, taps,
+                     {at<int64_t>(query_starts), at<int64_t>(context_lens), at<int64_t>(states), sequences}});
+}
+
+void delta(Address mixed, Address gates, int64_t mixed_stride, int64_t gates_stride, Address decay, Address bias,
+           Address pages, Address keys, Address updates, Address decays, Address out, int64_t n, int64_t key_heads,
+           int64_t value_heads, int64_t key_width, int64_t value_width, Address query_starts, Address context_lens,
+           Address states, int64_t sequences) {
+    perform(active->delta,
+            Delta{at<float>(mixed), at<float>(gates), mixed_stride, gates_stride, at<float>(decay), at<float>(bias),
+                  at<float>(pages), at<float>(keys), at<float>(updates), at<float>(decays), at<float>(out), n,
+                  key_heads, value_heads, key_width, value_width,
+                  {at<int64_t>(query_starts), at<int64_t>(context_lens), at<int64_t>(states), sequences}});
+}
+
+void gated_norm(Address rows, Address weight, Address gate, Address out, int64_t n, int64_t heads, int64_t width,
+                int64_t gate_stride, float epsilon) {
+    perform(active->gated_norm, GatedNorm{at<float>(rows), at<float>(weight), at<float>(gate), at<float>(out), n,
+                                          heads, width, gate_stride, epsilon});
+}
+
+void sigmoid_times(Address rows, Address gate, Address out, int64_t n, int64_t heads, int64_t width, int64_t gate_row,
+                   int64_t gate_head) {
+    perform(active->sigmoid_times,
+            SigmoidTimes{at<float>(rows), at<float>(gate), at<float>(out), n, heads, width, gate_row, gate_head});
+}
+
 std::vector<std::string> names() {
     std::vector<std::string> all;
     for (const Table* table : available()) all.push_back(table->name);
@@ -330,6 +362,10 @@ NB_MODULE(_native, m) {
     m.def("sigmoid_gate", sigmoid_gate);
     m.def("clip", clip);
     m.def("mask_tokens", mask_tokens);
+    m.def("convolve", convolve);
+    m.def("delta", delta);
+    m.def("gated_norm", gated_norm);
+    m.def("sigmoid_times", sigmoid_times);
     nb::class_<Tape>(m, "Tape", "the operations that ran between record() and stop()")
         .def(nb::init<>())
         .def("run", &Tape::run)

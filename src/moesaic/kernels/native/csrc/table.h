@@ -203,6 +203,63 @@ struct Clip {
     float limit;
 };
 
+constexpr int64_t kPeriod = 64;  // a state is stored at each position that this divides: CHUNK of kernels/states.py
+
+// The rows of each sequence in a step, and where its states are, as in kernels/states.py.
+struct Sequences {
+    const int64_t* query_starts;  // [count + 1] rows of each sequence
+    const int64_t* context_lens;  // [count] tokens of the sequence, including this step's
+    const int64_t* states;        // [count, 4] page to read, position at which it stands, page to write, seat
+    int64_t count;
+};
+
+// Mixes each channel with those of the taps - 1 rows before it, then applies silu.
+struct Convolve {
+    const float* rows;  // [n] rows of `channels` numbers, row_stride apart
+    int64_t row_stride;
+    const float* weight;  // [channels, taps], one of the strides is 1; the last tap is for the row itself
+    int64_t weight_channel, weight_tap;
+    float* page_tails;  // [pages, taps - 1, channels]
+    float* tails;       // [seats, taps - 1, channels]
+    float* out;         // [n, channels]
+    int64_t n, channels, taps;
+    Sequences sequences;
+};
+
+// The gated delta rule. Changes the states of its sequences.
+struct Delta {
+    const float* mixed;  // [n] rows of query, key and value of all heads, mixed_stride apart
+    const float* gates;  // [n] rows of beta, then alpha of each value head before their activations, gates_stride apart
+    int64_t mixed_stride, gates_stride;
+    const float* decay;  // [value_heads] factors of alpha's softplus
+    const float* bias;   // [value_heads] added to alpha's gate
+    float* pages;        // [pages, value_heads, key_width, value_width]
+    float* keys;         // [seats, key_heads, kPeriod, key_width]
+    float* updates;      // [seats, value_heads, kPeriod, value_width]
+    float* decays;       // [seats, value_heads, kPeriod]
+    float* out;          // [n, value_heads, value_width]
+    int64_t n, key_heads, value_heads, key_width, value_width;
+    Sequences sequences;
+};
+
+// out = rows, each head divided by its root mean square, times weight, times silu(gate).
+struct GatedNorm {
+    const float* rows;    // [n, heads, width]
+    const float* weight;  // [width]
+    const float* gate;    // [n] rows of heads * width numbers, gate_stride apart
+    float* out;           // [n, heads, width]
+    int64_t n, heads, width, gate_stride;
+    float epsilon;
+};
+
+// out = rows times sigmoid(gate).
+struct SigmoidTimes {
+    const float* rows;  // [n, heads, width]
+    const float* gate;  // [n, heads, width] with strides
+    float* out;         // [n, heads, width]
+    int64_t n, heads, width, gate_row, gate_head;
+};
+
 // logits[lines[i]][t] = -infinity for each token t whose bit in masks[i] is clear. Bit t is bit t % 32 of word t / 32.
 struct MaskTokens {
     float* logits;  // [*, width]
@@ -235,6 +292,10 @@ struct Table : Products {
     void (*sigmoid_gate)(const SigmoidGate&);
     void (*clip)(const Clip&);
     void (*mask_tokens)(const MaskTokens&);
+    void (*convolve)(const Convolve&);
+    void (*delta)(const Delta&);
+    void (*gated_norm)(const GatedNorm&);
+    void (*sigmoid_times)(const SigmoidTimes&);
 };
 
 }  // namespace moesaic

@@ -126,6 +126,7 @@ class AsyncScheduler:
             decode_tokens=self._decode_tokens,
             step_seconds=self._run_seconds,
             blocks=self._blocks.stats(),
+            states=self._blocks.state_stats(),
         )
 
     # ---- events
@@ -214,6 +215,7 @@ class AsyncScheduler:
         for unit in flight.units:
             request_id = unit.sequence.request_id
             self._end(request_id)
+            self._batching.failed(unit.sequence)
             if unit.sequence.stage is Stage.FINISHED:
                 self._batching.free(unit.sequence)
                 ended.append(request_id)

@@ -74,7 +74,7 @@ class LockstepScheduler:
             case StepDone(step, tokens):
                 actions = self._step_done(step, tokens, now)
             case StepFailed(step):
-                actions = self._free_finished(self._land(step))
+                actions = self._step_failed(step)
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
         return actions + self._next_steps(now)
@@ -89,6 +89,7 @@ class LockstepScheduler:
             decode_tokens=self._decode_tokens,
             step_seconds=self._step_seconds,
             blocks=self._blocks.stats(),
+            states=self._blocks.state_stats(),
         )
 
     # ---- events
@@ -114,6 +115,12 @@ class LockstepScheduler:
         emit = self._append(flight, tokens.tolist())
         actions: list[Action] = [emit] if emit.request_ids else []
         return actions + self._free_finished(flight)
+
+    def _step_failed(self, step: int) -> list[Action]:
+        flight = self._land(step)
+        for sequence, _ in flight.chunks:
+            self._batching.failed(sequence)
+        return self._free_finished(flight)
 
     def _land(self, step: int, num_tokens: int | None = None) -> _Flight:
         """End a running step and return it. The rows of a failed step are still pending."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
 from moesaic.policy.scheduling.batching import Chunk
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import Admit, StepPlan
@@ -37,6 +37,7 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
         context_lens=_ints(ends),
         block_tables=_block_tables([blocks.table(sequence.request_id) for sequence in sequences]),
         logit_rows=_logit_rows(query_starts, sampled, scored),
+        states=_states([blocks.states(sequence.request_id) for sequence in sequences]),
     )
     request_ids = _ints([sequence.request_id for sequence in sequences])
     epochs = _ints([sequence.epoch for sequence in sequences])
@@ -60,6 +61,11 @@ def _block_tables(tables: list[IntArray]) -> IntArray:
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     return padded
+
+
+def _states(lines: list[tuple[int, ...]]) -> IntArray:
+    """[s, 4] the states of each sequence; no lines if the sequences have none."""
+    return np.array([line for line in lines if line], dtype=np.int64).reshape(-1, STATE_FIELDS)
 
 
 def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray) -> IntArray:

@@ -11,7 +11,7 @@ from tests.support import model_configs, tiny_models
 from moesaic import LLM
 from moesaic.core.errors import ConfigError
 from moesaic.models import registry
-from moesaic.runtime import model_loading
+from moesaic.runtime import cache_size
 from moesaic.testing import byte_tokenizer
 
 
@@ -31,7 +31,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("size", ["1000TiB", str(2**62)])
 def test_a_cache_larger_than_the_machine(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_loading, "total_memory", lambda: 3 << 30)
+    monkeypatch.setattr(cache_size, "total_memory", lambda: 3 << 30)
     said = refused("demo", kv_cache_memory=size)
     assert said == f"--kv-cache-memory: got '{size}'; allowed: at most 3.0GiB, the memory of this machine"
 
@@ -56,6 +56,6 @@ def test_memory_that_runs_out_is_told_in_one_line(monkeypatch: pytest.MonkeyPatc
     def full(*given: object, **named: object) -> None:
         raise MemoryError("Unable to allocate 1.00 TiB. More words")
 
-    monkeypatch.setattr("moesaic.runtime.in_memory.PagedKV", full)
+    monkeypatch.setattr("moesaic.kvcache.memory.PagedKV", full)
     said = refused("demo", kv_cache_memory="8MiB")
     assert said.startswith("--kv-cache-memory: got '8MiB'; allowed: less, or a smaller model")

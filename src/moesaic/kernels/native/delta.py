@@ -1,0 +1,106 @@
+"""Linear attention on the compiled module: as `native.ops`. The reference states the shapes."""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.core.tokens import STATE_FIELDS
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.native import _native, checks
+from moesaic.kernels.native.memory import MEMORY
+from moesaic.kernels.states import CHUNK, LayerStates, StateSizes
+
+MOST_TAPS = 8
+WIDTH_STEP, MOST_WIDTH = 8, 256
+
+
+def convolve(
+    rows: torch.Tensor, weight: torch.Tensor, states: LayerStates, batch: AttentionBatch
+) -> torch.Tensor:
+    """Mixes each channel of rows [n, C] with the rows before it in its sequence, then applies silu.
+
+    weight: [C, taps] float32, dense in either axis; it is faster if the channels of a tap lie together.
+    """
+    n, channels = checks.axes(rows, 2)
+    rows, taps = checks.apart(rows, batch.batch.num_rows, states.sizes.channels), states.sizes.taps
+    if not 2 <= taps <= MOST_TAPS:
+        raise ValueError(f"taps: got {taps}; allowed: 2 to {MOST_TAPS}")
+    by_tap = weight.t().is_contiguous()
+    checks.exact(weight.t() if by_tap else weight, *((taps, channels) if by_tap else (channels, taps)))
+    tails = [checks.exact(each, len(each), taps - 1, channels) for each in (states.page_tails, states.tails)]
+    out = MEMORY.empty(n, channels)
+    _native.convolve(
+        rows.data_ptr(), rows.stride(0), weight.data_ptr(), *((1, channels) if by_tap else (taps, 1)), *tails,
+        out.data_ptr(), n, channels, taps, *_sequences(batch),
+    )  # fmt: skip
+    return out
+
+
+def delta(
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    decay: torch.Tensor,
+    bias: torch.Tensor,
+    states: LayerStates,
+    batch: AttentionBatch,
+) -> torch.Tensor:
+    """The gated delta rule for mixed [n, C] and gates [n, 2 * Hv]. Changes `states`. Returns [n, Hv, dv]."""
+    sizes, n = states.sizes, batch.batch.num_rows
+    mixed = checks.apart(mixed, n, sizes.channels)
+    gates = checks.apart(gates, n, 2 * sizes.value_heads)
+    factors = [checks.exact(each, sizes.value_heads) for each in (decay, bias)]
+    held = _held(states, sizes)
+    out = MEMORY.empty(n, sizes.value_heads, sizes.value_width)
+    _native.delta(
+        mixed.data_ptr(), gates.data_ptr(), mixed.stride(0), gates.stride(0), *factors, *held, out.data_ptr(),
+        n, sizes.key_heads, sizes.value_heads, sizes.key_width, sizes.value_width, *_sequences(batch),
+    )  # fmt: skip
+    return out
+
+
+def _held(states: LayerStates, sizes: StateSizes) -> list[int]:
+    """Addresses of pages, keys, updates and decays."""
+    for name in ("key_width", "value_width"):
+        width = getattr(sizes, name)
+        if width % WIDTH_STEP or not 0 < width <= MOST_WIDTH:
+            raise ValueError(f"{name}: got {width}; allowed: multiples of {WIDTH_STEP} up to {MOST_WIDTH}")
+    if sizes.value_heads % sizes.key_heads:
+        raise ValueError(f"value_heads: got {sizes.value_heads}; allowed: multiples of {sizes.key_heads}")
+    seats, heads, width = len(states.keys), sizes.value_heads, sizes.value_width
+    return [
+        checks.exact(states.pages, len(states.pages), heads, sizes.key_width, width),
+        checks.exact(states.keys, seats, sizes.key_heads, CHUNK, sizes.key_width),
+        checks.exact(states.updates, seats, heads, CHUNK, width),
+        checks.exact(states.decays, seats, heads, CHUNK),
+    ]
+
+
+def _sequences(batch: AttentionBatch) -> tuple[int, int, int, int]:
+    """Addresses of query_starts, context_lens and states, and the number of sequences."""
+    count, shape = batch.batch.num_sequences, batch.batch.states.shape
+    if shape != (count, STATE_FIELDS):
+        raise ValueError(f"states: got {shape}; allowed: {(count, STATE_FIELDS)}")
+    return *batch.state_addresses, count
+
+
+def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The norm of each head of rows [n, H, d], times silu(gate [n, H * d]). Returns [n, H * d]."""
+    n, heads, width = checks.axes(rows, 3)
+    rows, gate = checks.rows(rows), checks.apart(gate, n, heads * width)
+    factors, out = checks.exact(weight, width), MEMORY.empty(n, heads * width)
+    _native.gated_norm(
+        rows.data_ptr(), factors, gate.data_ptr(), out.data_ptr(), n, heads, width, gate.stride(0), epsilon
+    )
+    return out
+
+
+def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows [n, H, d] by sigmoid(gate [n, H, d]). Returns [n, H * d]."""
+    n, heads, width = checks.axes(rows, 3)
+    rows, gate = checks.rows(rows), checks.heads(gate)
+    checks.shape(gate, n, heads, width)
+    out = MEMORY.empty(n, heads * width)
+    _native.sigmoid_times(
+        rows.data_ptr(), gate.data_ptr(), out.data_ptr(), n, heads, width, gate.stride(0), gate.stride(1)
+    )
+    return out

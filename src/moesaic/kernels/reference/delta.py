@@ -1,0 +1,125 @@
+"""Linear attention by the gated delta rule, and what stands around it. `kernels.states` has the form."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.states import CHUNK, LayerStates, StateRows, state_rows
+
+KEY_EPSILON = 1e-6
+"""Added to the squared length of queries and keys, as in the models' code."""
+
+
+def convolve(
+    rows: torch.Tensor, weight: torch.Tensor, states: LayerStates, batch: AttentionBatch
+) -> torch.Tensor:
+    """Mixes each channel of rows [n, C] with the rows before it in its sequence, then applies silu.
+
+    weight: [C, taps] float32, the last tap for the row itself. Changes the tails in `states`. Returns [n, C].
+    """
+    out, kept = torch.empty_like(rows), weight.shape[1] - 1
+    for part in state_rows(batch.batch):
+        count = part.stop - part.start
+        begin = part.first // CHUNK * CHUNK
+        before = states.page_tails[part.page(begin)] if part.first == begin else states.tails[part.seat]
+        joined = torch.cat((before, rows[part.start : part.stop]))
+        mixed = joined[:count] * weight[:, 0]
+        for tap in range(1, weight.shape[1]):
+            mixed.addcmul_(joined[tap : tap + count], weight[:, tap])
+        out[part.start : part.stop] = functional.silu(mixed)
+        states.tails[part.seat] = joined[count:]
+        if begin + CHUNK <= part.first + count:
+            passed = (part.first + count) // CHUNK * CHUNK - part.first  # rows up to the last multiple
+            states.page_tails[part.write] = joined[passed : passed + kept]
+    return out
+
+
+def delta(
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    decay: torch.Tensor,
+    bias: torch.Tensor,
+    states: LayerStates,
+    batch: AttentionBatch,
+) -> torch.Tensor:
+    """The gated delta rule for rows after the convolution. Changes `states`.
+
+    mixed: [n, C] query, key and value of all heads. gates: [n, 2 * Hv], beta and alpha of each value head
+    before their activations. decay: [Hv] negative factor of alpha's logarithm. bias: [Hv] added to alpha's
+    gate. Returns [n, Hv, dv] float32.
+    """
+    sizes = states.sizes
+    width = sizes.key_heads * sizes.key_width
+    query, key, value = mixed.tensor_split([width, 2 * width], dim=1)
+    query = _normed(query.view(-1, sizes.key_heads, sizes.key_width)) * sizes.key_width**-0.5
+    key = _normed(key.view(-1, sizes.key_heads, sizes.key_width))
+    value = value.view(-1, sizes.value_heads, sizes.value_width)
+    beta, alpha = gates.view(-1, 2, sizes.value_heads).unbind(1)
+    beta, logs = beta.sigmoid(), decay * functional.softplus(alpha + bias)
+    out = torch.empty_like(value)
+    for part in state_rows(batch.batch):
+        row, position = part.start, part.first
+        while row < part.stop:
+            begin = position // CHUNK * CHUNK
+            stop = min(part.stop, row + begin + CHUNK - position)
+            inputs = [each[row:stop] for each in (query, key, value, beta, logs)]
+            out[row:stop] = _chunk(inputs, states, part, begin, position - begin)
+            row, position = stop, position + stop - row
+    return out
+
+
+def _normed(heads: torch.Tensor) -> torch.Tensor:
+    """heads [n, H, d], each of length one."""
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + KEY_EPSILON)
+
+
+def _chunk(
+    inputs: list[torch.Tensor], states: LayerStates, part: StateRows, begin: int, index: int
+) -> torch.Tensor:
+    """Rows of one sequence from position begin + index on, up to the next multiple of CHUNK at most.
+
+    inputs: query, key, value, beta and the logarithm of alpha of these rows.
+    """
+    query, key, value, beta, logs = inputs
+    shared = states.sizes.value_heads // states.sizes.key_heads
+    matrix = states.pages[part.page(begin)]
+    keys, updates, decays = (each[part.seat] for each in (states.keys, states.updates, states.decays))
+    out = torch.empty_like(value)
+    for row in range(len(query)):
+        here = index + row
+        keys[:, here] = key[row]
+        decays[:, here] = logs[row] if here == 0 else decays[:, here - 1] + logs[row]
+        since = decays[:, here, None]
+        faded = torch.exp(since - decays[:, : here + 1])
+        of_key, of_query = (
+            (torch.einsum("hid,hd->hi", keys[:, : here + 1], each[row])).repeat_interleave(shared, 0) * faded
+            for each in (key, query)
+        )
+        old = torch.exp(since)
+        k, q = (each[row].repeat_interleave(shared, 0) for each in (key, query))
+        predicted = old * torch.einsum("hkv,hk->hv", matrix, k)
+        predicted += torch.einsum("hi,hiv->hv", of_key[:, :here], updates[:, :here])
+        updates[:, here] = beta[row, :, None] * (value[row] - predicted)
+        out[row] = old * torch.einsum("hkv,hk->hv", matrix, q)
+        out[row] += torch.einsum("hi,hiv->hv", of_query, updates[:, : here + 1])
+    if index + len(query) == CHUNK:
+        faded = torch.exp(decays[:, -1:] - decays)
+        added = torch.einsum("hik,hiv->hkv", keys.repeat_interleave(shared, 0) * faded[:, :, None], updates)
+        states.pages[part.write] = torch.exp(decays[:, -1, None, None]) * matrix + added
+    return out
+
+
+def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Divides each head of rows [n, H, d] by its root mean square, times weight [d], times silu(gate).
+
+    gate: [n, H * d]. Returns [n, H * d].
+    """
+    scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + epsilon)
+    return (rows * scale * weight).flatten(1) * functional.silu(gate)
+
+
+def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows [n, H, d] by sigmoid(gate [n, H, d]). Returns [n, H * d]."""
+    return (rows * gate.sigmoid()).flatten(1)

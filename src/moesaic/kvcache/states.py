@@ -1,0 +1,48 @@
+"""The states of linear attention of every layer that has one: seats and pages (`kernels.states`).
+
+The scheduler decides which sequence has which seat and page (`policy/scheduling/stateblocks.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.states import CHUNK, LayerStates, StateSizes
+from moesaic.kvcache.paged import zeros
+from moesaic.models.block import Block, Projected
+
+
+class StateCache:
+    """States of `num_layers` layers, in float32."""
+
+    def __init__(
+        self, sizes: StateSizes, num_layers: int, seats: int, snapshots: int, device: torch.device
+    ) -> None:
+        """seats: sequences that run at once. snapshots: pages that may be kept of prefixes."""
+        pages, tail = 1 + seats + snapshots, (sizes.taps - 1, sizes.channels)
+        shapes = (
+            (pages, sizes.value_heads, sizes.key_width, sizes.value_width),
+            (pages, *tail),
+            (seats, sizes.key_heads, CHUNK, sizes.key_width),
+            (seats, sizes.value_heads, CHUNK, sizes.value_width),
+            (seats, sizes.value_heads, CHUNK),
+            (seats, *tail),
+        )
+        parts = (zeros((num_layers, *shape), torch.float32, device, at_once=False) for shape in shapes)
+        self._layers = tuple(LayerStates(sizes, *tensors) for tensors in zip(*parts, strict=True))
+
+    def layer(self, layer: int) -> LayerStates:
+        """The states of one layer, counted among those with states."""
+        return self._layers[layer]
+
+    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+        """See `LayerMemory`."""
+        return block.recurrence(rows, self._layers[layer], batch)
+
+
+def state_bytes(sizes: StateSizes | None, num_layers: int) -> tuple[int, int]:
+    """Bytes of a page, and of a seat without its page, over all layers with states; 0 without any."""
+    if sizes is None:
+        return 0, 0
+    return 4 * num_layers * sizes.page_numbers, 4 * num_layers * sizes.seat_numbers

@@ -1,0 +1,146 @@
+"""Gated DeltaNet: linear attention whose state forgets by a gate and is corrected by the delta rule.
+
+Yang, Kautz, Hatamizadeh, Gated delta networks, 2024. `kernels/states.py` has the recurrence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.states import LayerStates, StateSizes
+from moesaic.kernels.table import Kernels
+from moesaic.models.block import Projected
+from moesaic.models.layers import Projection
+from moesaic.models.loader import Loader, columns_of
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """The linear attention of one layer. See `block.Recurrence`."""
+
+    kernels: Kernels
+    mixed: torch.Tensor
+    """[C, h] projection to query, key and value of all heads, before the convolution."""
+    output_gate: torch.Tensor
+    """[Hv * dv, h]"""
+    gates: torch.Tensor
+    """[2 * Hv, h] projection to beta and alpha of each value head."""
+    taps: torch.Tensor
+    """[C, taps] float32, of the convolution. The channels of one tap lie together."""
+    decay: torch.Tensor
+    """[Hv] float32, negative: factor of alpha's logarithm."""
+    bias: torch.Tensor
+    """[Hv] float32, added to alpha's gate."""
+    norm: torch.Tensor
+    """[dv] float32"""
+    out: Projection
+    epsilon: float
+
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+        """rows [n, h] -> query: what the convolution mixes [n, C]; key: gates [n, 2 * Hv]; value: the gate of
+        the output [n, Hv * dv]."""
+        mixed, gate, gates = self.kernels.linears(
+            rows, [self.mixed, self.output_gate, self.gates], [None, None, None]
+        )
+        return Projected(query=mixed, key=gates, value=gate)
+
+    def recur(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+        """Rows of `project` -> [n, Hv * dv]. Changes `states`."""
+        assert rows.value is not None
+        mixed = self.kernels.convolve(rows.query, self.taps, states, batch)
+        read = self.kernels.delta(mixed, rows.key, self.decay, self.bias, states, batch)
+        return self.kernels.gated_norm(read, self.norm, rows.value, self.epsilon)
+
+    def with_attention_kernels(self, kernels: Kernels) -> GatedDeltaNet:
+        """The same attention, whose `recur` runs on a CPU with these kernels. Its vectors are on a CPU."""
+        return replace(self, kernels=kernels)
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """[n, Hv * dv] -> [n, h]."""
+        return self.kernels.linear(attended, self.out.weight, self.out.bias)
+
+
+def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: float) -> GatedDeltaNet:
+    """Loads the tensors under `name`, for the key heads of the shard and the value heads that belong to them.
+
+    Of Qwen3-Next's files, in_proj_qkvz has the parts of one key head after those of another. Qwen3.5's have
+    in_proj_qkv, in_proj_z, in_proj_b and in_proj_a.
+    """
+    joint = f"{name}.in_proj_qkvz.weight" in loader.checkpoint.names
+    load_inputs = _by_head if joint else _by_part
+    mixed, gate, gates = load_inputs(loader, name, sizes, hidden)
+    values = _value_heads(loader, sizes)
+    columns = columns_of(values, sizes.value_width)
+    taps = loader.exact(f"{name}.conv1d.weight", sizes.channels, 1, sizes.taps)[:, 0].t()
+    kept = slice(values.start, values.stop)
+    return GatedDeltaNet(
+        kernels=loader.kernels,
+        mixed=mixed,
+        output_gate=gate,
+        gates=gates,
+        taps=_joined([taps[:, part] for part in _mixed_parts(loader, sizes)], 1).t(),
+        decay=-torch.exp(loader.exact(f"{name}.A_log", sizes.value_heads)[kept]),
+        bias=loader.exact(f"{name}.dt_bias", sizes.value_heads)[kept],
+        norm=loader.exact(f"{name}.norm.weight", sizes.value_width),
+        out=loader.output_projection(
+            f"{name}.out_proj", hidden, sizes.value_heads * sizes.value_width, columns
+        ),
+        epsilon=epsilon,
+    )
+
+
+def _value_heads(loader: Loader, sizes: StateSizes) -> range:
+    """The value heads of the shard."""
+    keys, shared = loader.shard.heads(sizes.key_heads), sizes.value_heads // sizes.key_heads
+    return range(keys.start * shared, keys.stop * shared)
+
+
+def _mixed_parts(loader: Loader, sizes: StateSizes) -> list[slice]:
+    """The shard's channels of query, key and value among all channels."""
+    keys = columns_of(loader.shard.heads(sizes.key_heads), sizes.key_width)
+    values = columns_of(_value_heads(loader, sizes), sizes.value_width)
+    width = sizes.key_heads * sizes.key_width
+    starts = ((0, keys), (width, keys), (2 * width, values))
+    return [slice(start + part.start, start + part.stop) for start, part in starts]
+
+
+def _by_part(
+    loader: Loader, name: str, sizes: StateSizes, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values, width = _value_heads(loader, sizes), sizes.value_heads * sizes.value_width
+    if loader.shard.size == 1:
+        mixed = loader.matrix(f"{name}.in_proj_qkv", sizes.channels, hidden)
+    else:
+        parts = _mixed_parts(loader, sizes)
+        mixed = _joined([loader.matrix(f"{name}.in_proj_qkv", sizes.channels, hidden, p) for p in parts])
+    kept = slice(values.start, values.stop)
+    gates = [loader.matrix(f"{name}.in_proj_{gate}", sizes.value_heads, hidden, kept) for gate in "ba"]
+    gate = loader.matrix(f"{name}.in_proj_z", width, hidden, columns_of(values, sizes.value_width))
+    return mixed, gate, _joined(gates)
+
+
+def _by_head(
+    loader: Loader, name: str, sizes: StateSizes, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keys, shared = loader.shard.heads(sizes.key_heads), sizes.value_heads // sizes.key_heads
+    widths = [sizes.key_width] * 2 + [shared * sizes.value_width] * 2
+    parts = _of_heads(loader, f"{name}.in_proj_qkvz", sizes.key_heads, keys, widths, hidden)
+    gates = _of_heads(loader, f"{name}.in_proj_ba", sizes.key_heads, keys, [shared, shared], hidden)
+    return _joined(parts[:3]), parts[3], _joined(gates)
+
+
+def _of_heads(
+    loader: Loader, name: str, heads: int, kept: range, widths: list[int], hidden: int
+) -> list[torch.Tensor]:
+    """The rows of several projections, which follow each other head by head in one matrix."""
+    total = sum(widths)
+    matrix = loader.matrix(name, heads * total, hidden, columns_of(kept, total))
+    parts = matrix.view(len(kept), total, hidden).split_with_sizes(widths, dim=1)
+    return [part.reshape(-1, hidden) for part in parts]
+
+
+def _joined(parts: list[torch.Tensor], axis: int = 0) -> torch.Tensor:
+    return torch.cat(parts, axis).contiguous()

@@ -1,0 +1,188 @@
+"""KV blocks of a model some of whose layers keep a state of fixed size for each sequence.
+
+A running sequence has a *seat* and a page, besides its KV blocks (`kernels.states` says what they hold). Its
+page has its state at the last multiple of STATE_CHUNK positions. A page that is kept at such a multiple is a
+*snapshot* of the prefix up to there. A prefix that is found in the cache is shortened to its newest snapshot.
+
+Snapshots are kept at these positions:
+
+ * the last possible one of a prompt, where the next request of a conversation will branch off
+ * the end of what the cache already had of a prompt, as far as there was no snapshot
+ * every SNAPSHOT_TOKENS positions
+ * where a request ends or is preempted
+
+A snapshot costs no copy: its page is not written any more, and the sequence gets another one. Snapshots are
+found by the identity of the KV block that ends at their position. The least recently used ones give way. No
+sequence reads a page that is given to another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.metrics import StateStats
+from moesaic.core.tokens import STATE_CHUNK, IntArray
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+
+SNAPSHOT_TOKENS = 1024
+"""Snapshots of long prompts and answers are at most this many tokens apart, rounded up to whole blocks."""
+ZEROS = 0
+"""The page of the state before the first token."""
+
+
+@dataclass
+class _Held:
+    """The states of one running request."""
+
+    seat: int
+    read: int
+    """Page with the state at position `at`: that of a snapshot, ZEROS, or the request's own."""
+    at: int
+    own: int
+    """Page that is written when the request passes the next multiple of STATE_CHUNK."""
+    marks: set[int] = field(default_factory=set)
+    """Positions at which snapshots are wanted."""
+    computing: bool = False
+    """A step was planned and is not done. The own page may be at another position in some layers."""
+
+
+class StateBlocks(KVBlocks):
+    """Allocates blocks, seats and pages. A request gets all of them or waits."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_reuse: bool, seats: int, snapshots: int
+    ) -> None:
+        """seats: most sequences that run at once. snapshots: most pages that are kept of prefixes."""
+        super().__init__(num_blocks, block_size, prefix_reuse)
+        if seats < 1:
+            raise ConfigError.field("seats", seats, "at least 1")
+        self._stride = math.lcm(STATE_CHUNK, block_size)
+        self._every = -(-SNAPSHOT_TOKENS // self._stride) * self._stride
+        self._seats = list(range(seats - 1, -1, -1))
+        self._num_seats, self._most = seats, snapshots if prefix_reuse else 0
+        self._pages = list(range(seats + self._most, ZEROS, -1))
+        """Pages without contents. There is one for each seat without a request."""
+        self._snapshots: OrderedDict[int, int] = OrderedDict()
+        """Identity of a block -> page with the state at its end, least recently used first."""
+        self._readers: dict[int, int] = {}
+        """Page of a snapshot -> running requests that read it."""
+        self._held: dict[int, _Held] = {}
+
+    # ---- queries
+
+    def states(self, request_id: int) -> tuple[int, ...]:
+        held = self._held[request_id]
+        held.computing = True
+        return held.read, held.at, held.own, held.seat
+
+    def cut(self, request_id: int, start: int, stop: int) -> int:
+        marks = self._held[request_id].marks
+        periodic = (start // self._every + 1) * self._every if self._most else stop
+        return min([stop, periodic, *(mark for mark in marks if mark > start)])
+
+    def state_stats(self) -> StateStats:
+        """Counts of seats and pages. pages == free + snapshots + those of the requests that run."""
+        return StateStats(
+            seats=self._num_seats,
+            seats_used=len(self._held),
+            pages=self._num_seats + self._most,
+            pages_free=len(self._pages),
+            snapshots=len(self._snapshots),
+        )
+
+    # ---- changes
+
+    def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
+        if not self._seats:
+            return None
+        found = len(self._find(token_ids, min(reusable, len(token_ids) - 1))) * self.block_size
+        cached = super().allocate(request_id, token_ids, reusable, spare)
+        if cached is None:
+            return None
+        held = _Held(self._seats.pop(), ZEROS, cached, self._pages.pop())
+        if cached:
+            held.read = self._snapshots[self._identity(request_id, cached)]
+            self._readers[held.read] += 1
+        if self._most:
+            held.marks = {end // self._stride * self._stride for end in (found, len(token_ids) - 1)}
+        self._held[request_id] = held
+        return cached
+
+    def commit(self, request_id: int, token_ids: IntArray, num_computed: int) -> None:
+        super().commit(request_id, token_ids, num_computed)
+        held = self._held[request_id]
+        held.computing = False
+        passed = num_computed // STATE_CHUNK * STATE_CHUNK
+        if passed > held.at:
+            self._leave(held)
+            held.read, held.at = held.own, passed
+        wanted = held.at in held.marks or held.at % self._every == 0
+        if wanted and held.at and held.read == held.own and self._keep(request_id, held):
+            held.own = self._pages.pop()
+            self._readers[held.read] = 1
+        held.marks = {mark for mark in held.marks if mark > num_computed}
+
+    def rewind(self, request_id: int, num_computed: int) -> int:
+        """The state at a snapshot is whole. One of the request's own page may not be."""
+        held = self._held[request_id]
+        if held.read == held.own:
+            held.read, held.at = ZEROS, 0
+        held.computing = False
+        return held.at
+
+    def free(self, request_id: int, valid: bool = True) -> None:
+        held = self._held.pop(request_id)
+        whole = valid and not held.computing and held.read == held.own and held.at > 0
+        kept = whole and self._keep(request_id, held)
+        if not kept:
+            self._pages.append(held.own)
+        self._leave(held)
+        self._seats.append(held.seat)
+        super().free(request_id, valid)
+
+    # ---- snapshots
+
+    def _usable(self, known: list[int]) -> list[int]:
+        """The blocks up to the newest snapshot."""
+        step = self._stride // self.block_size
+        for count in range(len(known) // step * step, 0, -step):
+            identity = self._identities[known[count - 1]]
+            if identity in self._snapshots:
+                self._snapshots.move_to_end(identity)
+                return known[:count]
+        return []
+
+    def _identity(self, request_id: int, position: int) -> int:
+        """Identity of the request's block that ends at `position`."""
+        return self._identities[int(self.table(request_id)[position // self.block_size - 1])]
+
+    def _keep(self, request_id: int, held: _Held) -> bool:
+        """Make the request's own page a snapshot, if it is the first one of its prefix and there is room."""
+        if held.at % self._stride:
+            return False
+        identity = self._identity(request_id, held.at)
+        if identity in self._snapshots:
+            self._snapshots.move_to_end(identity)
+            return False
+        if len(self._snapshots) >= self._most and not self._evict():
+            return False
+        self._snapshots[identity] = held.own
+        self._readers[held.own] = 0
+        return True
+
+    def _evict(self) -> bool:
+        """Free the page of the least recently used snapshot that no request reads."""
+        for identity, page in self._snapshots.items():
+            if not self._readers[page]:
+                del self._snapshots[identity], self._readers[page]
+                self._pages.append(page)
+                return True
+        return False
+
+    def _leave(self, held: _Held) -> None:
+        """The request does not read the page of a snapshot any more."""
+        if held.read not in (held.own, ZEROS):
+            self._readers[held.read] -= 1

@@ -1,0 +1,127 @@
+"""Decides how much KV cache, and how many states, fit beside a model."""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.config import CacheConfig, WorkerConfig, parse_bytes
+from moesaic.core.errors import ConfigError
+from moesaic.kvcache.memory import CacheSize
+from moesaic.kvcache.paged import bytes_per_token
+from moesaic.kvcache.states import state_bytes
+from moesaic.models import files, registry
+from moesaic.models.shard import Shard
+from moesaic.models.spec import ModelSpec
+from moesaic.offload.padding import PaddedBlocks
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.stateblocks import StateBlocks
+from moesaic.runtime.machine import available_memory, total_memory
+from moesaic.runtime.model_loading import LoadedModel, device_of
+
+AUTO_SHARE = 0.4
+"""Share of the memory left after the weights that `--kv-cache-memory auto` takes on a CPU, at most."""
+AUTO_SHARE_CUDA = 0.9
+"""The same share on a GPU, whose memory no other program uses."""
+
+
+def check_memory(config: WorkerConfig, max_model_len: int) -> None:
+    """Refuse a KV cache that cannot fit, before anything of its size or of the context's is allocated.
+
+    `cache_size_of` checks again, with the memory that the weights leave. Raises ConfigError for a cache that
+    is larger than the machine's memory, or too small for one request of the maximum length.
+    """
+    device = device_of(config.model)
+    path = files.resolve(config.model.model, config.model.revision)
+    spec = registry.read_spec(path, Shard(0, config.parallel.tensor_parallel_size))
+    smallest = "float32" if device.type == "cpu" else "bfloat16"
+    named = smallest if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    _size(config, spec, device, max_model_len, registry.CACHE_DTYPES[named], None)
+
+
+def cache_size_of(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    max_model_len: int,
+    kv_dtype: torch.dtype,
+    free: int | None = None,
+) -> CacheSize:
+    """How many KV blocks and states fit.
+
+    free: bytes that an automatic cache may take; None: what is free now. Raises ConfigError if one request of
+    the maximum length does not fit.
+    """
+    return _size(config, loaded.model.spec, loaded.device, max_model_len, kv_dtype, free)
+
+
+def block_pool(cache: CacheConfig, size: CacheSize, padded: int | None = None) -> KVBlocks:
+    """A worker's pool. padded: tokens that each prompt is padded to; None means no padding."""
+    arguments = size.num_blocks, cache.block_size, cache.enable_prefix_caching
+    if size.seats:
+        return StateBlocks(*arguments, size.seats, size.snapshots)
+    return KVBlocks(*arguments) if padded is None else PaddedBlocks(*arguments, padded)
+
+
+def _size(
+    config: WorkerConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    max_model_len: int,
+    kv_dtype: torch.dtype,
+    free: int | None,
+) -> CacheSize:
+    block_size, ranks = config.cache.block_size, config.parallel.tensor_parallel_size
+    block_bytes = block_size * bytes_per_token(spec.kv, spec.kv_layers, kv_dtype)
+    per_request = -(-max_model_len // block_size)
+    automatic = config.cache.kv_cache_memory == "auto"
+    if automatic:
+        budget = free_memory(device) if free is None else free
+        if device.type == "cpu":  # ranks share a CPU's memory; each has its own GPU
+            budget //= ranks
+    else:
+        budget = _given_bytes(config, device) // ranks
+    seats, snapshots, taken = _states(config, spec, budget - per_request * block_bytes)
+    left = max(0, budget - taken)
+    num_blocks = (
+        config.automatic_blocks(left, block_bytes, max_model_len) if automatic else left // block_bytes
+    )
+    if num_blocks < per_request:
+        holds = max(0, num_blocks) * block_size
+        shorter = f", or a --max-model-len of at most {holds}" if holds > 1 else ""
+        raise ConfigError(
+            f"--kv-cache-memory: {config.cache.kv_cache_memory} ({budget / 2**20:.0f} MiB) holds "
+            f"{holds} tokens, less than one request of the maximum length {max_model_len}; allowed: at least "
+            f"{(per_request * block_bytes + taken) / 2**20:.1f} MiB{shorter}"
+        )
+    return CacheSize(int(num_blocks), seats, snapshots)
+
+
+def _states(config: WorkerConfig, spec: ModelSpec, budget: int) -> tuple[int, int, int]:
+    """Seats and snapshots of a model with states, and the bytes of both: at least one seat.
+
+    budget: bytes beside the KV blocks of one request of the maximum length.
+    """
+    if spec.states is None:
+        return 0, 0, 0
+    page, seat = state_bytes(spec.states, len(spec.state_layers))
+    seats, snapshots = config.state_room(budget, page, seat)
+    return seats, snapshots, seats * seat + (1 + seats + snapshots) * page
+
+
+def _given_bytes(config: WorkerConfig, device: torch.device) -> int:
+    """The bytes of --kv-cache-memory. Raises ConfigError if they are more than all memory of the machine."""
+    given = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
+    most = total_memory()
+    if device.type == "cuda":  # the cache is in the GPUs' memory, or in RAM where the plan says so
+        most = max(most, torch.cuda.mem_get_info(device)[1] * config.parallel.tensor_parallel_size)
+    if given > most:
+        allowed = f"at most {most / 2**30:.1f}GiB, the memory of this machine"
+        raise ConfigError.field("--kv-cache-memory", config.cache.kv_cache_memory, allowed)
+    return given
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that an automatic KV cache may take on `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * AUTO_SHARE_CUDA)
+    return int(available_memory() * AUTO_SHARE)

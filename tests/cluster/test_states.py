@@ -1,0 +1,66 @@
+"""A model with states in a cluster: after the death of a worker its requests go on with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from moesaic import LLM, SamplingParams
+from moesaic.config import Schedule
+from moesaic.testing import byte_tokenizer
+from tests.support import model_configs, tiny_models
+from tests.support.cluster_driver import Answer, cluster
+
+pytestmark = pytest.mark.slow
+LENGTHS = (300, 200, 128, 65, 300, 10)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("states")
+    tiny_models.save(tiny_models.build(*model_configs.CASES["qwen3-next"]), path)
+    byte_tokenizer(path)
+    return path
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = [tiny_models.prompt(n, model_configs.VOCAB, seed=i % 4) for i, n in enumerate(LENGTHS)]
+    params = [
+        SamplingParams(max_tokens=80, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> list[Answer]:
+    model = LLM(str(checkpoint), threads=1, enable_prefix_caching=False, enforce_eager=True)
+    found = []
+    for completion in model.generate(*workload()):
+        [output] = completion.outputs
+        found.append((output.token_ids, [entry.logprob for entry in output.logprobs or [] if entry]))
+    return found
+
+
+@pytest.mark.parametrize("after", [0, 150])
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_a_killed_workers_requests_go_on(
+    schedule: str, after: int, checkpoint: Path, alone: list[Answer]
+) -> None:
+    """It dies in the middle of its prompts, whose chunks have 16 rows, or while it decodes."""
+    killed: list[int] = []
+    settings = {"schedule": schedule, "max_num_batched_tokens": 16}
+    with cluster(str(checkpoint), attention_workers=2, expert_servers=2, **settings) as served:
+
+        def kill(tokens: int) -> None:
+            if tokens >= after and not killed:
+                killed.append(served.pid("attention worker 0"))
+                os.kill(killed[0], signal.SIGKILL)
+
+        served.submit(*workload())
+        assert served.finish(kill) == alone
+    assert killed
