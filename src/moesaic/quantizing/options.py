@@ -29,7 +29,8 @@ class QuantizeOptions:
     None: 128 for int4, and a whole row for int8."""
     modules: tuple[Modules, ...] = ("experts",)
     """What is quantised: experts (the routed ones), attention (its projections), mlp (dense MLPs and shared
-    experts). Gates, norms, the embedding and the LM head stay as they are."""
+    experts). Gates, norms, the embedding, the LM head and the projections of linear attention stay as they
+    are."""
     calibrate: tuple[Path, ...] = ()
     """Files of prompts, as for `moesaic profile --prompts`. Experts are rounded by GPTQ, over the inputs that
     they have in these prompts. Other modules are rounded to nearest. None: all are rounded to nearest."""

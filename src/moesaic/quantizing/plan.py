@@ -196,7 +196,15 @@ def _others(path: Path, modules: Iterable[str]) -> set[str]:
     file, config = registry.model_file(path)
     asked = _Asked(path)
     file.blocks(config, Loader(asked, REFERENCE, "meta", torch.bfloat16, positions=0))
-    return {name for name in asked.matrices if ("attention" if "attn" in name else "mlp") in wanted}
+    return {name for name in asked.matrices if _module(name) in wanted}
+
+
+def _module(name: str) -> str | None:
+    """The module that a matrix of a layer belongs to. Projections of linear attention are in none: families
+    split and join them in ways of their own."""
+    if "linear_attn" in name:
+        return None
+    return "attention" if "attn" in name else "mlp"
 
 
 class _Asked(Claims):
