@@ -43,20 +43,21 @@ BIG: dict[str, object] = COMMON | {
     "intermediate_size": 384,
     "norm_topk_prob": True,
 }
+MIDDLE: dict[str, object] = COMMON | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 12,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 384,
+    "intermediate_size": 384,
+    "norm_topk_prob": True,
+}
 SHAPES: dict[str, dict[str, object]] = {
     "qwen3-moe-2.6b": BIG,
     "qwen3-moe-2.6b-mqa": BIG | {"num_key_value_heads": 1},
-    "qwen3-moe-0.96b": COMMON
-    | {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_hidden_layers": 12,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 384,
-        "intermediate_size": 384,
-        "norm_topk_prob": True,
-    },
+    "qwen3-moe-0.96b": MIDDLE,
+    "qwen3-moe-0.96b-150k": MIDDLE | {"vocab_size": 151936},
     "qwen3-moe-0.1b": COMMON
     | {
         "model_type": "qwen3_moe",

@@ -1,6 +1,7 @@
 """What structured output costs, and which JSON Schemas it takes.
 
-    python benchmarks/structured.py speed /tmp/qwen --vocabulary 151643
+    python benchmarks/make_checkpoint.py qwen3-moe-0.96b-150k /tmp/qwen150k
+    python benchmarks/structured.py speed /tmp/qwen150k --vocabulary 151643
     python benchmarks/structured.py schemas demo schemas/
     python benchmarks/structured.py suite JSON-Schema-Test-Suite/tests/draft4
 
@@ -44,6 +45,7 @@ def main() -> None:
     two.add_argument("--budget", type=int, default=1024, help="tokens of an answer")
     two.add_argument("--most", type=int, help="schemas")
     two.add_argument("--closed", action="store_true", help="objects have no properties beside those named")
+    two.add_argument("--strings", type=int, help="characters of a string that its schema does not bound")
     three = questions.add_parser("suite")
     three.add_argument("folder", type=Path)
     options = parser.parse_args()
@@ -53,7 +55,9 @@ def main() -> None:
                 options.model, options.requests, options.new, options.rounds, options.vocabulary
             )
         case "schemas":
-            report = schemas.run(options.model, options.folder, options.budget, options.most, options.closed)
+            report = schemas.run(
+                options.model, options.folder, options.budget, options.most, options.closed, options.strings
+            )
         case _:
             report = suite.run(options.folder)
     if options.json:

@@ -313,10 +313,9 @@ HEAVY = ("torch", "transformers", "fastapi", "huggingface_hub")
     [
         ("moesaic", (*HEAVY, "numpy", "rich")),
         ("moesaic.cli", (*HEAVY, "rich.progress")),
-        ("moesaic.commands.serve", HEAVY[:3]),
-        ("moesaic.server.app", HEAVY[:2]),
-        ("moesaic.server.run", HEAVY[:2]),
-        ("moesaic.engine", (*HEAVY, "jinja2")),
+        pytest.param("moesaic.commands.serve", HEAVY[:3], marks=pytest.mark.slow),
+        pytest.param("moesaic.server.app, moesaic.server.run", HEAVY[:2], marks=pytest.mark.slow),
+        pytest.param("moesaic.engine", (*HEAVY, "jinja2"), marks=pytest.mark.slow),
         ("moesaic.templates.process", (*HEAVY, "numpy", "tokenizers", "pydantic", "socket", "asyncio")),
     ],
 )

@@ -75,6 +75,7 @@ def test_flags_come_from_the_configs(capsys: pytest.CaptureFixture[str]) -> None
     assert "Tokens in one KV block." in shown, "docstrings under fields are the help"
 
 
+@pytest.mark.slow
 def test_help_explains_the_essential_flags_and_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -103,6 +104,7 @@ def test_every_flag_has_one_subject(command: str) -> None:
 QUEUE_FLAGS = ("--queue-urgency", "--queue-history", "--expert-batch-pairs", "--expert-batch-wait")
 
 
+@pytest.mark.slow
 def test_flags_of_queues_are_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
     for command, named in (("serve", True), ("run-batch", False), ("bench throughput", False)):
         assert cli.main([*command.split(), "--help-all"]) == 0
@@ -305,12 +307,19 @@ def post_when_up(url: str, body: dict[str, object]) -> dict[str, Any]:
     raise AssertionError("no server")
 
 
+FULL = (">/dev/full", "moesaic: cannot write: No space left on device\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stdout", "says"),
-    [(">/dev/full", "moesaic: cannot write: No space left on device\n"), (">&-", "")],
+    ("stdout", "says", "flag"),
+    [
+        (*FULL, ""),
+        (*FULL, "--json"),
+        (">&-", "", ""),
+        pytest.param(">&-", "", "--json", marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("flag", ["", "--json"])
 def test_an_answer_that_cannot_be_written_is_no_traceback(stdout: str, says: str, flag: str) -> None:
     script = f"{sys.executable} -m moesaic doctor {flag} {stdout}"
     process = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False)
@@ -442,7 +451,9 @@ def test_capacity_counts_whole_blocks() -> None:
     names = dict.fromkeys(("model_type", "device", "kernels", "dtype", "kv_dtype"), "x")
     numbers = dict.fromkeys(WorkerInfo.__annotations__.keys() - names.keys(), 1)
     info = WorkerInfo(**names | numbers | {"max_model_len": 20, "block_size": 16, "num_blocks": 5})
+    info = replace(info, state_seats=0)
     assert requests_of_maximum_length(info) == 2
+    assert requests_of_maximum_length(replace(info, state_seats=1)) == 1
     assert capacity_line(info) == "KV cache holds 80 tokens, 2 requests of the maximum length"
 
 

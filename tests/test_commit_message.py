@@ -98,6 +98,7 @@ def test_git_runs_it(checkout: Path) -> None:
     assert git(checkout, "commit", "--allow-empty", "-m", "Add a flag").returncode == 0
 
 
+@pytest.mark.slow
 def test_it_serves_every_worktree_and_branches_from_before_it(checkout: Path) -> None:
     git(checkout, "commit", "--allow-empty", "-m", "Added, in days without a check")
     git(checkout, "worktree", "add", "-q", "-b", "old", "../old")

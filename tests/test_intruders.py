@@ -11,7 +11,8 @@ from scripts.soak import intruders
 QUIET = Console(file=io.StringIO())
 
 
-@pytest.mark.slow
+# Its parts have tests of their own, such as cluster/test_hostile, test_tampering and test_other_weights.
+@pytest.mark.full
 def test_no_answer_changes_while_intruders_work() -> None:
     findings = intruders.run(20.0, 0, QUIET)
     assert findings.wrong == []

@@ -23,7 +23,7 @@ from moesaic.policy.scheduling.schedulers.actions import Action, Event
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.testing import byte_tokenizer
 
-NEW = 48
+NEW = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=NEW, seed=11, ignore_eos=True)
 
@@ -102,7 +102,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=() if "small chunks" in name else pytest.mark.slow)
+        for name, settings in SETTINGS.items()
+    ],
+)
 def test_greedy_tokens_equal_those_of_transformers(
     checkpoint: Path, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, object]
 ) -> None:
@@ -121,6 +127,7 @@ def alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [tokens(LLM(str(checkpoint)), [prompt], SAMPLED)[0] for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_sampled_tokens_do_not_depend_on_company_chunks_or_preemption(
     checkpoint: Path, prompts: list[list[int]], alone: list[list[int]], settings: dict[str, object]
@@ -138,13 +145,8 @@ def banned_alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [tokens(LLM(str(checkpoint)), [prompt], BANNED)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(settings, id=name, marks=() if name == "small chunks" else pytest.mark.slow)
-        for name, settings in SETTINGS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_bans_act_in_their_request_alone_and_everywhere_alike(
     checkpoint: Path,
     prompts: list[list[int]],
@@ -172,7 +174,7 @@ def test_a_recorded_run_replays_into_a_fresh_scheduler(checkpoint: Path, prompts
     )
     for _ in zip(llm.stream(prompts[0], SAMPLED), range(3), strict=False):
         pass  # walks away after three tokens: a cancellation
-    tokens(llm, prompts, GREEDY)
+    tokens(llm, prompts, replace(GREEDY, max_tokens=48))
     limits = BatchLimits(8, 32, 180)
     fresh = LockstepScheduler(limits, KVBlocks(llm.info.num_blocks, llm.info.block_size, True))
     for event, now, actions in journal:

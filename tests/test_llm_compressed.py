@@ -84,15 +84,17 @@ def test_streamed_experts_are_not_decompressed(written: dict[str, Both]) -> None
         answers(written[CASES[0]][1], "auto", offload=POLICIES["pages"], kernels="reference")
 
 
-@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(
     "settings",
     [
-        {"expert_servers": 2},
-        {"expert_servers": 2, "schedule": "async"},
-        {"expert_servers": 0, "tensor_parallel_size": 2},
-        {"expert_servers": 0, "tensor_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        pytest.param({"expert_servers": 2}, marks=pytest.mark.full),
+        pytest.param({"expert_servers": 2, "schedule": "async"}, marks=pytest.mark.slow),
+        pytest.param({"expert_servers": 0, "tensor_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param(
+            {"expert_servers": 0, "tensor_parallel_size": 2, "expert_tensor_parallel_size": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

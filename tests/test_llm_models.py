@@ -12,7 +12,7 @@ from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.testing import byte_tokenizer
 from tests.support import model_configs, pairs, tiny_models
 
-NEW = 64
+NEW = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
 MODELS = {
     "mixtral-window": model_configs.CASES["mixtral-window"],
@@ -36,9 +36,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no prefix reuse": {"enable_prefix_caching": False, "block_size": 5},
     "blocks run out": {**FEW_BLOCKS, "max_num_batched_tokens": 24, "max_num_seqs": 8},
 }
-QUICK = {"mixtral-window"}
-"""The rest of the models is slow."""
-ONCE = {"olmoe": "blocks run out", "qwen2": "chunks, blocks of one token"}
+ONCE = {
+    "mixtral-k1-window-yarn": "no prefix reuse",
+    "qwen3-window-yarn-k8": "chunks, blocks of one token",
+    "olmoe": "blocks run out",
+    "qwen2": "chunks, blocks of one token",
+}
 """Of these models the other settings are left to the full matrices."""
 ON_REFERENCE = ("mixtral-window", "qwen3-window-yarn-k8", "deepseek-full")
 """Also tried with the kernels of a GPU, and of an install without a compiler: each setting with one of them,
@@ -97,7 +100,7 @@ def _matrix() -> list[Any]:
             model,
             setting,
             "auto",
-            marks=() if model in QUICK else slow_or_full(model, setting),
+            marks=slow_or_full(model, setting),
         )
         for model in MODELS
         for setting in SETTINGS

@@ -50,6 +50,7 @@ POLICIES = {
 }
 CASES = pairs.params(
     MODELS, ("as weights", "int8"), POLICIES, (23, 512),
+    key=lambda case: (case[0].startswith("deepseek"), *case[1:]),
     fast=[(FAST, "as weights", "pages", 23), (FAST, "as weights", "two cores", 512)],
 ) + pairs.params(
     MORE, ("as weights",), ("pages", "padded, on demand", "two cores, the cache moves"), (23,),

@@ -132,7 +132,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Case]:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        *(("mixtral", form) for form in FORMS), ("qwen3", "reduce-scatter"), ("deepseek", "all-reduce"),
+        ("mixtral", "reduce-scatter"), ("qwen3", "reduce-scatter"), ("deepseek", "all-reduce"),
+        pytest.param("mixtral", "all-reduce", marks=pairs.REST),
         pytest.param("qwen3", "all-reduce", marks=pairs.REST),
         pytest.param("deepseek", "reduce-scatter", marks=pairs.REST),
     ],
@@ -147,6 +148,7 @@ def test_two_processes_have_the_floats_of_the_group_in_memory(
         assert answers(case.group(POLICIES[policy], moe_collectives=form)) == wanted, policy
 
 
+@pairs.REST  # threads as four ranks are in test_every_policy_in_every_form
 def test_four_processes(checkpoints: Mapping[str, Case]) -> None:
     """Mixtral: two ranks to a key-value head, and of five experts two on the first, one on the others."""
     case = checkpoints["mixtral"]

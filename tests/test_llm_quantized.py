@@ -29,6 +29,8 @@ FORMS = ["fp8 blocks", "packed int4", "awq", "gptq v2, act order", "mxfp4"]
 
 
 SERVED = [*((form, "lockstep") for form in FORMS), (FORMS[0], "async"), (FORMS[1], "barrier")]
+NOW = [(FORMS[-1], "lockstep"), *SERVED[-2:]]
+"""A server holds the bytes of every form, says models/test_quantized. The others are served in full tests."""
 
 
 class Models(dict[str, Path]):
@@ -74,7 +76,7 @@ def test_chunks_and_prefixes_change_no_bit(models: Models, form: str) -> None:
     assert answers(small) == models.wanted(form)  # from the prefix cache
 
 
-@pytest.mark.parametrize(("form", "schedule"), SERVED)
+@pytest.mark.parametrize(("form", "schedule"), pairs.some(SERVED, NOW))
 def test_expert_servers_give_the_floats_of_one_process(models: Models, form: str, schedule: str) -> None:
     with cluster(str(models[form]), min_replicas=2, schedule=schedule, max_model_len=LONGEST) as served:
         served.submit(prompts(), params())

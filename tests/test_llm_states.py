@@ -122,6 +122,16 @@ def test_a_thousand_histories(engines: Engines, first: range) -> None:
         one_history(engines, seed)
 
 
+def test_many_sequences_leave_no_state_behind(engines: Engines) -> None:
+    draw = random.Random(7)
+    asked, how = prompts(draw, 64), params(draw, 64)
+    model = engines.engine(max_num_seqs=64, kv_cache_memory="64MiB")
+    assert answers(model, asked, how) == [engines.wanted(*one) for one in zip(asked, how, strict=True)]
+    states = model.stats().states
+    assert (states.seats, states.seats_used) == (64, 0)
+    assert states.pages == states.pages_free + states.snapshots and states.snapshots > 0
+
+
 def test_prefixes_are_found_at_snapshots(engines: Engines) -> None:
     """A conversation computes only what is new, from the last multiple of 64 on."""
     model = engines.engine()

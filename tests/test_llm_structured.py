@@ -11,6 +11,7 @@ import pytest
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.errors import RequestError
+from moesaic.core.reasoning import ReasoningBudget
 from moesaic.core.request import FinishReason
 
 SCHEMA = {
@@ -35,9 +36,18 @@ FORMS: list[dict[str, Any] | None] = [
 PROMPTS = ["def main():", "# sizes\n", "import os", "assert", "Once upon", "let "]
 
 
+BUDGET = ReasoningBudget(20, "<think>", ("</think>",), (3597, 448, 987, 32), inside=True)
+"""Of the last request without a form."""
+
+
 def params(index: int, form: dict[str, Any] | None) -> SamplingParams:
     return SamplingParams(
-        max_tokens=120, temperature=0.7 * (index % 3), seed=index, structured_outputs=form, logprobs=1
+        max_tokens=120,
+        temperature=0.7 * (index % 3),
+        seed=index,
+        structured_outputs=form,
+        logprobs=1,
+        reasoning=BUDGET if index == 4 else None,
     )
 
 
@@ -62,14 +72,18 @@ def test_answers_have_their_form(alone: list[Any]) -> None:
     assert re.fullmatch(r"[a-z]{2,6}\([0-9]{1,3}\)", alone[2][2])
     assert alone[3][2] in ("true", "false", "none of them")
     assert re.fullmatch(r"[xy]=[0-9]{1,4};", alone[5][2])
+    assert alone[4][0][20:24] == list(BUDGET.end_ids)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 8, "max_num_seqs": 4},
-        {"max_model_len": 256, "block_size": 4, "kv_cache_memory": "auto", "enforce_eager": True},
+        pytest.param(
+            {"max_model_len": 256, "block_size": 4, "kv_cache_memory": "auto", "enforce_eager": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -83,6 +97,7 @@ def test_together_they_have_the_bits_that_they_have_alone(settings: dict[str, An
         assert found == alone
 
 
+@pytest.mark.slow
 def test_preempted_requests_go_on(alone: list[Any]) -> None:
     """The cache holds one request of the longest length, so most of them are preempted again and again."""
     model = LLM("demo", threads=1, kv_cache_memory="512KiB", max_model_len=160, block_size=4, max_num_seqs=6)

@@ -39,7 +39,7 @@ def test_an_interrupted_step_leaves_the_engine_working(
     assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("call", [1, 6, 7, 9, 12])
+@pytest.mark.parametrize("call", [7, *(pytest.param(call, marks=pytest.mark.slow) for call in (1, 6, 9, 12))])
 def test_a_step_interrupted_between_its_layers_leaves_the_engine_working(
     monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:

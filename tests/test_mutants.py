@@ -66,6 +66,7 @@ def test_a_number_that_one_does_not_change_is_left_alone() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_mutants_of_the_package_are_valid() -> None:
     chosen = mutations.choose(program.found(ROOT, "moesaic", "src/moesaic/core/"), 0, 60)
     assert len({(one.path, one.line) for one in chosen}) == 60

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.support.pairs import cover, params, thinned
+from tests.support.pairs import cover, params, some, thinned
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 4), (3, 3, 2, 8), (3, 2, 22, 2), (5, 1, 2)], ids=str)
@@ -36,3 +36,12 @@ def test_a_coarser_key_needs_fewer_cases_and_still_takes_every_choice() -> None:
     assert len(found) == 20 < len(cover("abcdef", range(10), range(2)))
     assert {(one in "abc", two) for one, two, _ in found} == set(product((True, False), range(10)))
     assert {one for one, _, _ in found} == set("abcdef")
+
+
+def test_some_are_slow_and_the_others_full() -> None:
+    cases = [("a", 1), ("a", 2), ("b", 1)]
+    made = {one.values: [mark.name for mark in one.marks] for one in some(cases, cases[1:2])}
+    assert made == {("a", 1): ["full"], ("a", 2): ["slow"], ("b", 1): ["full"]}
+    assert [one.values for one in some("xy", "y")] == [("x",), ("y",)]
+    with pytest.raises(ValueError, match=r"^now: got \['z'\]; allowed: some of \['x', 'y'\]$"):
+        some("xy", "z")

@@ -272,6 +272,7 @@ def test_a_faster_link_is_one_that_is_read_faster(path: Path) -> None:
     assert alike.predicted(done, link=10 * HARDWARE.link.down) < 0.2 * alike.predicted(done)
 
 
+@pytest.mark.slow
 def test_logits_take_no_more_than_the_workspace(path: Path) -> None:
     found = planned(path)
     offload = found.worker.offload
@@ -287,7 +288,19 @@ def on_gpu(path: Path, cap: str = "6MiB", hardware: Hardware = GPU, **options: A
     return plan(worker, OffloadConfig(cap, **options), JOB, hardware, gpus=1)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "auto",
+        "cgopipe",
+        "in-place",
+        "on-demand",
+        "s2",
+        "s3",
+        "s4",
+        pytest.param("serial", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_on_a_gpu_does_what_was_priced(path: Path, schedule: str) -> None:
     found = on_gpu(path, offload_schedule=schedule)
     offload, policy = found.worker.offload, found.price.policy
@@ -321,6 +334,7 @@ def test_auto_is_what_is_free_of_a_gpu(path: Path) -> None:
         plan(worker, OffloadConfig("auto"), JOB, small, gpus=1)
 
 
+@pytest.mark.slow
 def test_a_cache_on_a_gpu_has_the_type_of_the_weights(path: Path) -> None:
     assert on_gpu(path).price.workload.cache_number == 2.0 != planned(path).price.workload.cache_number
     assert on_gpu(path, "16MiB").model.number == 2.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import re
 import shlex
@@ -68,12 +71,18 @@ def test_the_two_commands_open_it() -> None:
     assert "\ndemo:" in targets and "\ntest:" in targets
 
 
+@functools.cache
+def help_of(*group: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as page:
+        assert cli.main([*group, "--help"]) == 0
+    return page.getvalue()
+
+
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_every_flag_of_every_command_exists(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_of_every_command_exists(command: list[str]) -> None:
     words = [word for word in command[1:] if not word.startswith("-")]
     group = words[:2] if words[0] in ("bench", "hardware") else words[:1]
-    assert cli.main([*group, "--help"]) == 0
-    check_flags(capsys.readouterr().out, command)
+    check_flags(help_of(*group), command)
 
 
 @pytest.mark.parametrize("script", programs())

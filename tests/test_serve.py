@@ -115,6 +115,7 @@ def test_64_streams_with_random_cancellations_leave_no_block_behind(server: Serv
     assert states["cached"] > 0
 
 
+@pytest.mark.slow
 def test_chat_gives_the_tokens_of_the_library(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "Natalia has 3 apples and buys 4. How many now?"}]

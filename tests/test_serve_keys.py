@@ -53,7 +53,9 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
-@pytest.mark.parametrize("flags", [CLUSTER, ("--tensor-parallel-size", "2"), ()], ids=str)
+@pytest.mark.parametrize(
+    "flags", [CLUSTER, ("--tensor-parallel-size", "2"), pytest.param((), marks=pytest.mark.full)], ids=str
+)
 def test_no_child_has_a_key(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Neither in its environment nor on its command line, and no log nor metric has one."""
     keys = {"MOESAIC_API_KEY": API_KEY, "MOESAIC_ADMIN_KEY": ADMIN_KEY}

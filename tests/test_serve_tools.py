@@ -116,7 +116,7 @@ def test_a_small_model_is_forced_to_call(tmp_path: Path) -> None:
             **options,
         ).choices
         for answer in answers:
-            assert answer.finish_reason == "tool_calls" and answer.message.content is None
+            assert answer.finish_reason == "stop" and answer.message.content is None
             (call,) = answer.message.tool_calls or []
             assert call.type == "function" and call.function.name == "get_weather"
             found = json.loads(call.function.arguments)

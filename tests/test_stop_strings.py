@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moesaic.stop_strings import StopStrings
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(
     text=st.text(alphabet="ab\n", max_size=24),

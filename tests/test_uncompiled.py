@@ -42,8 +42,13 @@ def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--expert-servers", "2", "--schedule", "async")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), marks=pytest.mark.full),
+        pytest.param(("--expert-servers", "2", "--schedule", "async"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_answers(environment: dict[str, str], wanted: str, flags: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--json", *flags]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:

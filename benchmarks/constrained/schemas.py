@@ -21,7 +21,10 @@ from moesaic.core.request import FinishReason
 from moesaic.structured.grammar import check
 
 PROMPT = "{"
+VALUES = ("const", "default", "enum", "examples")
+"""Keywords that contain no schemas."""
 AT_ONCE = 16
+QUOTES = re.compile(r'(?<!\\)(?:\\\\)*"')
 
 
 @dataclass
@@ -32,6 +35,8 @@ class Report:
     compile_seconds: list[float] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)
     """Finish reason -> answers."""
+    in_text: int = 0
+    """Cut answers that end inside of a string."""
     invalid: list[str] = field(default_factory=list)
     """Schemas whose whole answer the validator refuses, with its reason."""
     not_validated: Counter[str] = field(default_factory=Counter)
@@ -46,6 +51,8 @@ class Report:
             table.add_row(f"refused: {reason}", str(count))
         for reason, count in self.finished.most_common():
             table.add_row(f"answers that ended by {reason}", str(count))
+        if self.in_text:
+            table.add_row("of the cut ones end inside of a string", str(self.in_text))
         for reason, count in self.not_validated.most_common():
             table.add_row(f"the validator does not read it: {reason}", str(count))
         table.add_row("whole answers that the validator refuses", str(len(self.invalid)))
@@ -59,9 +66,9 @@ class Report:
             console.print(line, markup=False)
 
 
-def run(model: str, folder: Path, budget: int, most: int | None, closed: bool) -> Report:
+def run(model: str, folder: Path, budget: int, most: int | None, closed: bool, strings: int | None) -> Report:
     report = Report()
-    found = dict(_schemas(folder)[:most])
+    found = {name: _bounded(schema, strings) for name, schema in _schemas(folder)[:most]}
     report.schemas = len(found)
     llm = LLM(model, max_model_len=budget + 16, max_num_seqs=AT_ONCE)
     taken: dict[str, StructuredOutputsParams] = {}
@@ -88,6 +95,8 @@ def run(model: str, folder: Path, budget: int, most: int | None, closed: bool) -
             report.finished[reason.value] += 1
             if reason is FinishReason.STOP:
                 _validate(report, name, found[name], answer.text)
+            else:
+                report.in_text += len(QUOTES.findall(answer.text)) % 2
     return report
 
 
@@ -109,6 +118,18 @@ def _schemas(folder: Path) -> list[tuple[str, dict[str, Any]]]:
         }:
             found.append((str(file.relative_to(folder)), schema))
     return found
+
+
+def _bounded(schema: Any, most: int | None) -> Any:
+    """The schema whose strings have at most so many characters, unless it bounds them itself."""
+    if isinstance(schema, list):
+        return [_bounded(one, most) for one in schema]
+    if not isinstance(schema, dict) or most is None:
+        return schema
+    found = {name: one if name in VALUES else _bounded(one, most) for name, one in schema.items()}
+    kinds = found.get("type")
+    text = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    return {"maxLength": most, **found} if text and not found.keys() & {"pattern", "format"} else found
 
 
 def _validate(report: Report, name: str, schema: dict[str, Any], text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sysconfig
 import tempfile
@@ -115,6 +116,9 @@ def _seconds(llm: LLM, count: int, new: int, seed: int, form: StructuredOutputsP
 def with_vocabulary(model: str, folder: Path, size: int) -> str:
     """A copy of the checkpoint, whose weights are links, with a tokenizer of `size` tokens."""
     path = files.resolve(model, None)
+    logits = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    if size > logits:  # masks of tokens that the model cannot write would cost nothing
+        raise SystemExit(f"--vocabulary: got {size}; allowed: at most the {logits} logits of {model}")
     for file in path.iterdir():
         if not file.name.startswith("tokenizer"):
             (folder / file.name).symlink_to(file.resolve())

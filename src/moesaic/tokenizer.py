@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from moesaic import gguf_tokenizer, tiktoken_model
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
 from moesaic.models.gguf.header import is_gguf
-from moesaic.templates import content, continuation
+from moesaic.templates import content, continuation, named_templates
 from moesaic.templates.pool import Renderers
 from moesaic.templates.renderer import Limits
 from moesaic.tiktoken_model import byte_level_alphabet as byte_level_alphabet
@@ -313,9 +313,8 @@ class Tokenizer:
     def _find_template(self, path: Path, override: Path | None) -> tuple[str | None, Path]:
         """The source of the chat template, or None, and where it was found."""
         source: Any = self.settings.get("chat_template")
-        if isinstance(source, list):  # several named templates: take the one called default
-            named = (each for each in source if isinstance(each, dict))
-            source = next((each.get("template") for each in named if each.get("name") == "default"), None)
+        if isinstance(source, list):
+            source = named_templates.joined(source)
         file = override or path / "chat_template.jinja"
         if override is not None and not file.is_file():
             raise ConfigError.field("--chat-template", str(file), "a file with a Jinja template")

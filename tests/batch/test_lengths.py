@@ -69,7 +69,7 @@ def test_chats_with_tools(tmp_path: Path, written: Any) -> None:
         "{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
     )
     byte_tokenizer(tmp_path, chat_template=template)
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "12345"}'}}]
     messages = [
         {"role": "assistant", "content": None, "tool_calls": calls},
@@ -77,6 +77,7 @@ def test_chats_with_tools(tmp_path: Path, written: Any) -> None:
     ]
     body = {"tools": tools, "max_tokens": 7, "chat_template_kwargs": {"effort": "high"}}
     path = written(line("a", "/v1/chat/completions", messages=messages, **body))
+    tools[0]["function"]["parameters"] = {"type": "object", "properties": {}}
     prompt = len(json.dumps(tools)) + len("high12345done")
     assert survey(path, Tokenizer(tmp_path), LIMIT) == Job(1, prompt, 7, prompt + 7)
 

@@ -58,6 +58,7 @@ def test_no_line_breaks_the_parser(raw):
     assert parse(1, data).line == 1
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_every_line_gets_a_result_that_is_one_line_of_json(custom_id):
     item = parse(1, with_changes(custom_id=custom_id))

@@ -86,6 +86,7 @@ def test_what_is_missing_is_left_out_with_a_hint(
     assert "nixl: left out; pip install --no-deps nixl nixl-cu12" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_client_that_fails_ends_the_measurement() -> None:
     with pytest.raises(SystemExit, match="--debug"):
         roundtrip.measure(options(), "unix", -1)

@@ -56,6 +56,7 @@ def test_a_seed_says_it_all(made: Profile) -> None:
     assert again.routes.tokens.tolist() == made.routes.tokens.tolist() != other.routes.tokens.tolist()
 
 
+@pytest.mark.slow
 def test_it_can_be_placed_from_its_file(made: Profile, tmp_path: Path) -> None:
     made.save(tmp_path / "p.npz")
     assert (Profile.load(tmp_path / "p.npz").loads == made.loads).all()
@@ -85,6 +86,7 @@ def test_requests_of_a_topic_choose_alike(made: Profile) -> None:
     assert alike[same].mean() > alike[routes.topics[:, None] != routes.topics].mean() + 0.02
 
 
+@pytest.mark.slow
 def test_nothing_to_gain_where_choices_are_even() -> None:
     made = routings.uniform(16, 2, layers=2, requests=400)
     for solver in ("vanilla", "kmeans", "metis"):

@@ -45,6 +45,14 @@ def test_instances_and_answers_are_counted(tmp_path: Path) -> None:
     number = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
     (schemas / "a.json").write_text(json.dumps(number), encoding="utf-8")
     (schemas / "b.json").write_text(json.dumps({"type": "string", "not": {}}), encoding="utf-8")
+    long = {"type": "string", "minLength": 500}
+    (schemas / "c.json").write_text(json.dumps(long), encoding="utf-8")
+    cut = measured("schemas", "demo", str(schemas), "--closed", "--budget", "20")
+    assert cut["in_text"] == 1
+    (schemas / "c.json").write_text(json.dumps({"type": "string"}), encoding="utf-8")
+    found = measured("schemas", "demo", str(schemas), "--closed", "--budget", "80", "--strings", "4")
+    assert found["finished"] == {"stop": 2} and found["in_text"] == 0
+    (schemas / "c.json").unlink()
     found = measured("schemas", "demo", str(schemas), "--closed", "--budget", "80")
     assert found["schemas"] == 2 and found["refused"] == {'Unimplemented keys: ["not"]': 1}
     assert found["finished"] == {"stop": 1} and found["invalid"] == []
@@ -56,3 +64,11 @@ def test_speeds_are_compared() -> None:
     found = measured("speed", "demo", *options)
     assert [one["requests"] for one in found["speeds"]] == [1, 2]
     assert all(one["least"] <= one["ratio"] <= one["most"] for one in found["speeds"])
+
+
+@pytest.mark.slow
+def test_a_vocabulary_beyond_the_logits_is_refused() -> None:
+    command = [sys.executable, str(FOLDER / "structured.py"), "speed", "demo", "--vocabulary", "5000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("--vocabulary: got 5000; allowed: at most the 4096 logits of demo\n")

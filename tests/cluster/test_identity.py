@@ -16,10 +16,12 @@ from moesaic.cluster import local
 from moesaic.config import QueueConfig, Schedule
 from tests.support.cluster_driver import Answer, cluster
 
+MATRIX = pytest.mark.full
+"""Of what test_models serves too, in its cover of all pairs."""
 SHAPES = [
-    pytest.param({"attention_workers": 1, "expert_servers": 1}, id="1 worker, 1 server"),
+    pytest.param({"attention_workers": 1, "expert_servers": 1}, id="1 worker, 1 server", marks=MATRIX),
     pytest.param({"attention_workers": 1, "expert_servers": 3}, id="1 worker, 3 servers"),
-    pytest.param({"attention_workers": 2, "expert_servers": 1}, id="2 workers, 1 server"),
+    pytest.param({"attention_workers": 2, "expert_servers": 1}, id="2 workers, 1 server", marks=MATRIX),
     pytest.param(
         {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2, "max_num_batched_tokens": 16},
         id="2 workers, 2 servers, every expert twice, prompts in chunks of 16",
@@ -27,12 +29,16 @@ SHAPES = [
     pytest.param(
         {"attention_workers": 1, "expert_servers": 2, "inflight_batches": 2}, id="two batches in flight"
     ),
-    pytest.param({"schedule": "barrier", "attention_workers": 2, "expert_servers": 2}, id="barrier, 2 and 2"),
+    pytest.param(
+        {"schedule": "barrier", "attention_workers": 2, "expert_servers": 2},
+        id="barrier, 2 and 2",
+        marks=MATRIX,
+    ),
     pytest.param(
         {"schedule": "barrier", "attention_workers": 3, "expert_servers": 1, "max_num_batched_tokens": 16},
         id="barrier, 3 workers, 1 server, prompts in chunks",
     ),
-    pytest.param({"schedule": "async", "expert_servers": 1}, id="async, 1 worker, 1 server"),
+    pytest.param({"schedule": "async", "expert_servers": 1}, id="async, 1 worker, 1 server", marks=MATRIX),
     pytest.param(
         {"schedule": "async", "attention_workers": 2, "expert_servers": 3, "queue_policy": "mtfs"},
         id="async mtfs, 2 workers, 3 servers",

@@ -29,14 +29,14 @@ BEGINNING, READY = -1.0, -2.0
 """Moments: when the process has just started, and when the service is ready. Others are seconds."""
 
 CASES = [
-    (GROUP, WORKER, 0.0),
     (GROUP, WORKER, BEGINNING),
     (GROUP, RANK, BEGINNING),
     (GROUP, SERVE, READY),
     (SERVERS, SERVER, BEGINNING),
-    (SERVERS, WORKER, 1.0),
 ]
 MORE = [
+    (GROUP, WORKER, 0.0),
+    (SERVERS, WORKER, 1.0),
     *((GROUP, victim, moment) for victim in (WORKER, RANK) for moment in (0.3, 0.6, 1.0, 2.0, 3.0, READY)),
     *((GROUP, SERVE, moment) for moment in (BEGINNING, 1.0, 2.0, 3.0, 4.0)),
     *((SERVERS, victim, READY) for victim in (SERVE, WORKER, SERVER)),

@@ -30,7 +30,7 @@ from moesaic.policy.placement.solvers import SOLVERS, annealing
 from moesaic.policy.placement.solvers.tokens import labelled
 from moesaic.testing import byte_tokenizer
 from tests.cluster.test_identity import workload
-from tests.support import model_configs, tiny_models
+from tests.support import model_configs, pairs, tiny_models
 from tests.support.cluster_driver import Answer, Cluster, cluster
 
 RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
@@ -140,8 +140,7 @@ def test_the_same_bits_under_random_placements(seed: int, alone: Alone, tmp_path
         assert served.supervisor.report().dispatch == "affinity"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", pairs.some(SOLVERS, ("eplb", "ours")))
 def test_the_same_bits_under_each_solvers_placement(solver: str, alone: Alone, tmp_path: Path) -> None:
     if solver == "metis":
         pytest.importorskip("pymetis")
@@ -189,8 +188,9 @@ def test_the_same_bits_under_every_schedule_with_copies(
         assert served.supervisor.report().dispatch == settings.get("dispatch", "affinity")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["affinity", "least-loaded", "round-robin"])
+@pytest.mark.parametrize(
+    "dispatch", pairs.some(("affinity", "least-loaded", "round-robin"), ("affinity", "round-robin"))
+)
 def test_requests_of_a_killed_worker_go_on(dispatch: str, alone: Alone, tmp_path: Path) -> None:
     file = write(tmp_path, alone.profile, shuffled(alone.profile, 3))
     with cluster(placement=file, dispatch=dispatch, **RANKS) as served:

@@ -14,10 +14,11 @@ from moesaic.cluster.local import ChildProcess
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from tests.cluster.test_identity import alone, workload
+from tests.support import pairs
 from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 6, 48
-SCHEDULES = [pytest.param(name, marks=pytest.mark.slow) for name in ("lockstep", "async", "barrier")]
+SCHEDULES = ("lockstep", "async", "barrier")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def copies(served: Cluster) -> set[int]:
     return {copies for layer in served.supervisor.report().replicas for copies in (layer.least, layer.most)}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", pairs.some(SCHEDULES, SCHEDULES[:2]))
 def test_servers_come_and_go_during_traffic(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=1, schedule=schedule) as served:
         traffic = Traffic(served)
@@ -84,8 +85,7 @@ def test_every_expert_keeps_its_copies(expected: list[Answer]) -> None:
         assert served.broken_off == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", pairs.some(SCHEDULES, SCHEDULES[1:]))
 def test_attention_workers_come_and_go_during_traffic(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=1, schedule=schedule) as served:
         traffic = Traffic(served)

@@ -10,6 +10,7 @@ import pytest
 
 from moesaic import SamplingParams
 from moesaic.config import Schedule
+from moesaic.core.reasoning import ReasoningBudget
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import cluster
 
@@ -19,6 +20,9 @@ FORMS: list[dict[str, Any] | None] = [
     {"json": {"type": "array", "items": {"type": "integer", "maximum": 9999}, "minItems": 6, "maxItems": 9}},
     {"regex": "(ab|cd|ef){12,20}"},
 ]
+
+BUDGET = ReasoningBudget(20, "<", ("</>",), (5, 6, 7, 5), inside=True)
+"""Of requests without a form."""
 
 
 def constrained() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -30,6 +34,7 @@ def constrained() -> tuple[list[list[int]], list[SamplingParams]]:
             seed=i,
             logprobs=0,
             structured_outputs=FORMS[i % 4],  # type: ignore[arg-type]
+            reasoning=BUDGET if i % 4 == 1 else None,
         )
         for i in range(8)
     ]
@@ -49,5 +54,7 @@ def test_a_killed_workers_requests_go_on(schedule: str) -> None:
                 os.kill(killed[0], signal.SIGKILL)
 
         served.submit(*constrained())
-        assert served.finish(kill) == alone(*constrained())
+        found = served.finish(kill)
+        assert found == alone(*constrained())
+    assert all(found[i][0][20:24] == [5, 6, 7, 5] for i in (1, 5))
     assert killed

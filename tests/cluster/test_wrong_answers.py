@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from moesaic.models import files
 from tests.cluster.test_identity import alone, workload
 from tests.cluster.test_other_weights import answers, failures
-from tests.support import nan_server
+from tests.support import nan_server, pairs
 from tests.support.cluster_driver import cluster
 
 COUNT, TOKENS = 6, 48
@@ -25,9 +26,12 @@ HANGING = 30.0
 REASON = "answered NaN or infinities for expert"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["lockstep", "async", "barrier"])
-@pytest.mark.parametrize("replicas", [1, 2])
+RESTARTED = list(itertools.product(("lockstep", "async", "barrier"), (1, 2)))
+NOW = (("lockstep", 1), ("async", 2), ("barrier", 1))
+"""Schedule, and copies of each expert."""
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), pairs.some(RESTARTED, NOW))
 def test_a_server_of_this_host_is_restarted(tmp_path: Path, schedule: str, replicas: int) -> None:
     expected = alone(*workload(COUNT, TOKENS))
     with (

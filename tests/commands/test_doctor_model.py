@@ -146,6 +146,7 @@ def test_what_is_not_supported_is_what_the_loader_says(
     assert not found["supported"] and found["command"] is None and found["speeds"] == []
 
 
+@pytest.mark.slow
 def test_a_tensor_that_the_loader_refuses_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, machine: Path
 ) -> None:

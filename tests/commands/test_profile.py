@@ -44,6 +44,7 @@ def profile(*flags: str) -> int:
     return cli.main(["profile", "demo", "--threads", "1", *flags])
 
 
+@pytest.mark.slow
 def test_prompts_become_a_profile(
     prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_generated_tokens_and_the_table(
         assert line in shown
 
 
+@pytest.mark.slow
 def test_the_same_command_gives_the_same_profile(prompts: list[str], tmp_path: Path) -> None:
     made = []
     for name in ("a.npz", "b.npz"):
@@ -190,6 +192,7 @@ def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "FILE" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_statistics_of_what_was_recorded(
     prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

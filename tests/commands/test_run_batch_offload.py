@@ -283,7 +283,14 @@ def worker_of(process: subprocess.Popen[str]) -> int:
     return children(process.pid, "moesaic.runtime")[0]
 
 
-@pytest.mark.parametrize(("what", "code"), [("worker", 1), (signal.SIGINT, 130), ("shard", 1)])
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("worker", 1),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        ("shard", 1),
+    ],  # see batch/test_kill
+)
 def test_a_run_that_is_cut_short_says_so_and_goes_on(
     path: Path, files: tuple[Path, Path], tmp_path: Path, what: Any, code: int
 ) -> None:

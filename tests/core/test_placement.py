@@ -107,6 +107,7 @@ def test_a_server_is_in_one_stage() -> None:
 # ---- the file
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 5).flatmap(
         lambda experts: st.dictionaries(

@@ -290,6 +290,7 @@ def test_a_file_cut_short_gets_one_line(tmp_path: Path, share: float) -> None:
         Profile.load(path)
 
 
+@pytest.mark.slow
 @given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_noticed_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, place: int, bit: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.support import gpu_cases, model_configs, tiny_models
+from tests.support import gpu_cases, model_configs, pairs, tiny_models
 from tests.support.gpu_sanitizer import NAME, sanitized
 
 from moesaic import LLM, RequestOutput, SamplingParams
@@ -21,7 +22,7 @@ from moesaic.models.compressing import compress
 from moesaic.testing import byte_tokenizer
 
 Written = Callable[[str], Path]
-QUICK = {"mixtral-window", "deepseek-full"}
+QUICK = {"mixtral-window"}
 """The rest of the models is slow."""
 
 
@@ -62,6 +63,7 @@ def test_first_tokens_of_other_families_are_those_of_the_cpu(tmp_path: Path, nam
     assert same(found, on_cpu(tmp_path, max_num_batched_tokens=40, max_num_seqs=8), new=3)
 
 
+@pytest.mark.slow
 def test_compressed_experts_are_decompressed(tmp_path: Path) -> None:
     stored, compressed = tmp_path / "stored", tmp_path / "compressed"
     stored.mkdir()
@@ -70,9 +72,12 @@ def test_compressed_experts_are_decompressed(tmp_path: Path) -> None:
     assert on_device(compressed, new=3)[1] == on_device(stored, new=3)[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", gpu_cases.SETTINGS)
-@pytest.mark.parametrize("model", gpu_cases.MODELS)
+EVERY = list(itertools.product(gpu_cases.MODELS, gpu_cases.SETTINGS))
+TURNS = [case for index, case in enumerate(EVERY) if sum(divmod(index, len(gpu_cases.SETTINGS))) % 2 == 0]
+"""Each model has half of the settings, and its neighbour the other half."""
+
+
+@pytest.mark.parametrize(("model", "setting"), pairs.some(EVERY, TURNS))
 def test_answers_are_those_of_the_cpu(written: Written, model: str, setting: str) -> None:
     path, settings = written(model), gpu_cases.SETTINGS[setting]
     if setting == "blocks run out":
@@ -121,12 +126,12 @@ def _left_behind(change: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 CPU = torch.device("cpu")
-paged_zeros = paged._zeros
+paged_zeros = paged.zeros
 FORGOTTEN: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks and slots": (batch, "_move", _left_behind(batch._move)),
     "the cache": (
         paged,
-        "_zeros",
+        "zeros",
         lambda shape, dtype, device, at_once: paged_zeros(shape, dtype, CPU, at_once),
     ),
     "the weights": (Checkpoint, "tensor", _left_behind(Checkpoint.tensor)),

@@ -117,7 +117,10 @@ def chunks(sequence: int, stop: int, size: int) -> list[Piece]:
     ("dtype", "window"),
     [*((dtype, None) for dtype in CACHED), (STORED[0], 300), (STORED[1], 6), (torch.int8, 300)],
 )
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(name, marks=pytest.mark.slow if name == "many on one key" else ()) for name in SHAPES],
+)
 def test_a_row_has_the_same_bits_however_it_is_computed(
     native: Kernels, shape: str, dtype: torch.dtype, window: int | None
 ) -> None:

@@ -79,6 +79,7 @@ def test_what_a_hub_lacks_is_told_in_one_line(repository: Path, tmp_path: Path) 
         assert "\n" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_no_network_is_told_in_one_line(offline: str, tmp_path: Path) -> None:
     said = resolve("http://127.0.0.1:9", tmp_path / "home", REPOSITORY, HF_HUB_OFFLINE=offline)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support import model_configs, tiny_models
+from tests.support import model_configs, pairs, tiny_models
 from tests.support.model_driver import Driver
 
 from moesaic.core.errors import CheckpointError
@@ -37,6 +37,8 @@ CASES = (
     "internvl-qwen3",
     "qwen3.5",
 )
+BITS = CASES, (True, False), (torch.float32, torch.bfloat16, torch.float16)
+SERVED = CASES, ("float32", "bfloat16"), (True, False)
 GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
 
 
@@ -81,9 +83,7 @@ def copy(
     return make
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "mapped", "dtype"), pairs.params(*BITS, fast=pairs.cover(*BITS)))
 def test_a_model_has_the_same_bits(
     case: str, mapped: bool, dtype: torch.dtype, forms: Callable[..., Forms]
 ) -> None:
@@ -114,9 +114,7 @@ def test_a_rank_loads_the_same_part_of_each_expert(rank: int, forms: Callable[..
             assert [tuple(second.shape) for _, second in pairs] == [(10, 48), (10, 48), (48, 10)]
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype", "mapped"), pairs.params(*SERVED, fast=pairs.cover(*SERVED)))
 def test_a_server_finds_the_same_bits(
     case: str, dtype: str, mapped: bool, forms: Callable[..., Forms]
 ) -> None:
@@ -150,7 +148,7 @@ def test_an_expert_has_the_same_digest(forms: Callable[..., Forms]) -> None:
     assert found[0] == found[1] and len(set(found[0])) == 10
 
 
-@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("shard", [pytest.param("1GB", marks=pytest.mark.slow), "20KB"])
 @pytest.mark.parametrize("case", ["mixtral", "qwen2", "granite", "internvl-qwen3"])
 def test_compressed_experts_are_those_of_experts_one_by_one(case: str, shard: str, tmp_path: Path) -> None:
     model = tiny_models.build(*model_configs.CASES[case]).to(torch.bfloat16)

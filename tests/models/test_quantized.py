@@ -78,7 +78,7 @@ def test_logits_and_tokens_are_those_of_the_dequantised_model(
     assert found.removeprefix("torch.") == STORED[form]
 
 
-@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("mapped", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "form"), EVERY)
 def test_servers_hold_the_bytes_of_the_loader(
     sources: dict[str, Path], tmp_path: Path, name: str, form: str, mapped: bool

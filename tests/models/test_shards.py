@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import model_configs, tiny_models
+from tests.support import model_configs, pairs, tiny_models
 from tests.support.model_driver import Driver
 
 from moesaic.core.errors import ConfigError
@@ -65,7 +65,6 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTH, GREEDY = 23, 24
 NAMED = pytest.mark.parametrize("name", SHARDED)
-SIZES = pytest.mark.parametrize("size", [2, 4])
 
 
 class Ranks(Driver):
@@ -121,7 +120,7 @@ def load(path: Path, size: int, kernels: str = "reference") -> list[Model]:
     return [registry.load(path, picked, shard=Shard(rank, size)) for rank in range(size)]
 
 
-@SIZES
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @NAMED
 def test_partial_sums_add_up_to_the_whole_attention(name: str, size: int, saved: Any) -> None:
     _, path = saved[name]
@@ -150,10 +149,7 @@ def test_norms_over_all_heads_give_a_ranks_heads_the_bits_of_one_process(name: s
         assert torch.equal(torch.cat([part.value for part in parts], dim=1), wanted.value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-@SIZES
-@NAMED
+@pytest.mark.parametrize(("name", "size", "kernels"), pairs.params(SHARDED, (2, 4), ("reference", "auto")))
 def test_logits_and_greedy_tokens_are_those_of_one_rank(
     name: str, size: int, kernels: str, saved: Any
 ) -> None:

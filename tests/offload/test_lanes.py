@@ -110,6 +110,7 @@ def test_worked_example() -> None:
     assert line.makespan == 6 and line.bottleneck is Lane.FAST
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(SHAPES, st.sampled_from(SCHEDULES), st.randoms(use_true_random=False), st.booleans())
 def test_a_task_begins_when_what_it_needs_has_ended(
@@ -128,6 +129,7 @@ def test_a_task_begins_when_what_it_needs_has_ended(
         assert line.busy[lane] == sum(line.ends[place] - line.starts[place] for place in mine)
 
 
+@pytest.mark.slow
 def test_threads_work_at_once_and_live_as_long_as_the_lanes() -> None:
     together = threading.Barrier(len(Lane))
     tasks = [task(lane) for lane in Lane] * 3

@@ -178,7 +178,7 @@ print(told("VmHWM") - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak")
-@pytest.mark.parametrize("padded", [0, 400])
+@pytest.mark.parametrize("padded", [0, pytest.param(400, marks=pytest.mark.full)])
 def test_memory_stays_what_the_policy_holds(tmp_path: Path, padded: int) -> None:
     """The model has 24 + 96 MiB. The policy keeps two layers of eight, a cache, rows and their workspace."""
     options = model_configs.qwen3(

@@ -116,8 +116,8 @@ def turns(passes: int) -> list[tuple[int, int]]:
 # ---- pages
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("pages", [1, 2, 3, 7])
+@pytest.mark.parametrize("direct", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pages", [1, pytest.param(2, marks=pytest.mark.slow), 3, 7])
 @pytest.mark.parametrize("static", [{}, SOME], ids=["none-stay", "some-stay"])
 def test_pages_in_any_order_bring_every_expert(
     case: Case, static: Mapping[int, Sequence[int]], pages: int, direct: bool

@@ -95,6 +95,19 @@ def test_a_forced_answer_has_calls_and_nothing_else(name: str, tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("name", FORCED)
+def test_an_answer_has_calls_or_a_form(name: str, tokenizer: Tokenizer, path: Path) -> None:
+    around = grammar_of(CALLS[name], TOOLS, special=tokenizer.special_tokens, or_form=True)
+    form = StructuredOutputsParams(json={"enum": [7]}, around=around)
+    check(form, tokenizer.special_tokens)
+    either = structured_grammar(form, tokenizer.special_tokens)
+    final = "<|channel|>final<|message|>" if name == "openai" else ""
+    assert accepts(either, FORCED[name][0], tokenizer, path)
+    assert accepts(either, f"{final}7", tokenizer, path)
+    for wrong in (f"{final}8", f"{FORCED[name][0]}7", "So."):
+        assert not accepts(either, wrong, tokenizer, path)
+
+
+@pytest.mark.parametrize("name", FORCED)
 def test_forced_arguments_follow_the_schema(name: str, tokenizer: Tokenizer, path: Path) -> None:
     one = FORCED[name][0]
     forced = grammar_of(CALLS[name], TOOLS, special=tokenizer.special_tokens)

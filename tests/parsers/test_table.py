@@ -28,6 +28,7 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
         ),
         ("<|tool_calls_section_begin|> <think></think>", "kimi_k2", "qwen3"),
         ("set toolcall_begin_token = '<minimax:tool_call>' <invoke name= '<think>'", "minimax_m2", "qwen3"),
+        ("'<minimax:tool_call>' '<mm:think>' '</mm:think>' '<think>'", "minimax_m2", "minimax_m3"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", "mistral", "mistral"),
     ],
 )
@@ -53,6 +54,10 @@ def test_a_model_without_a_template() -> None:
         ("tool['function']['arguments'] | tojson + '\\n'", False),
         ("tool_call.arguments | tojson", False),
         ("tool.function.arguments+'x'", True),
+        ("'>>>' + tool_call['function']['name'] + '\\n' + tool_call['function']['arguments'] }}", True),
+        ("{{ name + '[ARGS]' + arguments }}", True),
+        ("{% if arguments is not string %} arguments|tojson {% endif %}{{ '[ARGS]' + arguments }}", False),
+        ("'{\"arguments\": ' + tool_call.arguments | tojson + '}'", False),
     ],
 )
 def test_templates_that_join_arguments_get_texts(template: str, as_text: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device.test_offload import STAYS
+from tests.support import pairs
 
 from moesaic import LLM
 from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
@@ -56,8 +57,7 @@ PLACES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize("case", pairs.some(PLACES, ("weights", "step")))
 def test_on_another_rank_of_a_group(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank's user is told; its processes end."""
     place, line = PLACES[case]

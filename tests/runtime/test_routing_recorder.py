@@ -150,6 +150,7 @@ def test_routes_are_those_of_a_plain_forward_pass(
     assert not len(taken.assembly.take()[0])
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_without_a_recorder(prompts: list[list[int]]) -> None:
     llm, _ = recorded()
     assert [one.outputs for one in llm.generate(prompts, GREEDY)] == [
@@ -210,6 +211,7 @@ def test_the_end_is_recorded_before_it_is_told() -> None:
     assert connection.seen[-1] == [ENDED]
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_is_what_was_computed_of_it(prompts: list[list[int]], plain: Plain) -> None:
     llm, taken = recorded()
     for _ in zip(llm.stream(prompts[4], GREEDY), range(3), strict=False):
@@ -325,8 +327,15 @@ def test_rows_are_handed_over_together() -> None:
 
 SHAPES = [
     pytest.param({"attention_workers": 2, "expert_servers": 0}, {}, id="2 workers that do everything"),
-    pytest.param({"expert_servers": 2}, {"inflight_batches": 2}, id="two batches in flight"),
-    pytest.param({"attention_workers": 2, "expert_servers": 1}, {"schedule": "barrier"}, id="barrier"),
+    pytest.param(
+        {"expert_servers": 2}, {"inflight_batches": 2}, id="two batches in flight", marks=pytest.mark.full
+    ),
+    pytest.param(
+        {"attention_workers": 2, "expert_servers": 1},
+        {"schedule": "barrier"},
+        id="barrier",
+        marks=pytest.mark.full,
+    ),
     pytest.param({"attention_workers": 2, "expert_servers": 2}, {"schedule": "async"}, id="async"),
 ]
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from moesaic.config import ConnectionConfig
 from moesaic.core.errors import ConfigError
-from moesaic.server.room import MOST, Room
+from moesaic.server.room import MOST, SPARE, Room
+from tests.server.conftest import MODEL, Launch
 from tests.support.raw_http import ask, connect, get, head, post, read, silent
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +124,31 @@ def test_honest_clients_beyond_the_maximum_are_told_to_come_back(tmp_path: Path)
             assert answer.status == 429, "the engine's queue is full"
     full = any(answer.status == 503 for answer in refused)  # else the engine's queue was full before
     assert said.count("\n") == int(full), "one line, and not one for each connection"
+
+
+@pytest.mark.slow
+def test_refusals_of_messages_have_anthropics_form(launch: Launch, until: Callable[..., None]) -> None:
+    """Beyond the requests at the same time, and where half a request gives way to further connections."""
+    live = launch(limits=ConnectionConfig(max_connections=1))
+    port = int(live.url.rpartition(":")[2])
+    live.worker.open.clear()
+    body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    with ExitStack() as stack:
+        halves = [stack.enter_context(connect(port)) for _ in range(SPARE)]
+        for half in halves:
+            half.sendall(head("/v1/messages", 100) + b"{")
+        first = stack.enter_context(connect(port))
+        first.sendall(post("/v1/messages", body))
+        until(lambda: len(live.worker.seen) == 1)
+        second = ask(port, post("/v1/messages", body, "Connection: close"))
+        stack.enter_context(silent(port, 1))
+        for answer in (second, read(halves[0])):
+            assert answer is not None and answer.status == 503 and answer.headers["retry-after"] == "1"
+            assert json.loads(answer.body) == {
+                "type": "error",
+                "error": {"type": "overloaded_error", "message": "the server has too many connections"},
+            }
+        live.worker.open.set()
 
 
 @pytest.mark.slow

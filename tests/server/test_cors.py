@@ -8,7 +8,7 @@ import pytest
 from moesaic.config import CorsConfig
 from moesaic.core.errors import ConfigError
 
-from .conftest import Launch, Live
+from .conftest import NO_TLS, Launch, Live
 from .test_chat import ASK
 
 PAGE = "https://chat.example"
@@ -21,7 +21,9 @@ def preflight(live: Live, origin: str = PAGE, method: str = "POST", asked: str =
         "Access-Control-Request-Method": method,
         "Access-Control-Request-Headers": f"content-type,{asked}",
     }
-    with httpx.Client(base_url=live.url, trust_env=False) as client:  # a browser sends no key here
+    with httpx.Client(
+        base_url=live.url, trust_env=False, verify=NO_TLS
+    ) as client:  # a browser sends no key here
         return client.options(CHAT, headers=headers)
 
 

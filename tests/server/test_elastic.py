@@ -11,7 +11,7 @@ import pytest
 from tests.support.fake_cluster import BROKEN, BUSY, WRONG, FakeCluster
 from tests.support.raw_http import ask, head, post
 
-from .conftest import Launch, Live
+from .conftest import NO_TLS, Launch, Live
 from .test_status import samples
 
 
@@ -86,7 +86,7 @@ def test_changes_need_the_key(launch: Launch) -> None:
     cluster = FakeCluster()
     live = launch(api_key="s3cret", cluster=cluster)
     for path in ("/scale_elastic_ep", "/v1/fault_tolerance/status"):
-        with httpx.Client(base_url=live.url, trust_env=False) as anybody:
+        with httpx.Client(base_url=live.url, trust_env=False, verify=NO_TLS) as anybody:
             ask = anybody.get if path.startswith("/v1") else anybody.post
             assert ask(path).status_code == 401
     assert live.post("/scale_elastic_ep", expert_servers=1).status_code == 200
@@ -96,7 +96,7 @@ def test_changes_need_the_key(launch: Launch) -> None:
 def test_changes_need_a_key_where_nothing_else_does(launch: Launch) -> None:
     cluster = FakeCluster()
     live = launch(cluster=cluster)
-    with httpx.Client(base_url=live.url, trust_env=False) as anybody:
+    with httpx.Client(base_url=live.url, trust_env=False, verify=NO_TLS) as anybody:
         assert anybody.get("/v1/models").status_code == 200
         assert anybody.get("/v1/fault_tolerance/status").status_code == 200
         for path in ("/scale_elastic_ep", "/scale%5felastic_ep"):
@@ -127,7 +127,7 @@ def test_no_other_spelling_of_a_path_goes_around_the_admin_key(end: str, launch:
 
 def test_without_a_key_a_public_server_does_not_tell_who_is_behind_it(launch: Launch) -> None:
     live = launch(cluster=FakeCluster(), closed=True)
-    with httpx.Client(base_url=live.url, trust_env=False) as anybody:
+    with httpx.Client(base_url=live.url, trust_env=False, verify=NO_TLS) as anybody:
         answer = anybody.get("/v1/fault_tolerance/status")
         assert answer.status_code == 401
         assert "pid" not in answer.text and anybody.get("/metrics").status_code == 200

@@ -19,7 +19,7 @@ from moesaic.server import prompts
 from moesaic.server.requests import CompletionRequest
 from tests.support.raw_http import connect, head, read
 
-from .conftest import MODEL, Launch, Live
+from .conftest import MODEL, NO_TLS, Launch, Live
 from .test_chat import ASK
 
 Until = Callable[..., None]
@@ -165,7 +165,10 @@ def test_many_large_bodies_at_once_are_503(launch: Launch, until: Until) -> None
 def test_a_wrong_key_is_401(launch: Launch, header: str) -> None:
     live = launch(api_key="s3cret")
     client = httpx.Client(
-        base_url=live.url, headers={"Authorization": header.encode("latin-1")}, trust_env=False
+        base_url=live.url,
+        headers={"Authorization": header.encode("latin-1")},
+        trust_env=False,
+        verify=NO_TLS,
     )
     with client:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):

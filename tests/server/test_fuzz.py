@@ -41,7 +41,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[None, "s3cret"], ids=["open", "locked"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(None, id="open"), pytest.param("s3cret", id="locked", marks=pytest.mark.full)],
+)
 def live(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Live]:
     with launched(tokenizer) as launch:
         yield launch(api_key=request.param, cluster=FakeCluster())

@@ -18,6 +18,8 @@ import pytest
 from moesaic.core.errors import ConfigError
 from moesaic.server.listener import bind
 
+from .conftest import NO_TLS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,7 +34,7 @@ class Served:
         )
         assert self.process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
-        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=NO_TLS)
 
     def wait_ready(self) -> None:
         for _ in range(500):
@@ -91,7 +93,7 @@ def test_sigterm_finishes_what_is_in_flight_and_refuses_the_rest(served: Served)
     body = {"prompt": "x", "max_tokens": 100}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(
-            httpx.post, f"{served.url}/v1/completions", json=body, timeout=20, trust_env=False
+            httpx.post, f"{served.url}/v1/completions", json=body, timeout=20, trust_env=False, verify=NO_TLS
         )
         time.sleep(0.4)
         served.process.send_signal(signal.SIGTERM)

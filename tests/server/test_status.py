@@ -16,7 +16,7 @@ from moesaic.server.service import Service
 from moesaic.tokenizer import Tokenizer
 from tests.support.fake_worker import engine_and_worker
 
-from .conftest import MODEL, Launch, Live
+from .conftest import MODEL, NO_TLS, Launch, Live
 from .test_chat import ASK
 
 
@@ -119,7 +119,7 @@ def test_the_schema_promises_no_422(live: Live) -> None:
 
 def test_many_streams_at_once(live: Live) -> None:
     begun = time.monotonic()
-    with httpx.Client(base_url=live.url, trust_env=False) as client:
+    with httpx.Client(base_url=live.url, trust_env=False, verify=NO_TLS) as client:
         body = {"prompt": ["say:abc", "say:def"], "n": 2, "stream": True}
         texts = [client.post("/v1/completions", json=body).text for _ in range(20)]
     assert all(text.endswith("data: [DONE]\n\n") for text in texts)

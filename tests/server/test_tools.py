@@ -10,6 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from moesaic.parsers.table import formats_of
+from moesaic.server.requests import Message, Tool
+from moesaic.server.tools import dumped, further_fields
+from moesaic.templates.compiled import compiled, rendered
 from moesaic.testing import byte_tokenizer
 from moesaic.tokenizer import Tokenizer
 from tests.parsers.answers import BERN, CALL, COMPLETE, TOOLS
@@ -196,7 +200,10 @@ def test_a_call_can_be_forced(live: Live) -> None:
         ("auto", set()),
     ):
         answer = create(live, NOW, tool_choice=choice).choices[0]
-        assert answer.message.tool_calls[0].function.name == "now" and answer.finish_reason == "tool_calls"
+        *_, last = create(live, NOW, tool_choice=choice, stream=True)
+        assert answer.message.tool_calls[0].function.name == "now"
+        ended = "tool_calls" if isinstance(choice, str) else "stop"
+        assert answer.finish_reason == last.choices[0].finish_reason == ended
         grammar = live.worker.seen[-1].grammar
         assert {name for name in ("get_weather", "now") if name in grammar} == names
     create(live, NOW, tool_choice="required")
@@ -217,6 +224,12 @@ def test_a_form_comes_after_the_reasoning(live: Live, serving: Callable[..., Liv
     message = create(live, "<think>So.</think>{}", response_format=form).choices[0].message
     assert (message.content, message.reasoning) == ("{}", "So.")
     assert "@form" in live.worker.seen[-1].grammar
+    assert "get_weather" in live.worker.seen[-1].grammar, "a call may come in place of the form"
+    odd = [{"type": "function", "function": {"name": "f", "parameters": {"unevaluatedProperties": False}}}]
+    create(live, "{}", response_format=form, tools=odd)
+    create(live, NOW, response_format=form, tool_choice="required")
+    forced = live.worker.seen[-1].grammar
+    assert "@form" not in forced and "get_weather" in forced, "a forced call has no content"
     other = serving(tool_call_parser="none", reasoning_parser="none")
     create(other, "{}", response_format=form, tools=openai.NOT_GIVEN)
     assert "@form" not in other.worker.seen[-1].grammar
@@ -231,7 +244,7 @@ def test_a_form_comes_after_the_reasoning(live: Live, serving: Callable[..., Liv
             "'get_weather', 'now'",
         ),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tool_choice": "required", "extra_body": {"guided_json": {"type": "object"}}},
             "tool_choice",
             "allowed with",
         ),
@@ -346,7 +359,10 @@ def test_the_effort_reaches_the_template(live: Live) -> None:
 def test_tokenize_counts_the_tools(live: Live) -> None:
     body = {"messages": ASK, "chat_template_kwargs": {"replies": [""]}}
     without, with_tools = (live.post("/tokenize", **body, **more).json() for more in ({}, {"tools": TOOLS}))
-    assert with_tools["count"] == without["count"] + sum(len(json.dumps(tool)) for tool in TOOLS)
+    listed = [{**tool, "function": {**tool["function"]}} for tool in TOOLS]
+    for tool in listed:  # a function without parameters has an empty list of them
+        tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
+    assert with_tools["count"] == without["count"] + sum(len(json.dumps(tool)) for tool in listed)
 
 
 def test_another_parser_by_its_name(serving: Callable[..., Live]) -> None:
@@ -380,3 +396,76 @@ def test_a_template_gets_arguments_that_are_no_json_as_they_are(live: Live, tmp_
     messages = [*ASK, {"role": "assistant", "tool_calls": calls}]
     with pytest.raises(openai.BadRequestError, match="the chat template refuses them"):
         create(live, "ok", messages=messages)  # this one needs an object
+
+
+def test_a_budget_of_the_reasoning(serving: Callable[..., Live]) -> None:
+    live = serving()
+    for budget, tools in ((0, TOOLS), (7, None)):
+        create(live, "ok", tools=tools or openai.omit, extra_body={"thinking_token_budget": budget})
+        found = live.worker.seen[-1].params.reasoning
+        assert found is not None and found.tokens == budget and bytes(found.end_ids) == b"</think>"
+        assert (found.opening, found.inside, found.anywhere) == ("<think>", False, False)
+    create(live, "ok", extra_body={"thinking_token_budget": -1})
+    assert live.worker.seen[-1].params.reasoning is None
+    channels = serving(reasoning_parser="openai_gptoss")
+    create(channels, "ok", tools=openai.omit, extra_body={"thinking_token_budget": 5})
+    found = channels.worker.seen[-1].params.reasoning
+    assert found is not None and found.anywhere and found.end_ids == (256 + MARKS.index("<|end|>"),)
+
+
+@pytest.mark.parametrize(
+    ("flags", "body", "message"),
+    [
+        ({}, {"thinking_token_budget": -2}, "thinking_token_budget: .*greater than or equal to -1"),
+        ({}, {"thinking_token_budget": 1.5}, "thinking_token_budget: .*integer"),
+        (
+            {"reasoning_parser": "none"},
+            {"thinking_token_budget": 5},
+            "thinking_token_budget: got 5, but reasoning is not told apart .*--reasoning-parser NAME, or -1",
+        ),
+        (
+            {},
+            {"thinking_token_budget": 5, "allowed_token_ids": [1, 60]},
+            r"allowed_token_ids: with thinking_token_budget they need the tokens \[60, .*end the reason",
+        ),
+    ],
+)
+def test_a_budget_that_cannot_be(
+    serving: Callable[..., Live], flags: dict[str, str], body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        create(serving(**flags), "ok", tools=openai.omit, extra_body=body)
+
+
+BARE = [Tool.model_validate({"type": "function", "function": {"name": "now"}})]
+"""A tool of which only the name is known."""
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ('{% for t in tools %}{{ "// " + t.function.description + ";" }}{% endfor %}', "// ;"),
+        ('{% for t in tools %}{{ "// " + t["function"]["description"] + ";" }}{% endfor %}', "// ;"),
+        ("{% for t in tools %}{{ t.function.description is defined }}{% endfor %}", "False"),
+        ("{% for t in tools %}{{ t.function.parameters.properties | length }}{% endfor %}", "0"),
+    ],
+)
+def test_a_template_gets_what_it_needs_of_a_tool(template: str, text: str) -> None:
+    formats = formats_of(template)
+    variables = {"tools": dumped(BARE, formats.text_descriptions)}
+    assert rendered(compiled(template), variables, 100) == text
+
+
+def test_a_call_that_was_damaged_can_be_sent_back() -> None:
+    """Templates that write each argument by itself get an object. They would refuse a text."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": '}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    for template, expected in (
+        ("tools <tool_call> <function=", {"INVALID_JSON": '{"city": '}),
+        ("tools <tool_call> <arg_key>", {"INVALID_JSON": '{"city": '}),
+        ("tools <minimax:tool_call>", {"INVALID_JSON": '{"city": '}),
+        ("tools <tool_call>", '{"city": '),
+        ("tools [TOOL_CALLS]", '{"city": '),
+    ):
+        [found] = further_fields(message, formats_of(template))["tool_calls"]
+        assert found["function"]["arguments"] == expected

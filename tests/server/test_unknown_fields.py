@@ -208,6 +208,7 @@ def test_names_cannot_forge_headers_or_log_lines() -> None:
     assert clean("messages.content-x_1") == "messages.content-x_1"
 
 
+@pytest.mark.slow
 def test_a_body_of_many_unknown_fields_costs_no_more_than_the_limit() -> None:
     fields = UnknownFields()
     names = ask(fields, {f"x{number}": 1 for number in range(20 * MOST_FOUND)})

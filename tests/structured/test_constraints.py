@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from moesaic.core.reasoning import ReasoningBudget
 from moesaic.core.request import NOT_ALLOWED, Request, SamplingParams
 from moesaic.core.structured import StructuredOutputsParams
 from moesaic.kernels.table import REFERENCE
@@ -105,3 +107,21 @@ def test_grammars_compile_in_a_thread_and_are_kept(monkeypatch: pytest.MonkeyPat
     assert asked == [1]
     assert made.compiled(request(3, "c")) is futures[3]
     assert made.compiled(request(4, "b")) is not futures[1], "it was dropped for the later ones"
+
+
+BUDGET = ReasoningBudget(2, "<", (">",), (ord(">"),), inside=True)
+
+
+def test_a_budget_ends_the_reasoning_and_changes_no_neighbour(made: Constraints) -> None:
+    plain, others = request(1), [request(2), request(3, "[a-f]{2}=[0-9]{3,4}")]
+    limited = request(1, reasoning=BUDGET)
+    free = answers(Sampler(), [plain], 6)[0]
+    assert ord(">") not in free[:3]
+    [found, *neighbours] = answers(Sampler(made), [limited, *others], 6)
+    assert found == [*free[:2], ord(">"), *free[3:]]
+    assert neighbours == answers(Sampler(made), others, 6)
+    for cut in range(1, 6):
+        assert answers(Sampler(made), [limited], 6 - cut, [found[:cut]]) == [found]
+    form = request(1, "<[a-z]*>[a-f]{2}", reasoning=replace(BUDGET, inside=False))
+    [found] = answers(Sampler(made), [form], 6)
+    assert found[3] == ord(">") and set(found[4:]) <= set(b"abcdef")

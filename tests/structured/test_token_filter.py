@@ -50,6 +50,7 @@ def one_by_one(build: Build, tokens: list[int]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=10)
 def test_masks_allow_what_is_accepted(build: Build, data: st.DataObject) -> None:

@@ -117,3 +117,12 @@ def test_more_tokens_than_logits_and_fewer() -> None:
     words = Vocabulary([b"<end>", b"a", b"b", b"ab"], frozenset({0}))
     assert written(words.compiled(3, (0,)), 'start: "ab"', 0) == [1, 2]
     assert written(words.compiled(70, (0,)), 'start: "ab"', 0) in ([3], [1, 2])
+
+
+def test_a_token_that_is_too_long_for_the_library_is_never_allowed() -> None:
+    """The library panics at tokens of more than 1024 bytes, which some trained vocabularies have."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", b"-" * 1024, b"-" * 1025]
+    compiled = Vocabulary(tokens, frozenset({256})).compiled(len(tokens), (256,))
+    matcher = LLMatcher(compiled, LLMatcher.grammar_from_regex("-*"))
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == [ord("-"), 256, 257]

@@ -467,7 +467,7 @@ SAME_KERNELS = frozenset(
         *("internvl-qwen3", "kimi-deepseek3", "glm4v"),
     }
 )
-"""Cases that call each kernel as another case does. `make test` has them on one instruction set alone."""
+"""Cases that call each kernel as another case does. `make test` has them, on one instruction set alone."""
 QWEN3_WINDOW_YARN_K8 = (
     "qwen3_moe",
     qwen3(use_sliding_window=True, sliding_window=9, num_experts_per_tok=8, rope_parameters=YARN),
@@ -482,7 +482,9 @@ def with_kernels(kernels: Sequence[Any]) -> list[Any]:
         pytest.param(
             name,
             *one.values,
-            marks=pytest.mark.full if one.marks and name in SAME_KERNELS else one.marks,
+            marks=(pytest.mark.full if one.marks else pytest.mark.slow)
+            if name in SAME_KERNELS
+            else one.marks,
         )
         for name, one in both
     ]

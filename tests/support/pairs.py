@@ -55,6 +55,20 @@ def thinned(
     return chosen
 
 
+def some(cases: Iterable[Any], now: Collection[Any]) -> list[Any]:
+    """Every case by its settings. Those in `now` are marked `slow`, the others `full`."""
+    every = list(cases)
+    unknown = [case for case in now if case not in every]
+    if unknown:
+        raise ValueError(f"now: got {unknown}; allowed: some of {every}")
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow if case in now else REST
+        )
+        for case in every
+    ]
+
+
 def params(
     *factors: Iterable[Any], fast: Collection[tuple[Any, ...]] = (), key: Key | None = None
 ) -> list[Any]:

@@ -161,7 +161,7 @@ def sentencepiece(path: Path, kind: str) -> Tokenizer:
     return Tokenizer(path)
 
 
-@pytest.mark.parametrize("start", ["", "<s>"])
+@pytest.mark.parametrize("start", [pytest.param("", marks=pytest.mark.slow), "<s>"])
 @pytest.mark.parametrize("kind", ["first", "always", "never", "prepended"])
 def test_pieces_of_sentencepiece_begin_as_in_the_whole_text(tmp_path: Path, kind: str, start: str) -> None:
     tokenizer = sentencepiece(tmp_path, kind)
@@ -187,6 +187,7 @@ def test_a_tokenizer_that_encodes_pieces_otherwise_is_refused(tmp_path: Path) ->
         tokenizer.chat(user("</s>"))
 
 
+@pytest.mark.slow
 def test_a_special_token_in_characters_that_are_normalized_is_refused(tmp_path: Path) -> None:
     """NFKC makes the ASCII characters of fullwidth ones, and the tokenizer looks for the token after that."""
     byte_tokenizer(tmp_path, SPECIAL, chat_template="{{ messages[0].content }}<|im_end|>")

@@ -23,7 +23,7 @@ from moesaic.templates.pool import AT_ONCE, Renderers
 from moesaic.templates.renderer import Limits
 
 LIMITS = Limits(seconds=60.0, memory=48 * 2**20, characters=2**20)
-QUICK = Limits(seconds=0.3)
+QUICK = Limits(seconds=0.1)
 PATIENT = Limits(seconds=100.0)
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 PLAIN = "{{ messages[0].content }}"
@@ -55,8 +55,8 @@ def start() -> Iterator[Callable[..., Renderers]]:
 
 
 HOSTILE = {
-    "loops": (ENDLESS, "ran for more than 0.3 seconds and was stopped"),
-    "a power": ("{{ (messages|length + 8) ** (9 ** 9) }}", "ran for more than 0.3 seconds"),
+    "loops": (ENDLESS, "ran for more than 0.1 seconds and was stopped"),
+    "a power": ("{{ (messages|length + 8) ** (9 ** 9) }}", "ran for more than 0.1 seconds"),
     "a long text": ("{{ 'a' * 20000000000 }}", "needed more than 48 MiB of memory"),
     "a long list": ("{{ messages * 1000000000 }}", "needed more than 48 MiB of memory"),
     "indentation": ("{{ messages|tojson(indent=2000000000) }}", "needed more than 48 MiB of memory"),
@@ -75,7 +75,17 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("source", "says"), HOSTILE.values(), ids=HOSTILE)
+TRIED = ("loops", "a long text", "pieces", "one piece", "recursion")
+"""One of each limit, and an error; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        pytest.param(*each, id=name, marks=() if name in TRIED else pytest.mark.slow)
+        for name, each in HOSTILE.items()
+    ],
+)
 def test_a_hostile_template_fails_with_one_line(
     start: Callable[..., Renderers], source: str, says: str
 ) -> None:
@@ -134,6 +144,7 @@ def test_a_variable_that_is_not_json_is_named(start: Callable[..., Renderers]) -
     assert caught.value.field == "messages"
 
 
+@pytest.mark.slow
 def test_several_conversations_are_rendered_at_once(start: Callable[..., Renderers]) -> None:
     pool = start(PLAIN)
     with ThreadPoolExecutor(16) as threads:
@@ -141,6 +152,14 @@ def test_several_conversations_are_rendered_at_once(start: Callable[..., Rendere
     assert texts == list(map(str, range(300)))
     until(lambda: not pool._starting)
     assert 2 <= len(pool._warm) <= AT_ONCE + 1
+
+
+def test_conversations_that_come_together_get_a_process_each(start: Callable[..., Renderers]) -> None:
+    """None of them is given back, so each needs a process of its own."""
+    pool = start("x")
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        taken = [each.result(60) for each in [threads.submit(pool._take) for _ in range(AT_ONCE)]]
+    assert len(set(map(id, taken))) == AT_ONCE
 
 
 def busy(pool: Renderers) -> list[int]:
@@ -152,6 +171,7 @@ def _running(pid: int) -> bool:
     return not gone(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "R"
 
 
+@pytest.mark.slow
 def test_a_conversation_whose_process_is_killed_is_rendered_by_another(
     start: Callable[..., Renderers],
 ) -> None:
@@ -174,6 +194,7 @@ def test_a_conversation_whose_process_died_before_is_rendered_by_another(
     assert pool.render(said()) == "hi"
 
 
+@pytest.mark.slow
 def test_a_conversation_that_loses_two_processes_is_refused(start: Callable[..., Renderers]) -> None:
     pool, errors = start(ENDLESS), list[TemplateError]()
 
@@ -239,7 +260,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("doing", ["idle", "busy"])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_processes_end_with_their_parent(doing: str, signum: signal.Signals) -> None:
     source = ENDLESS if doing == "busy" else "x"
     command = [sys.executable, "-c", PARENT, source, doing]

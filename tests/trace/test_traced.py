@@ -245,6 +245,7 @@ def test_without_a_trace_nothing_is_in_place(part: Path) -> None:
     assert type(traced._observer) is WorkerTrace and traced._executor._observer is traced._observer
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_everything_writes_steps(
     part: Path, spans: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_sigkill_loses_nothing(file: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(file)], check=False)
     assert done.returncode == -signal.SIGKILL

@@ -63,6 +63,7 @@ def test_a_server_killed_in_the_middle_of_a_call(kind: str, tmp_path: Path) -> N
         caller.close()
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_death_ends_the_sleep(kind: str, tmp_path: Path) -> None:
     with process("server", address_for(kind, tmp_path), "never") as server:
@@ -99,6 +100,7 @@ def test_a_lost_connection_keeps_nobody_who_saw_its_end(kind: str, tmp_path: Pat
             assert see_it_end(caller)() is None
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_frozen_server_is_silent_and_goes_on(kind: str, tmp_path: Path) -> None:
     with process("server", address_for(kind, tmp_path), "echo") as server:

@@ -175,6 +175,7 @@ NEAR = st.one_of(
 )
 
 
+@pytest.mark.slow
 @FUZZ
 @given(st.lists(st.tuples(st.integers(0, 300), NEAR, NEAR, NEAR, NEAR), max_size=8))
 def test_any_descriptors(posts: list[tuple[int, int, int, int, int]]) -> None:

@@ -144,12 +144,17 @@ def changed(monkeypatch: pytest.MonkeyPatch, word: str, factor: float) -> None:
         ("mixtral", "lm_head", "logits"),
         ("gpt_oss", "model.layers.1.self_attn.sinks", "layer 1"),
         ("gpt_oss", r"model.layers.2.mlp.experts.\d+.down_proj_bias", "layer 2"),
-        ("granitemoe", "model.layers.1.self_attn.o_proj", "layer 1"),
-        ("granitemoe", "model.embed_tokens", "embedding"),
-        ("granitemoe", "model.norm", "logits"),
-        ("internvl", "model.layers.2.mlp.gate", "layer 2"),
-        ("kimi_k25", "lm_head", "logits"),
-        ("glm4v_moe", "model.layers.0.self_attn.k_proj", "layer 0"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("granitemoe", "model.layers.1.self_attn.o_proj", "layer 1"),
+                ("granitemoe", "model.embed_tokens", "embedding"),
+                ("granitemoe", "model.norm", "logits"),
+                ("internvl", "model.layers.2.mlp.gate", "layer 2"),
+                ("kimi_k25", "lm_head", "logits"),
+                ("glm4v_moe", "model.layers.0.self_attn.k_proj", "layer 0"),
+            )
+        ),
     ],
 )
 def test_a_planted_fault_is_found_and_named(
@@ -339,6 +344,7 @@ def test_transformers_reads_mxfp4_itself(
     assert verified(path).first == "layer 0"
 
 
+@pytest.mark.slow
 def test_the_report_says_who_read_quantised_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,8 +96,9 @@ def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, in
 def _of_chat(body: Mapping[str, Any], tokenizer: Tokenizer) -> int:
     """The prompt tokens of a chat. Raises ValueError, TypeError or RequestError if it will be refused."""
     chat = ChatRequest.model_validate({name: body[name] for name in _IN_PROMPT if name in body})
-    messages = plain_messages(chat.messages, formats_of(tokenizer.chat_template))
-    return len(tokenizer.chat(messages, **variables_of(chat)))
+    formats = formats_of(tokenizer.chat_template)
+    messages = plain_messages(chat.messages, formats)
+    return len(tokenizer.chat(messages, **variables_of(chat, formats)))
 
 
 def _asked(body: Mapping[str, Any]) -> Any:

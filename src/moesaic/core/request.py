@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moesaic.core.errors import RequestError
+from moesaic.core.reasoning import ReasoningBudget
 from moesaic.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
@@ -91,6 +92,8 @@ class SamplingParams:
     """The token sequences of `bad_words`, which the engine fills in for the worker."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have. A mapping of its fields is accepted too."""
+    reasoning: ReasoningBudget | None = None
+    """How long the answer's reasoning may be. The server fills it in. None: no limit of its own."""
 
     def __post_init__(self) -> None:
         # Lists and None are accepted. Tuples are stored, so that equal parameters compare equal.

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.parsers.events import Arguments, CallBegun, CallEnded, Content, Event, Malformed, Steps
 from moesaic.parsers.reader import BLANK, Reader, Trimmed
 from moesaic.parsers.values import Tools
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the reasoning of an answer stands."""
+
+    opening: str
+    endings: tuple[str, ...]
+    """What ends it. The first one is what a model writes that makes no mistake."""
+    inside: bool = False
+    """The answer begins inside of it."""
+    anywhere: bool = False
+    """It may begin at any place, and more than once. False: at the start of the answer."""
 
 
 class CallParser(ABC):

@@ -22,6 +22,7 @@ from moesaic.parsers.values import Tools, parameters_of, types_of
 
 _NEWLINE = r"\n"
 _NEWLINES = r"/\n*/"
+_FINAL = "<|channel|>final<|message|>"
 
 
 JsonRule = Callable[[Mapping[str, Any]], str]
@@ -91,15 +92,20 @@ def grammar_of(
     tags: Tags | None = None,
     inside: bool = False,
     special: Mapping[str, int] = {},
+    or_form: bool = False,
 ) -> str:
     """The grammar of an answer that calls at least one of `tools`. For one function give only that tool.
 
-    parallel: it may have more than one call. tags: those of the reasoning that may come before; None for
-    none. inside: the prompt has opened the reasoning. special: see Grammar. json_rule: writes schemas.
+    or_form: it may have @form in place of calls. parallel: it may have more than one call. tags: those of the
+    reasoning that may come before; None for none. inside: the prompt has opened the reasoning. special: see
+    Grammar. json_rule: writes schemas.
     """
     grammar = Grammar(special, json_rule)
     calls = _WRITERS[parser](grammar, tools, parallel)
     before = _analysis(grammar) if parser is Harmony else _thoughts(grammar, tags, inside)
+    if or_form:
+        form = f"{grammar.exactly(_FINAL)} @form" if parser is Harmony else "@form"
+        calls = f"({calls} | {form})"
     return grammar.text(f"{before} {calls}")
 
 
@@ -112,8 +118,7 @@ def after_reasoning(
     """
     grammar = Grammar(special, any_json)
     if channels:
-        final = grammar.exactly("<|channel|>final<|message|>")
-        return grammar.text(f"{_analysis(grammar)} {final} @form")
+        return grammar.text(f"{_analysis(grammar)} {grammar.exactly(_FINAL)} @form")
     return "" if tags is None else grammar.text(f"{_thoughts(grammar, tags, inside)} @form")
 
 

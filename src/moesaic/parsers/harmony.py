@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from moesaic.parsers.calls import CallParser
+from moesaic.parsers.calls import CallParser, Span
 from moesaic.parsers.events import Content, Event, Malformed, Reasoning, Steps
 from moesaic.parsers.reader import BLANK, Reader, Trimmed, literal, up_to
 from moesaic.parsers.values import Tools
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", _START, _CHANNEL)
+ANALYSIS = Span("<|channel|>analysis<|message|>", _ENDS, anywhere=True)
+"""Where gpt-oss reasons."""
 
 
 class Harmony(CallParser):

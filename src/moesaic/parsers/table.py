@@ -9,11 +9,11 @@ from typing import Any
 
 from moesaic.core.errors import ConfigError
 from moesaic.parsers.answer import AnswerParser, Tags
-from moesaic.parsers.calls import CallParser
+from moesaic.parsers.calls import CallParser, Span
 from moesaic.parsers.grammar import after_reasoning, grammar_of
-from moesaic.parsers.harmony import Harmony
+from moesaic.parsers.harmony import ANALYSIS, Harmony
 from moesaic.parsers.json_calls import Hermes, Mistral
-from moesaic.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder
+from moesaic.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
 from moesaic.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2
 from moesaic.parsers.values import Tools
 
@@ -45,6 +45,7 @@ REASONING: Mapping[str, Tags | None] = {
     "glm47": _THINK,
     "kimi_k2": _THINK,
     "minimax_m2": _THINK,
+    "minimax_m3": Tags("<mm:think>", "</mm:think>"),
     "mistral": Tags("[THINK]", "[/THINK]"),
     "openai_gptoss": None,
 }
@@ -64,10 +65,14 @@ _CALL_MARKS = (
 """Parser, and the texts that a template contains if its model writes such calls. The first one is taken."""
 _REASONING_MARKS = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
+    ("minimax_m3", ("<mm:think>",)),
     ("qwen3", ("<think>",)),
     ("mistral", ("[THINK]",)),
 )
-_JOINED = re.compile(r"\barguments['\"]?\]?\s*\+")
+_BEFORE, _BEHIND = r"\b{0}['\"]?\]?\s*\+", r"\+\s*[\w.\[\]'\"]*\b{0}\b['\"]?\]?(?!['\"\]]|\s*\|)"
+_JOINED = re.compile(f"{_BEFORE}|{_BEHIND}".format("arguments"))
+_TAKES_BOTH = re.compile(r"\barguments['\"]?\]?\s+is\s+(not\s+)?string")
+_DESCRIBED = re.compile(f"{_BEFORE}|{_BEHIND}".format("description"))
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,17 @@ class Formats:
     """The chat template has a place for tools."""
     text_arguments: bool = False
     """The template joins the arguments of earlier calls to other texts, so it needs them as texts."""
+    text_descriptions: bool = False
+    """The template joins the descriptions of tools to other texts, so each tool needs one."""
 
     @property
     def tags(self) -> Tags | None:
         return None if self.reasoning is None else REASONING[self.reasoning]
+
+    @property
+    def keyed_arguments(self) -> bool:
+        """The template writes each argument of earlier calls by itself, so it needs them as objects."""
+        return self.calls is not None and issubclass(CALLS[self.calls], TaggedCalls)
 
     @property
     def short_ids(self) -> bool:
@@ -107,6 +119,16 @@ class Formats:
         calls, tags = self._calls(tools), self.tags
         found = () if calls is None else (*calls.marks, *calls.further)
         return frozenset((*found, *(() if tags is None else (tags.open, tags.close))))
+
+    def span(self, tools: Tools | None, inside: bool) -> Span | None:
+        """Where an answer has its reasoning. None if it is not told apart. Parameters: see `parser`."""
+        if self.reasoning == "openai_gptoss":
+            return ANALYSIS
+        tags, calls = self.tags, self._calls(tools)
+        if tags is None:
+            return None
+        others = () if calls is None else calls.ends_reasoning
+        return Span(tags.open, (tags.close, *others), inside or tags.always)
 
     def forced(self, tools: Tools, **options: Any) -> str:
         """The grammar of an answer that calls at least one of `tools`. options: of grammar_of."""
@@ -131,7 +153,8 @@ def formats_of(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -
         calls=_found(text, _CALL_MARKS) if calls == AUTO else _named(calls),
         reasoning=_found(text, _REASONING_MARKS) if reasoning == AUTO else _named(reasoning),
         takes_tools=re.search(r"\btools\b", text) is not None,
-        text_arguments=_JOINED.search(text) is not None,
+        text_arguments=_JOINED.search(text) is not None and _TAKES_BOTH.search(text) is None,
+        text_descriptions=_DESCRIBED.search(text) is not None,
     )
 
 

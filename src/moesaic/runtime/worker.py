@@ -34,7 +34,7 @@ STATS_INTERVAL = 0.25
 """Seconds between two statistics sent to the engine by a busy worker. An idle one sends them at once."""
 
 COMPILING = 0.02
-"""Seconds between two looks for messages while a worker has nothing to do but to wait for a grammar."""
+"""Seconds between two looks for messages and grammars while requests wait for a grammar."""
 
 Journal = Callable[[Event, float, list[Action]], None]
 """Gets every event, its time and the actions that it led to, so that a run can be replayed."""
@@ -100,7 +100,7 @@ class Worker:
         self._receive(0.0 if busy else timeout, 0.0 if busy else self._linger)
         self._take(self._arrivals.ready(COMPILING if busy and not computing else 0.0))
         if not self._events and not self._stopping:
-            self._progress(timeout)
+            self._progress(COMPILING if self._arrivals.waiting else timeout)
         self._report_faults()
         self._report_settled()
         if not self._events or self._stopping:

@@ -29,6 +29,8 @@ class Reading:
     parallel: bool = True
     """More than the first call of an answer is returned."""
     include_reasoning: bool = True
+    named: bool = False
+    """The request names the function that the answer calls."""
 
     def answer(self) -> Answer:
         """A new answer."""
@@ -88,8 +90,9 @@ class Answer:
         return message
 
     def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
-        """Why the answer ended, in the words of the API."""
-        return "tool_calls" if self._calls and reason is FinishReason.STOP else reason.value
+        """Why the answer ended, in OpenAI's words: `stop` also after a call of a named function."""
+        called = self._calls and not self._reading.named
+        return "tool_calls" if called and reason is FinishReason.STOP else reason.value
 
     def _deltas(self, event: Event) -> list[ChatDelta]:
         """The piece for an event, if it has one, which is noted for the message."""

@@ -76,8 +76,9 @@ class Stream:
             raise NonFiniteLogitsError
         if item[1].finish_reason is FinishReason.NOT_ALLOWED:
             raise RequestError(
-                "structured_outputs: the answer ended early: no token is allowed by both the grammar and the "
-                "other parameters (such as min_tokens), or the grammar is too complex at this place",
+                "structured_outputs: the answer ended early: no token is allowed by both the grammar, or the "
+                "end of the reasoning at its budget, and the other parameters (such as min_tokens), or the "
+                "grammar is too complex at this place",
                 "structured_outputs",
             )
         return item

@@ -9,7 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moesaic.server.responses import ChatChunk, ChatChunkChoice, ChatDelta, ChatFinishReason, Usage
+from moesaic.server.responses import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatFinishReason,
+    ChatLogprob,
+    Usage,
+)
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -26,6 +33,8 @@ class Block:
     name: str = ""
     """Of the function that a call calls."""
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[ChatLogprob] = field(default_factory=list)
+    """Of the tokens of a text, where the chat has log-probabilities."""
     complete: bool = False
     """True once it has ended, unless the limit of the answer's length ended it."""
 
@@ -48,6 +57,7 @@ class Piece:
 
     block: Block
     text: str
+    logprobs: list[ChatLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class Finish:
     """The answer has ended."""
 
     reason: ChatFinishReason
+    """tool_calls also where a chat says stop, after a call of a named function."""
     stop_reason: str | int | None
     """The stop string or stop token id that ended it, if one did."""
     usage: Usage
@@ -79,7 +90,8 @@ async def block_events(chunks: AsyncIterator[ChatChunk]) -> AsyncGenerator[Block
                 yield event
             last = choice if choice.finish_reason else last
         if chunk.usage is not None and last is not None and last.finish_reason is not None:
-            yield Finish(last.finish_reason, last.stop_reason, chunk.usage)
+            called = blocks.called and last.finish_reason == "stop"
+            yield Finish("tool_calls" if called else last.finish_reason, last.stop_reason, chunk.usage)
 
 
 async def collect(events: AsyncIterator[BlockEvent]) -> tuple[list[Block], Finish]:
@@ -103,9 +115,20 @@ class _Blocks:
         self._count = 0
         self._call = -1
         """Number of the call in the answer, if the open block is a call."""
+        self._scored: list[ChatLogprob] = []
+        """Log-probabilities of tokens that are in no text yet. They may belong to a tag, or to reasoning."""
+
+    @property
+    def called(self) -> bool:
+        """Some block was a call."""
+        return self._call >= 0
 
     def take(self, choice: ChatChunkChoice) -> Iterator[BlockEvent]:
         """The events of a chunk."""
+        if choice.delta.reasoning or choice.delta.tool_calls:
+            self._scored = []
+        if choice.logprobs is not None:
+            self._scored += choice.logprobs.content
         yield from self._delta(choice.delta)
         if choice.finish_reason is not None:
             yield from self._end(choice.finish_reason != "length")
@@ -127,7 +150,18 @@ class _Blocks:
             yield from self._begin(kind)
         assert self._open is not None
         self._open.pieces.append(text)
-        yield Piece(self._open, text)
+        logprobs = self._tokens_of(text) if kind == "text" else []
+        self._open.logprobs += logprobs
+        yield Piece(self._open, text, logprobs)
+
+    def _tokens_of(self, text: str) -> list[ChatLogprob]:
+        """The last tokens, as many as the bytes of `text` need. Those before belong to a tag."""
+        left, start = len(text.encode()), len(self._scored)
+        while left > 0 and start > 0:
+            start -= 1
+            left -= len(self._scored[start].bytes)
+        found, self._scored = self._scored[start:], []
+        return found
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[BlockEvent]:
         yield from self._end(complete=True)

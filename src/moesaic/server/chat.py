@@ -27,7 +27,8 @@ from moesaic.server.prompts import (
     require_few_entries,
     require_few_scores,
 )
-from moesaic.server.requests import ChatRequest
+from moesaic.server.reasoning import with_budget
+from moesaic.server.requests import ChatRequest, ToolChoice
 from moesaic.server.responses import (
     ChatChoice,
     ChatChunk,
@@ -108,8 +109,9 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
         inside=opens_reasoning(prompt, body, service),
         parallel=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning is not False,
+        named=isinstance(body.tool_choice, ToolChoice),
     )
-    params = await with_grammar(params, body, reading, service)
+    params = with_budget(await with_grammar(params, body, reading, service), body, reading, service)
     if fit:
         params = _fitted(params, len(prompt), service)
     reply = Reply(body, prompt, service, reading)

@@ -277,13 +277,13 @@ class Connection(H11Protocol):
 
     def _end(self, problem: Problem) -> None:
         """Close the connection, with `problem` as the last answer where no other one has begun."""
-        started = False
+        started, path = False, ""
         if self.cycle is not None and not self.cycle.response_complete:
-            started = self.cycle.response_started
+            started, path = self.cycle.response_started, str(self.cycle.scope["path"])
             self.cycle.disconnected = True  # the application's answer has no place any more
             self.cycle.message_event.set()
         if not started:
-            self.transport.write(_raw(problem))
+            self.transport.write(_raw(problem, path))
         self.transport.close()
 
     def _answered(self) -> bool:
@@ -352,9 +352,12 @@ def _closing(send: Send) -> Send:
     return closing
 
 
-def _raw(problem: Problem) -> bytes:
-    """The bytes of an answer that does not belong to a request, after which the connection is closed."""
-    body = problem.json().encode()
+def _raw(problem: Problem, path: str) -> bytes:
+    """The bytes of an answer after which the connection is closed.
+
+    path: of the request; empty for an answer that does not belong to one.
+    """
+    body = problem.json(path).encode()
     headers = {
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),

@@ -78,16 +78,16 @@ class Problem(HTTPException):
         text = message.encode(errors="replace").decode()
         self.body = ErrorResponse(error=ErrorDetail(message=text, type=kind, param=clean[0], code=clean[1]))
 
-    def json(self) -> str:
+    def json(self, path: str = "") -> str:
+        """The body of the answer to a request for `path`, in the form of its API."""
+        if path.startswith(anthropic.PATHS):
+            about = anthropic.error_of(self.status_code, self.body.error.message)
+            return json.dumps({"type": "error", **about})
         return self.body.model_dump_json()
 
     def response(self, path: str = "") -> Response:
-        """The answer to a request for `path`, in the form of its API."""
-        text = self.json()
-        if path.startswith(anthropic.PATHS):
-            about = anthropic.error_of(self.status_code, self.body.error.message)
-            text = json.dumps({"type": "error", **about})
-        return Response(text, self.status_code, self.headers, "application/json")
+        """The answer to a request for `path`."""
+        return Response(self.json(path), self.status_code, self.headers, "application/json")
 
 
 def problem_of(error: Exception) -> Problem:

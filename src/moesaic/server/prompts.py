@@ -110,7 +110,7 @@ async def chat_prompt(
     cut. special: add the tokenizer's special tokens too.
     """
     tokenizer = service.tokenizer
-    variables = variables_of(options)
+    variables = variables_of(options, service.formats)
     taken = inspect.signature(type(tokenizer).chat).parameters
     for name in variables:
         if name in taken:

@@ -290,6 +290,8 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     """False: only the first call of an answer is returned."""
     include_reasoning: bool | None = None
     """False: the reasoning is left out of the answer (vLLM)."""
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    """Maximum number of tokens of the reasoning, which is then ended (vLLM). -1: no limit of its own."""
     modalities: Annotated[list[Literal["text"]], FIRST] | None = None
     functions: Unsupported = None
     function_call: Literal["none", "auto"] | None = None

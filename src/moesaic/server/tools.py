@@ -28,6 +28,9 @@ from moesaic.structured.grammar import check, json_rule
 
 DEEPEST = 100
 """Maximum depth of lists and objects inside of one another, in schemas and in arguments."""
+INVALID = "INVALID_JSON"
+"""The name under which templates get arguments that are no JSON object. Anthropic's documents name it."""
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
@@ -59,15 +62,18 @@ def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
 async def with_grammar(
     params: SamplingParams, body: ChatRequest, reading: Reading, service: Service
 ) -> SamplingParams:
-    """`params` with the grammar of a forced call, or with reasoning before the form of the answer.
+    """`params` with the grammar of a forced call, or with what may stand before or in place of its form.
 
+    That is reasoning, and calls if the answer may have any: these have any arguments, as without a form. A
+    forced call has no content, so a response_format says nothing about it.
     Raises RequestError for a schema that cannot be forced, and OverloadedError.
     """
     form, special, formats = params.structured_outputs, service.tokenizer.special_tokens, reading.formats
-    if body.tool_choice in (None, "auto", "none"):
+    forced = body.tool_choice not in (None, "auto", "none")
+    if not forced and (form is None or not reading.tools):
         around = "" if form is None else formats.after_reasoning(reading.inside, special)
         return replace(params, structured_outputs=replace(form, around=around)) if form and around else params
-    if form is not None:
+    if forced and form is not None and body.response_format is None:
         raise RequestError(
             "tool_choice: 'auto' and 'none' are allowed with a structured output", "tool_choice"
         )
@@ -78,34 +84,50 @@ async def with_grammar(
 
     def work() -> StructuredOutputsParams:
         grammar = formats.forced(
-            tools, inside=reading.inside, parallel=reading.parallel, special=special, json_rule=json_rule
+            tools,
+            inside=reading.inside,
+            parallel=reading.parallel,
+            special=special,
+            json_rule=json_rule if forced else _any_json,
+            or_form=not forced,
         )
         with named("tools"):
-            found = StructuredOutputsParams(grammar=grammar)
+            whole = StructuredOutputsParams(grammar=grammar)
+            found = whole if forced or form is None else replace(form, around=grammar)
             check(found, special)
         return found
 
     return replace(params, structured_outputs=await service.text_threads.run(work))
 
 
-def dumped(tools: Sequence[Tool]) -> Tools:
-    """The tools as chat templates expect them."""
-    return tuple({"type": tool.type, "function": _function(tool.function)} for tool in tools)
+def _any_json(schema: Mapping[str, Any]) -> str:
+    """A JsonRule for calls that no schema binds."""
+    return json_rule({"type": "object"} if schema.get("type") == "object" else {})
 
 
-def _function(function: Function) -> dict[str, Any]:
+def dumped(tools: Sequence[Tool], described: bool = False) -> Tools:
+    """The tools as chat templates expect them. described: each has a description, which may be empty."""
+    return tuple({"type": tool.type, "function": _function(tool.function, described)} for tool in tools)
+
+
+def _function(function: Function, described: bool) -> dict[str, Any]:
+    """A function without parameters has an empty list of them, as OpenAI says. Many templates need one."""
     fields = ("name", "description", "parameters", "strict")
-    return {name: value for name in fields if (value := getattr(function, name)) is not None}
+    given = {name: value for name in fields if (value := getattr(function, name)) is not None}
+    absent = {"parameters": _NO_PARAMETERS} | ({"description": ""} if described else {})
+    return given | {name: value for name, value in absent.items() if name not in given}
 
 
-def variables_of(options: TemplateOptions) -> dict[str, Any]:
+def variables_of(options: TemplateOptions, formats: Formats) -> dict[str, Any]:
     """The variables of the chat template that a request sets. chat_template_kwargs take precedence.
 
     Raises RequestError for a schema that is nested too deeply.
     """
     for number, tool in enumerate(options.tools or ()):
         require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
-    found: dict[str, Any] = {} if not options.tools else {"tools": list(dumped(options.tools))}
+    found: dict[str, Any] = (
+        {} if not options.tools else {"tools": list(dumped(options.tools, formats.text_descriptions))}
+    )
     if options.reasoning_effort is not None:
         found["reasoning_effort"] = options.reasoning_effort
         found |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}
@@ -147,7 +169,9 @@ def further_fields(message: Message, formats: Formats) -> dict[str, Any]:
 
 def _call(call: ToolCall, formats: Formats) -> dict[str, Any]:
     text = call.function.arguments
-    arguments = text if formats.text_arguments else _object(text)
+    arguments: Any = text if formats.text_arguments else _object(text)
+    if formats.keyed_arguments and isinstance(arguments, str):
+        arguments = {INVALID: arguments}
     called = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return called if call.id is None else {"id": call.id, **called}
 

@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray
 from moesaic.structured.grammar import limits
+from moesaic.structured.reasoning import BudgetFilter
 from moesaic.structured.token_filter import GrammarFilter, Masks, TokenFilter
 from moesaic.structured.vocabulary import Vocabulary
 
@@ -26,13 +28,14 @@ MaskTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Constraint:
-    """The structured output of one request in the batch."""
+    """What one request in the batch may generate: by its structured output, or its reasoning's budget."""
 
     def __init__(self, request_id: int, found: TokenFilter) -> None:
         self.request_id = request_id
         self.filter = found
-        self.next: Future[Masks] | None = None
-        """[1, words] the mask of the next token. A thread computes it."""
+        self.next: tuple[Future[list[Masks]], int] | None = None
+        """The masks of a step, which a thread computes, and which of them has that of the next token: [1,
+        words]. None: every token is allowed."""
 
     def accept(self, token: int) -> bool:
         """Go on behind a sampled token. False if it is not allowed."""
@@ -47,7 +50,7 @@ class Constraint:
 class Constraints:
     """Compiles the grammars of requests and masks logits.
 
-    vocabulary: reads the tokenizer; it is called in a thread at the first request with a grammar. width:
+    vocabulary: reads the tokenizer; it is called in a thread at the first request that needs it. width:
     number of logits. mask_tokens: the operation that changes logits. One thread compiles and one computes
     masks, so a large grammar delays only the requests that wait for it.
     """
@@ -58,30 +61,46 @@ class Constraints:
         self._mask_tokens = mask_tokens
         self._compiler = ThreadPoolExecutor(1, "grammar")
         self._masker = ThreadPoolExecutor(1, "mask")
+        self._read: Future[Vocabulary] | None = None
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], Future[LLMatcher]] = OrderedDict()
 
-    def compiled(self, request: Request) -> Future[LLMatcher] | None:
-        """The compiled grammar of a request, which may still be under way. None if it has no grammar."""
-        if not request.grammar:
-            return None
+    def compiled(self, request: Request) -> Future[Any] | None:
+        """What a request waits for: its compiled grammar, or the vocabulary for a budget. None: nothing."""
+        if request.grammar:
+            return self._matcher(request)
+        return None if request.params.reasoning is None else self._bytes()
+
+    def _bytes(self) -> Future[Vocabulary]:
+        """The vocabulary, which is read once."""
+        if self._read is None:
+            self._read = self._compiler.submit(self._vocabulary)
+        return self._read
+
+    def _matcher(self, request: Request) -> Future[LLMatcher]:
+        """The compiled grammar of a request, which may still be under way."""
         key = request.grammar, request.eos_token_ids
         if key not in self._compiled:
-            self._compiled[key] = self._compiler.submit(self._compile, *key)
+            self._compiled[key] = self._compiler.submit(self._compile, self._bytes(), *key)
             while len(self._compiled) > GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         return self._compiled[key]
 
     def constrain(self, request: Request, generated: Sequence[int]) -> Constraint | None:
-        """The constraint of a request behind its generated tokens. None if it has no grammar.
+        """The constraint of a request behind its generated tokens. None if it has none.
 
         Waits if the grammar is not compiled yet.
         """
-        compiled = self.compiled(request)
-        if compiled is None:
+        chosen: TokenFilter | None = None
+        if request.grammar:
+            chosen = GrammarFilter(self._matcher(request).result().deep_copy(), self._width)
+        if request.params.reasoning is not None:
+            tokens = self._bytes().result().tokens
+            chosen = BudgetFilter(request.params.reasoning, tokens, self._width, chosen)
+        if chosen is None:
             return None
-        found = Constraint(request.request_id, GrammarFilter(compiled.result().deep_copy(), self._width))
+        found = Constraint(request.request_id, chosen)
         if generated:
             found.filter.accept(generated)
         self._prepare([found])
@@ -92,8 +111,10 @@ class Constraints:
 
         logits: [*, width] float32; row lines[i] is that of constraints[i].
         """
-        masks = np.concatenate([one.next.result() for one in constraints if one.next is not None])
-        self._mask_tokens(logits, torch.tensor(lines), torch.from_numpy(masks))
+        bound = [(line, *one.next) for line, one in zip(lines, constraints, strict=True) if one.next]
+        if bound:
+            masks = np.concatenate([job.result()[place] for _, job, place in bound])
+            self._mask_tokens(logits, torch.tensor([line for line, _, _ in bound]), torch.from_numpy(masks))
 
     def accept(
         self, constraints: Mapping[int, Constraint], tokens: IntArray, logits: torch.Tensor
@@ -113,11 +134,24 @@ class Constraints:
         return refused
 
     def _prepare(self, constraints: Iterable[Constraint]) -> None:
-        for constraint in constraints:
-            constraint.next = self._masker.submit(constraint.filter.masks)
+        """Begin to compute the next masks. One job has all of a step: each job costs a change of threads."""
+        found = list(constraints)
+        bound = [one for one in found if one.filter.restricts]
+        job = self._masker.submit(_masks_of, [one.filter for one in bound]) if bound else None
+        places = {id(one): place for place, one in enumerate(bound)}
+        for one in found:
+            one.next = (job, places[id(one)]) if job is not None and id(one) in places else None
 
-    def _compile(self, grammar: str, eos_token_ids: tuple[int, ...]) -> LLMatcher:
+    def _compile(
+        self, vocabulary: Future[Vocabulary], grammar: str, eos_token_ids: tuple[int, ...]
+    ) -> LLMatcher:
+        """vocabulary: read before, in this thread."""
         if eos_token_ids not in self._tokenizers:
-            self._tokenizers[eos_token_ids] = self._vocabulary().compiled(self._width, eos_token_ids)
+            self._tokenizers[eos_token_ids] = vocabulary.result().compiled(self._width, eos_token_ids)
         tokenizer = self._tokenizers[eos_token_ids]
         return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+
+
+def _masks_of(filters: Sequence[TokenFilter]) -> list[Masks]:
+    """The masks of the next tokens, each [1, words]."""
+    return [one.masks() for one in filters]

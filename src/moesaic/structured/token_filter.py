@@ -21,6 +21,11 @@ class TokenFilter(Protocol):
         """Why nothing is allowed any more, in the library's words. Empty while something is."""
         ...
 
+    @property
+    def restricts(self) -> bool:
+        """Whether it may forbid a token at the next position. False: no mask is needed."""
+        ...
+
     def masks(self, drafted: Sequence[int] = ()) -> Masks:
         """The masks of the next position and of those behind each drafted token.
 
@@ -47,7 +52,7 @@ class GrammarFilter:
     def __init__(self, matcher: LLMatcher, width: int) -> None:
         """matcher: of the compiled grammar; this object changes it. width: number of logits."""
         self._matcher = matcher
-        self._words = (width + 31) // 32
+        self._words = words_of(width)
         self._ends = 0
         """Tokens behind a whole answer, which the matcher takes but does not count."""
 
@@ -55,12 +60,16 @@ class GrammarFilter:
     def error(self) -> str:
         return str(self._matcher.get_error()).partition("\n")[0].removesuffix(" <non-verbose/>")
 
+    @property
+    def restricts(self) -> bool:
+        return True
+
     def masks(self, drafted: Sequence[int] = ()) -> Masks:
         found = np.zeros((1 + len(drafted), self._words), dtype=np.int32)
         behind = 0
         for row in found:
             self._fill(row)
-            if behind == len(drafted) or not _has(row, drafted[behind]):
+            if behind == len(drafted) or not has(row, drafted[behind]):
                 break
             self.accept([drafted[behind]])
             behind += 1
@@ -91,6 +100,11 @@ class GrammarFilter:
             self._matcher.rollback(count - ends)
 
 
-def _has(mask: npt.NDArray[np.int32], token: int) -> bool:
+def words_of(width: int) -> int:
+    """Number of words in the mask of `width` tokens."""
+    return (width + 31) // 32
+
+
+def has(mask: npt.NDArray[np.int32], token: int) -> bool:
     """Whether a mask [words] allows a token. (The library's own check refuses the end of an answer.)"""
     return bool(mask[token // 32] >> (token % 32) & 1)

@@ -10,6 +10,9 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from moesaic.tokenizer import Tokenizer
 
+LONGEST = 1024
+"""Maximum number of bytes of a token that a grammar allows. The library panics at longer ones."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -27,7 +30,8 @@ class Vocabulary:
 
         width: number of logits, which may be more or less than the tokens. eos_token_ids: at least one.
         """
-        tokens = [*self.tokens[:width], *[b""] * (width - len(self.tokens))]
+        known = [token if len(token) <= LONGEST else b"" for token in self.tokens[:width]]
+        tokens = [*known, *[b""] * (width - len(known))]
         special = sorted(number for number in self.special | set(eos_token_ids) if number < width)
         given = _Tokens(tokens, special, eos_token_ids[0], self.encode)
         return LLTokenizer(TokenizerWrapper(given), n_vocab=width, eos_token=list(eos_token_ids))

@@ -97,6 +97,8 @@ class Renderers:
                 if not self._count:
                     raise RendererError(f"no process can render chat templates: {self._failure}")
                 self._changed.wait()
+            if self._ending.alive:
+                self._prepare()  # again: others may have come while this conversation waited
             return self._warm.pop()
 
     def _prepare(self) -> None:

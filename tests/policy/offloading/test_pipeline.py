@@ -119,6 +119,7 @@ def _place(tasks: Sequence[Task]) -> dict[tuple[Kind, Lane, int, int], int]:
     return {(task.kind, task.lane, task.layer, task.micro_batch): place for place, task in enumerate(tasks)}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(SHAPES, st.sampled_from(SCHEDULES), st.lists(st.floats(0.1, 3), min_size=20, max_size=20))
 def test_no_schedule_breaks_an_order_that_the_model_needs(

@@ -83,6 +83,7 @@ def test_layers_beyond_the_first_cost_what_the_last_ones_did() -> None:
         assert step.seconds == pytest.approx(max(whole, step.busy[SLOW_MEMORY]), rel=0.01), schedule
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_best_of_all_that_fit() -> None:
     """Every candidate is priced. None is faster than the one that the search with pruning finds."""
     job, limits = Workload(20, 10), SearchLimits(largest_batch=24)
@@ -152,6 +153,7 @@ def test_what_does_not_fit_is_said() -> None:
         search(MIXTRAL, L4.with_slow(memory=60 * GIB), JOB)
 
 
+@pytest.mark.slow
 def test_prefill_is_in_the_objective() -> None:
     """A slow prefill does not favour long batches of long prompts, and the throughput includes it."""
     assert L4.fast.processor is not None
@@ -228,7 +230,10 @@ def test_wrong_workloads_are_refused() -> None:
     assert math.isclose(Workload(1, 1).context, 2)
 
 
-@pytest.mark.parametrize(("memory", "smaller"), [(1.5e6, True), (2e6, False), (1e9, False)])
+@pytest.mark.parametrize(
+    ("memory", "smaller"),
+    [(1.5e6, True), *(pytest.param(memory, False, marks=pytest.mark.slow) for memory in (2e6, 1e9))],
+)
 def test_prompts_take_less_memory_where_requests_and_experts_need_it(
     memory: float, smaller: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

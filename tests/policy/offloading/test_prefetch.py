@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def test_worked_example() -> None:
     assert likely.experts(0, 0, ()) == likely.experts(1, 4, ()) == []
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 1), CHOSEN)), st.integers(0, 9), st.sets(st.integers(0, 7)))
 def test_only_what_was_chosen_in_the_layer_and_the_most_frequent_first(
     steps: list[tuple[int, np.ndarray]], most: int, without: set[int]

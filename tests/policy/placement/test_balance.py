@@ -219,6 +219,7 @@ def assert_sound(case: Case, placement: Placement) -> None:
         assert (np.abs(room[free] - share) < 1 + 1e-6).all()
 
 
+@pytest.mark.slow
 @given(cases())
 def test_every_placement_is_sound(case: Case) -> None:
     placement = case.place()
@@ -239,6 +240,7 @@ def test_the_next_placement_is_sound_too(pair: tuple[Case, Case]) -> None:
     assert after is before or after.version == 1
 
 
+@pytest.mark.slow
 @given(cases())
 def test_never_worse_than_consecutive_ranges(case: Case) -> None:
     """Holds without redundancy on equal servers, where the ranges are as long as the slots."""
@@ -250,6 +252,7 @@ def test_never_worse_than_consecutive_ranges(case: Case) -> None:
         assert (ours <= theirs * (1 + 1e-6)).all()
 
 
+@pytest.mark.slow
 @given(cases())
 def test_equal_servers_differ_by_one_copy_at_most(case: Case) -> None:
     """The largest load is at most the mean plus one copy. No greedy packing has a lower bound."""

@@ -49,6 +49,7 @@ def test_the_odd_slot_stays_where_it_is() -> None:
     assert server_slots(5, 5, floats(7, 3), ints(5, 0)[None]).tolist() == [[4, 1]]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 30), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5), st.data())
 def test_totals_are_fair_over_the_layers(experts: int, weights: list[float], data: st.DataObject) -> None:
     slots = data.draw(st.integers(1, experts * len(weights)))

@@ -141,6 +141,7 @@ def run_machine(examples: int, steps: int) -> None:
     run_state_machine_as_test(PoolMachine, settings=quiet)
 
 
+@pytest.mark.slow
 def test_random_use() -> None:
     run_machine(50, 30)
 

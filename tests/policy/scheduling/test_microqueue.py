@@ -143,6 +143,7 @@ SETTINGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, derandomize=True)
 @given(SETTINGS, QUEUES, st.data())
 def test_defrag_is_algorithm_1(policy: Defrag, rows: list[list[int]], data: st.DataObject) -> None:

@@ -52,7 +52,7 @@ def without_tables(file: str) -> None:
 
 
 @pytest.mark.parametrize("tables", [True, False], ids=["tables", "no tables"])
-@pytest.mark.parametrize("copies", [0, 3])
+@pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_copies_that_no_rank_holds_are_told(tmp_path: Path, copies: int, tables: bool) -> None:
     file = write(tmp_path, profile(), 2, copies)
     if not tables:

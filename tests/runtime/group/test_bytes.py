@@ -143,7 +143,7 @@ def exchanged(routes: Routes, owners: IntArray, plans: Plans, size: int) -> Exch
     return found
 
 
-SIZES = [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (4, 2)]
+SIZES = [pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (4, 1), (4, 2))]
 """Ranks, and those that share an expert."""
 ORDERED = ("deepspeed", "all-reduce", "reduce-scatter")
 

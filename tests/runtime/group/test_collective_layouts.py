@@ -102,7 +102,7 @@ def small_cache(path: Path, size: int) -> str:
 RANKS = ((2, 1), (4, 1), (4, 2))
 """And of those how many share each expert."""
 EVERY = [
-    *pairs.params(MODELS, FORMS, RANKS, fast=[("qwen3", "shuffled, move", (2, 1))]),
+    *pairs.params(MODELS, FORMS, RANKS),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
         for each in [
@@ -142,6 +142,7 @@ def test_the_tokens_of_one_process(
     assert (counted.kept_rows < counted.shuffled_rows) == (form == "shuffled, move" and units > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["deepspeed", "all-reduce", "reduce-scatter"])
 def test_random_placements(form: str, alone: dict[str, Alone], tmp_path: Path) -> None:
     """Experts may live on any rank, another number on each."""

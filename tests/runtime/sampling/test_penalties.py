@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,6 +77,7 @@ def test_a_batch_is_adjusted_to_the_bit_as_its_rows_alone(batch: list[Row], late
     assert torch.equal(logits.nan_to_num(nan=1e9), wanted.nan_to_num(nan=1e9))
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=35, deadline=None)
 @given(batch=st.lists(requests(), min_size=1, max_size=6))
 def test_reports_of_a_batch_are_to_the_bit_those_of_its_rows_alone(batch: list[Row]) -> None:

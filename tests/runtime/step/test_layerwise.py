@@ -143,6 +143,7 @@ def parted(engine: Engine, dice: random.Random) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [False, True])
 def test_rows_that_part_and_meet_have_the_bits_of_a_whole_step(recorded: bool) -> None:
     engine, dice = Engine(recorded), random.Random(3)
@@ -153,6 +154,7 @@ def test_rows_that_part_and_meet_have_the_bits_of_a_whole_step(recorded: bool) -
         assert not engine.experts.open and not engine.layered._runs and not engine.layered._run_of
 
 
+@pytest.mark.slow
 def test_a_recording_serves_the_next_rows_when_its_own_went_on_elsewhere() -> None:
     """Its memory is theirs then: as many recordings as groups that began at the same time, no more."""
     engine, dice = Engine(recorded=True), random.Random(5)

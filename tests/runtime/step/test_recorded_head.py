@@ -20,6 +20,7 @@ def answered(llm: LLM, prompts: list[list[int]]) -> list[Sequence[TokenLogprob] 
     return [one.outputs[0].logprobs for one in llm.generate(prompts, PARAMS)]
 
 
+@pytest.mark.slow
 def test_they_are_the_models_own_and_python_computes_them_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     compute = Model.logits

@@ -14,7 +14,7 @@ import pytest
 from moesaic.server.anthropic.answer import MessageWriter
 from moesaic.server.blocks import BlockEvent, Finish
 from moesaic.server.responses import PromptTokensDetails, Usage
-from tests.server.conftest import MODEL, Launch, Live, events_of, prompt_of
+from tests.server.conftest import MODEL, NO_TLS, Launch, Live, events_of, prompt_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS: list[Any] = [
@@ -276,6 +276,21 @@ def test_a_call_can_be_forced(agent: Live) -> None:
     assert agent.worker.seen[-1].grammar
 
 
+def test_a_budget_ends_the_reasoning(agent: Live, live: Live) -> None:
+    ask(agent, thinking={"type": "enabled", "budget_tokens": 9})
+    budget = agent.worker.seen[-1].params.reasoning
+    assert budget is not None and (budget.tokens, budget.endings[0]) == (9, "</think>")
+    assert bytes(budget.end_ids) == b"</think>"
+    answer = ask(live, tools=None, thinking={"type": "enabled", "budget_tokens": 9})
+    assert answer.status_code == 200, "nothing is to be ended where a model does not reason"
+    assert live.worker.seen[-1].params.reasoning is None
+    wrong = ask(agent, thinking={"type": "disabled", "budget_tokens": 9})
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (
+        400,
+        "thinking.budget_tokens: got 9; allowed with the type 'enabled', not 'disabled'",
+    )
+
+
 def tokens_of(live: Live, **body: Any) -> Any:
     return live.post("/v1/messages/count_tokens", **body).json()["input_tokens"]
 
@@ -410,7 +425,9 @@ def test_keys_and_errors_are_anthropics(launch: Launch) -> None:
     body = {"model": MODEL, "max_tokens": 10, "messages": user("hi")}
 
     def status(headers: dict[str, str], path: str = "/v1/messages", **more: Any) -> tuple[int, str]:
-        response = httpx.post(live.url + path, json=body | more, headers=headers, trust_env=False)
+        response = httpx.post(
+            live.url + path, json=body | more, headers=headers, trust_env=False, verify=NO_TLS
+        )
         answer = response.json()
         return response.status_code, answer["error"]["type"] if response.status_code != 200 else answer[
             "type"
@@ -423,7 +440,7 @@ def test_keys_and_errors_are_anthropics(launch: Launch) -> None:
     assert status(right, model="claude") == (404, "not_found_error")
     assert status(right, messages=user("x" * 2000)) == (413, "request_too_large")
     assert status({}, "/v1/chat/completions") == (401, "invalid_request_error"), "OpenAI's"
-    live.worker.die()
+    live = launch(ready=False, api_key="s3cret")
     assert status(right) == (503, "overloaded_error")
 
 

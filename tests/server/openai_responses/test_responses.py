@@ -170,6 +170,39 @@ def test_a_stream_says_the_same_as_a_whole_answer(
     assert "".join(texts) == final.output_text
 
 
+def test_a_limit_beyond_the_context_is_reduced(agent: Live) -> None:
+    answer = create(agent, "x" * 4050, max_output_tokens=100_000, tools=[])
+    request = agent.worker.seen[-1]
+    assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
+    assert answer.max_output_tokens == 100_000 and answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize("top", [None, 0, 2])
+def test_texts_have_log_probabilities(agent: Live, top: int | None) -> None:
+    """Those of their own tokens: not of reasoning, of tags or of a call."""
+    reply = f"{THOUGHT}Yes <tool_x> ü\n{CALL}"
+    options = {"include": ["message.output_text.logprobs"], "top_logprobs": top, "temperature": 0}
+    whole = create(agent, reply, **options)
+    *events, last = create(agent, reply, stream=True, **options)
+    assert whole.top_logprobs == (top or 0)
+    for response in (whole, last.response):
+        text = response.output[1].content[0]
+        assert bytes(one.bytes[0] for one in text.logprobs).decode() == text.text == "Yes <tool_x> ü"
+        assert all(len(one.top_logprobs) == (top or 0) and one.logprob <= 0 for one in text.logprobs)
+    pieces = [event for event in events if event.type == "response.output_text.delta"]
+    for piece in pieces:
+        assert (
+            "".join(chr(one.model_extra["bytes"][0]) for one in piece.logprobs).encode("latin-1")
+            == piece.delta.encode()
+        )
+    done = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.to_dict() for piece in pieces for one in piece.logprobs] == [
+        one.to_dict() for event in done for one in event.logprobs
+    ]
+    assert create(agent, reply, top_logprobs=2).output[1].content[0].logprobs == []
+
+
 def test_a_call_that_is_cut_off_is_incomplete(agent: Live) -> None:
     whole = create(agent, f"a{CALL}", max_output_tokens=60)
     *_, last = create(agent, f"a{CALL}", max_output_tokens=60, stream=True)
@@ -294,8 +327,7 @@ def test_sampling_and_effort_reach_the_model(agent: Live) -> None:
         ({"input": "x" * 5000}, "input", "context length"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type: got 'web_search'"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "got 'f'"),
-        ({"top_logprobs": 2}, "top_logprobs", "/v1/chat/completions gives"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions gives"),
+        ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema: missing"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},

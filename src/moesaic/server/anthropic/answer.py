@@ -15,7 +15,7 @@ from moesaic.server.blocks import Begun, Block, BlockEvent, Ended, Finish, Piece
 from moesaic.server.errors import Problem
 from moesaic.server.events import NamedEvent
 from moesaic.server.responses import Payload
-from moesaic.server.tools import require_shallow
+from moesaic.server.tools import INVALID, require_shallow
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -171,7 +171,7 @@ def _input(arguments: str) -> dict[str, Any]:
         require_shallow(found, "arguments", "arguments")
     except (ValueError, RecursionError, RequestError):
         found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
+    return found if isinstance(found, dict) else {INVALID: arguments}
 
 
 def _stop(finish: Finish) -> tuple[StopReason, str | None]:

@@ -78,7 +78,8 @@ class Thinking(Body):
     """Whether the model reasons before it answers."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=Ignored)
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of tokens of the reasoning; only with the type "enabled"."""
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the reasoning is left out of the answer."""
 

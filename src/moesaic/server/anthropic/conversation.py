@@ -15,6 +15,7 @@ from moesaic.server.tools import require_shallow
 NAMES = (
     (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
     ("response_format", "output_config.format"),
+    ("thinking_token_budget", "thinking.budget_tokens"),
 )
 """Fields of a chat, and their names here."""
 
@@ -30,8 +31,11 @@ _PARTS = "text", "tool_use", "thinking"
 _FAILED = "Error: "
 
 
-def chat_of(body: CountRequest) -> chat.ChatRequest:
-    """The chat that `body` describes. Raises RequestError, naming the field."""
+def chat_of(body: CountRequest, reasons: bool) -> chat.ChatRequest:
+    """The chat that `body` describes. Raises RequestError, naming the field.
+
+    reasons: the model's reasoning is told apart. Otherwise a budget for it asks for nothing.
+    """
     messages = _messages(body)
     continued = messages[-1].role == "assistant"
     if continued:
@@ -47,6 +51,7 @@ def chat_of(body: CountRequest) -> chat.ChatRequest:
         **_sampling(body),
         **_choice(body),
         **_thinking(body),
+        thinking_token_budget=_budget(body) if reasons else None,
         **_form(body),
     )
 
@@ -175,6 +180,19 @@ def _thinking(body: CountRequest) -> dict[str, Any]:
         "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
         "include_reasoning": body.thinking.display != "omitted",
     }
+
+
+def _budget(body: CountRequest) -> int | None:
+    """Maximum number of tokens of the reasoning. Raises RequestError beside another type."""
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    if body.thinking is None or budget is None:
+        return None
+    where, kind = "thinking.budget_tokens", body.thinking.type
+    if kind != "enabled":
+        raise RequestError(
+            f"{where}: got {budget}; allowed with the type 'enabled', not {kind!r}", "thinking"
+        )
+    return budget
 
 
 def _form(body: CountRequest) -> dict[str, Any]:

@@ -29,7 +29,8 @@ async def create_message(body: MessagesRequest, request: Request, service: Servi
     """Answer a conversation in Anthropic's form."""
     service.fields.check(body, request)
     with renamed(NAMES):
-        chat = await open_chat(chat_of(body), request.receive, service, fit=True)
+        conversation = chat_of(body, service.formats.reasoning is not None)
+        chat = await open_chat(conversation, request.receive, service, fit=True)
     if chat is None:
         return Response(status_code=CLIENT_GONE)
     writer = MessageWriter(service.model_name, chat.prompt_tokens)
@@ -43,7 +44,7 @@ async def count_tokens(body: CountRequest, request: Request, service: Serving) -
     service.require_model(body.model)
     service.fields.check(body, request)
     with renamed(NAMES):
-        chat = chat_of(body)
+        chat = chat_of(body, service.formats.reasoning is not None)
         callable_tools(chat, service.formats)
         prompt = await unless_disconnected(
             request.receive, chat_prompt(chat.messages, chat, service, any_length=True)

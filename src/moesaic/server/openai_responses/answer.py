@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from moesaic.core.request import SamplingParams
@@ -26,6 +26,7 @@ from moesaic.server.openai_responses.objects import (
     ResponseUsage,
     Status,
 )
+from moesaic.server.responses import ChatLogprob
 
 _PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _DELTA = {
@@ -64,8 +65,8 @@ class ResponseWriter:
                 case Begun(block):
                     for one in self._begin(block):
                         yield one
-                case Piece(block, text):
-                    yield self._piece(block, f"{_DELTA[block.kind]}.delta", delta=text)
+                case Piece(block, text, logprobs):
+                    yield self._piece(block, f"{_DELTA[block.kind]}.delta", logprobs, delta=text)
                 case Ended(block):
                     for one in self._end(block):
                         yield one
@@ -96,18 +97,20 @@ class ResponseWriter:
         if block.kind == "call":
             yield self._piece(block, done, name=block.name, arguments=block.text)
         else:
-            yield self._piece(block, done, text=block.text)
+            yield self._piece(block, done, block.logprobs, text=block.text)
             yield self._piece(block, "response.content_part.done", part=_part(block))
         self._output.append(self._item(block, _status(block)))
         yield self._event("response.output_item.done", output_index=block.index, item=self._output[-1])
 
-    def _piece(self, block: Block, name: str, /, **fields: Any) -> NamedEvent:
-        """An event inside of an item."""
+    def _piece(
+        self, block: Block, name: str, logprobs: Sequence[ChatLogprob] = (), /, **fields: Any
+    ) -> NamedEvent:
+        """An event inside of an item. logprobs: of the tokens of a text."""
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             place["content_index"] = 0
         if name.startswith("response.output_text"):
-            place["logprobs"] = []
+            place["logprobs"] = [one.model_dump() for one in logprobs]
         return self._event(name, **place, **fields)
 
     def _event(self, name: str, /, **fields: Any) -> NamedEvent:
@@ -186,7 +189,7 @@ def _status(block: Block) -> Status:
 def _part(block: Block) -> Any:
     if block.kind == "reasoning":
         return ReasoningText(type="reasoning_text", text=block.text)
-    return OutputText(type="output_text", text=block.text, annotations=[], logprobs=[])
+    return OutputText(type="output_text", text=block.text, annotations=[], logprobs=block.logprobs)
 
 
 def _repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
@@ -198,7 +201,7 @@ def _repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "tools": [
             {
                 "type": "function",

@@ -109,6 +109,7 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """More than the context leaves is reduced to that."""
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[FunctionTool], FIRST] | None = None
@@ -124,8 +125,9 @@ class ResponsesRequest(Body):
     """Is repeated in the answer."""
     truncation: Literal["auto", "disabled"] | None = Field(None, description=Ignored)
     include: Annotated[list[str], FIRST] | None = None
+    """With "message.output_text.logprobs" texts have log-probabilities. All else is ignored."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Only 0 is supported."""
+    """Number of candidates for each token, where `include` asks for log-probabilities."""
     user: str | None = None
     safety_identifier: Unread = None
     service_tier: Literal["auto", "default"] | None = Field(None, description=Ignored)

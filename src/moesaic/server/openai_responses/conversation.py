@@ -32,7 +32,6 @@ def chat_of(body: ResponsesRequest, developers: bool) -> chat.ChatRequest:
     developers: the chat template knows the role `developer`. Otherwise it becomes `system`.
     """
     _require_stateless(body)
-    _require_no_logprobs(body)
     effort = None if body.reasoning is None else body.reasoning.effort
     fields: dict[str, Any] = {
         "model": body.model,
@@ -47,6 +46,7 @@ def chat_of(body: ResponsesRequest, developers: bool) -> chat.ChatRequest:
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": effort,
         "response_format": _form(body),
+        **_logprobs(body),
     }
     return chat.ChatRequest(**fields)
 
@@ -60,14 +60,6 @@ def _require_stateless(body: ResponsesRequest) -> None:
             raise RequestError(
                 f"{name}: got {shown(value)}; leave it out: {what}", name, "unsupported_parameter"
             )
-
-
-def _require_no_logprobs(body: ResponsesRequest) -> None:
-    where = "/v1/chat/completions gives log-probabilities, this endpoint does not"
-    if body.top_logprobs:
-        raise RequestError(f"top_logprobs: got {body.top_logprobs}; allowed: 0; {where}", "top_logprobs")
-    if _LOGPROBS in (body.include or ()):
-        raise RequestError(f"include: got {_LOGPROBS!r}; {where}", "include")
 
 
 def _messages(body: ResponsesRequest, developers: bool) -> list[chat.Message]:
@@ -168,6 +160,10 @@ def _choice(body: ResponsesRequest) -> Any:
     if isinstance(body.tool_choice, ChosenFunction):
         return chat.ToolChoice(type="function", function=chat.ChosenFunction(name=body.tool_choice.name))
     return None if body.tool_choice == "auto" and not body.tools else body.tool_choice
+
+
+def _logprobs(body: ResponsesRequest) -> dict[str, Any]:
+    return {"logprobs": True, "top_logprobs": body.top_logprobs} if _LOGPROBS in (body.include or ()) else {}
 
 
 def _form(body: ResponsesRequest) -> chat.ResponseFormat | None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from moesaic.server.responses import Payload
+from moesaic.server.responses import ChatLogprob, Payload
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -24,7 +24,7 @@ class OutputText(BaseModel):
     type: Literal["output_text"]
     text: str
     annotations: list[None]
-    logprobs: list[None]
+    logprobs: list[ChatLogprob]
 
 
 class ReasoningItem(BaseModel):
@@ -115,7 +115,7 @@ class ResponseAnswer(Payload):
     temperature: float
     """The one that was used, also where the request has none."""
     top_p: float
-    top_logprobs: Literal[0]
+    top_logprobs: int
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool

@@ -28,7 +28,7 @@ async def create_response(body: ResponsesRequest, request: Request, service: Ser
     service.fields.check(body, request)
     developers = "developer" in (service.tokenizer.chat_template or "")
     with renamed(NAMES):
-        chat = await open_chat(chat_of(body, developers), request.receive, service)
+        chat = await open_chat(chat_of(body, developers), request.receive, service, fit=True)
     if chat is None:
         return Response(status_code=CLIENT_GONE)
     writer = ResponseWriter(body, service.model_name, chat.params, service.now)

@@ -357,6 +357,7 @@ def test_packing_answers_when_the_limit_passes() -> None:
     assert proven and moetuner.deviation(HARD, better, 4) < moetuner.deviation(HARD, found, 4)
 
 
+@pytest.mark.slow
 def test_an_answer_need_not_be_proven() -> None:
     load = np.random.default_rng(0).integers(10**6, 2 * 10**6, 32)
     found, proven = moetuner.balanced(load, experts_per_rank(32, 8), moetuner.SolverLimits(gap=0.0, nodes=1))

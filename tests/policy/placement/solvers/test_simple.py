@@ -174,6 +174,7 @@ def test_coactivation_worked_example() -> None:
     )
 
 
+@pytest.mark.slow
 @given(profiles())
 def test_coactivation_is_what_it_says(profile: Profile) -> None:
     size, k = profile.num_experts, profile.top_k
@@ -238,7 +239,9 @@ def test_kmeans_worked_example() -> None:
     assert found in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
-@pytest.mark.parametrize("room", [(3, 3), (4, 2), (2, 2, 2), (3, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "room", [(3, 3), (4, 2), (2, 2, 2), pytest.param((3, 2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_kmeans_comes_near_the_best_partition(room: tuple[int, ...]) -> None:
     """It is near in the mean. Sometimes it ends far from the best partition, as a heuristic may."""
     slots = np.repeat(np.arange(len(room)), room).tolist()

@@ -162,6 +162,7 @@ def run_machine(examples: int, steps: int) -> None:
     run_state_machine_as_test(AsynchronousMachine, settings=quiet)
 
 
+@pytest.mark.slow
 def test_random_traffic() -> None:
     run_machine(12, 20)
 

@@ -330,6 +330,7 @@ class ServiceMachine(RuleBasedStateMachine):
         assert not subject._queues and not subject._client and not subject._left and not subject._waiting
 
 
+@pytest.mark.slow
 def test_every_pair_of_clients_that_stay_runs_once() -> None:
     quiet = settings(max_examples=60, stateful_step_count=20, derandomize=True, deadline=None)
     run_state_machine_as_test(ServiceMachine, settings=quiet)

@@ -113,6 +113,7 @@ def run_machine(examples: int, steps: int) -> None:
     run_state_machine_as_test(LockstepMachine, settings=quiet)
 
 
+@pytest.mark.slow
 def test_random_traffic() -> None:
     run_machine(20, 15)
 

@@ -1,35 +1,17 @@
-"""Tries other people's clients against a real server: tools, structured output, streams, token counts.
-
-    python -m venv clients
-    clients/bin/pip install openai anthropic litellm langchain-openai llm
-    clients/bin/python scripts/other_clients.py .venv/bin/moesaic
-
-Serves the demo with a chat template that takes tools. Its answers are nonsense of the right form: grammars
-force the calls. Prints a line for each thing that a client did. Exits 1 if one of them failed. A client that
-is not installed is left out.
-"""
+"""Clients that are Python packages."""
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-TEMPLATE = """{% if tools %}<|im_start|>system
-Tools: {% for t in tools %}{{ t | tojson }}{% endfor %}
-A call is <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>
-{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 CITY = {
     "type": "object",
     "properties": {
@@ -131,8 +113,33 @@ def of_anthropic(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
             text = "".join(stream.text_stream)
             assert text == stream.get_final_message().content[0].text and text
 
+    def coding_agent() -> None:
+        """Streamed turns with a system prompt, tools, thinking and cache marks; each is counted before."""
+        mark = {"cache_control": {"type": "ephemeral"}}
+        second = {"name": "now", "description": "Time", "input_schema": {"type": "object", "properties": {}}}
+        fixed: Any = {
+            "model": "demo",
+            "system": [{"type": "text", "text": "You write code.", **mark}],
+            "tools": [tool, second | mark],
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        }
+        turns: Any = [{"role": "user", "content": [{"type": "text", "text": "Begin.", **mark}]}]
+        for name in ("get_weather", "now", "get_weather"):
+            counted = client.messages.count_tokens(messages=turns, **fixed)
+            choice = {"type": "tool", "name": name, "disable_parallel_tool_use": True}
+            with client.messages.stream(
+                messages=turns, max_tokens=2000, tool_choice=choice, metadata={"user_id": "u"}, **fixed
+            ) as stream:
+                answer = stream.get_final_message()
+            usage = answer.usage
+            assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+            assert answer.stop_reason == "tool_use" and answer.content[0].name == name
+            result = {"type": "tool_result", "tool_use_id": answer.content[0].id, "content": "done"}
+            turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+
     yield "count tokens, call a tool, send its result back", call
     yield "messages.stream", streamed
+    yield "three turns of a coding agent, each counted before", coding_agent
 
 
 def of_litellm(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -200,56 +207,52 @@ def of_llm(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "a prompt on the command line", command
 
 
-CLIENTS = {
-    "openai": of_openai,
-    "anthropic": of_anthropic,
-    "litellm": of_litellm,
-    "langchain-openai": of_langchain,
-    "llm": of_llm,
-}
+def of_agents(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    import agents
+    import openai
+    from pydantic import BaseModel
 
+    agents.set_tracing_disabled(True)
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("moesaic", help="the program")
-    options = parser.parse_args()
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        template = Path(folder) / "tools.jinja"
-        template.write_text(TEMPLATE, encoding="utf-8")
-        line = [options.moesaic, "serve", "demo", "--port", "0", "--json", "--chat-template", str(template)]
-        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            url = json.loads(server.stdout.readline())["url"]
-            try:
-                for name, client in CLIENTS.items():
-                    failed += _tried(name, client, url)
-            finally:
-                server.terminate()
-    return 1 if failed else 0
+    class Report(BaseModel):
+        city: Literal["Bern", "Basel"]
+        good: bool
 
+    async def two_tools(kind: Any) -> None:
+        """An agent calls a tool, a second one calls another with that result, and a third one reports."""
 
-def _tried(name: str, client: Callable[[str], Iterator[tuple[str, Callable[[], object]]]], url: str) -> int:
-    """How many things of a client failed."""
-    failed = 0
-    try:
-        tasks = list(client(url))
-    except ImportError as error:
-        print(f"{name}: left out ({error})")
-        return 0
-    for what, task in tasks:
-        try:
-            task()
-        except Exception:
-            failed += 1
-            print(f"{name}: FAILED: {what}")
-            traceback.print_exc()
-        else:
-            print(f"{name}: {what}")
-    return failed
+        def get_weather(city: Literal["Bern", "Basel"]) -> str:
+            """Weather"""
+            return f"sunny in {city}"
 
+        def now(zone: Literal["UTC"]) -> str:
+            """Time"""
+            return f"noon in {zone}"
 
-if __name__ == "__main__":
-    sys.exit(main())
+        tools = [agents.function_tool(get_weather), agents.function_tool(now)]
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            history: Any = [{"role": "user", "content": "Weather?"}]
+            for name, ends in (("get_weather", "sunny in "), ("now", "noon in UTC"), (None, "")):
+                agent = agents.Agent(
+                    name="a",
+                    instructions="Be kind",
+                    model=kind("demo", client),
+                    tools=tools if name else [],
+                    tool_use_behavior="stop_on_first_tool",
+                    output_type=None if name else Report,
+                    model_settings=agents.ModelSettings(
+                        tool_choice=name, parallel_tool_calls=False if name else None, temperature=0
+                    ),
+                )
+                done = await agents.Runner.run(agent, history, max_turns=2)
+                if name:
+                    assert done.final_output.startswith(ends), done.final_output
+                else:
+                    assert isinstance(done.final_output, Report)
+                history = [*done.to_input_list(), {"role": "user", "content": "And then?"}]
+
+    for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        yield (
+            f"two tools in turn, then a report, by {kind.__name__}",
+            lambda k=kind: asyncio.run(two_tools(k)),
+        )

@@ -1,0 +1,1 @@
+"""Other people's clients against a real server. See __main__."""
