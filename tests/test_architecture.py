@@ -75,7 +75,12 @@ EDGES: dict[str, tuple[str, ...]] = {
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),
     # the stages of a worker's step, layer by layer, beside another implementation
-    "verify": ("core", "kernels", "kvcache", "models", "runtime.step.stages"),
+    "verify": ("core", "kernels", "models", "runtime.step.one_prompt"),
+    # the same stages over prompts, to round experts by their inputs and to measure the result
+    "quantizing": (
+        *("config", "core", "kernels", "models", "profiling.prompts", "runtime.machine"),
+        *("runtime.step.one_prompt", "tokenizer"),
+    ),
     # from a job and a machine to a worker's settings, before there is a worker
     "planning": (
         *("config", "core", "cost", "models.files", "models.registry", "models.shard", "policy.offloading"),
@@ -108,12 +113,13 @@ EDGES: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "cli": (
         *("", "batch.options", "bench.options", "commands", "config", "core", "profiling.options"),
-        "trace.options",
+        *("quantizing.options", "trace.options"),
     ),
     "commands": (
         *("", "batch", "bench", "client", "config", "core", "experts.join", "kernels.table", "launch"),
         *("models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
+        "quantizing",
         *("runtime.machine", "server", "verify"),
         # what the loader says about a model before it is loaded
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),
@@ -128,6 +134,7 @@ EDGES: dict[str, tuple[str, ...]] = {
 
 TORCH_ROOMS = (
     *("kernels", "models", "kvcache", "runtime", "experts", "offload", "hardware", "verify"),
+    "quantizing",
     "structured.constraints",  # masks change the sampler's logits
 )
 HOMES: dict[str, tuple[str, ...]] = {

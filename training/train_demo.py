@@ -54,6 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--z-loss", type=float, default=0.0001)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shape", nargs="*", default=[], help="sizes that differ, as hidden=256")
     return parser.parse_args(arguments)
 
 
@@ -172,8 +173,10 @@ def train(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     domains = read_domains(text_arguments(options))
-    tokenizer = train_tokenizer(domains, DemoShape().vocab)
-    model = DemoModel(DemoShape())
+    sizes = dict(size.split("=") for size in options.shape)
+    shape = DemoShape(**{name: int(size) for name, size in sizes.items()})
+    tokenizer = train_tokenizer(domains, shape.vocab)
+    model = DemoModel(shape)
     optimizer = DemoOptimizer(model, options.matrix_rate, options.other_rate)
     streams = [WindowStream(domain, tokenizer, options.seed) for domain in domains]
     samples = heldout_samples(domains, tokenizer, options.length)

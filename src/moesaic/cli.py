@@ -41,6 +41,7 @@ from moesaic.config import (
 )
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.profiling.options import ProfileOptions
+from moesaic.quantizing.options import QuantizeOptions
 from moesaic.trace.options import RecordConfig
 
 FLAT = Parameter(name="*")
@@ -219,6 +220,18 @@ def compress(options: Annotated[Compress, FLAT], *, output: Annotated[Output, FL
     compress MODEL DIRECTORY.
     """
     from moesaic.commands import compress as command
+
+    return command.run(options, output.json)
+
+
+@app.command
+def quantize(options: Annotated[QuantizeOptions, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Write a checkpoint whose routed experts are int8 or int4, in a layout that other programs read, and
+    measure what that costs: quantize MODEL DIRECTORY --format int4 --calibrate PROMPTS.
+
+    A run that was stopped is continued by the same command.
+    """
+    from moesaic.commands import quantize as command
 
     return command.run(options, output.json)
 

@@ -151,11 +151,11 @@ def _multipliers(config: Config) -> Multipliers:
 
 
 def load_layer(
-    path: Path, kernels: Kernels, layer: int, positions: int
+    path: Path, kernels: Kernels, layer: int, positions: int, with_experts: bool = True
 ) -> tuple[Block, ExpertWeights | None]:
     """Loads one layer on the CPU, and its routed experts if it has some. No other layer's weights are read.
 
-    positions: maximum tokens of a request.
+    positions: maximum tokens of a request. with_experts: False leaves the experts out.
     """
     file, config = _parse(path)
     prefix = f"model.layers.{layer}."
@@ -163,7 +163,7 @@ def load_layer(
     number = _dtype("auto", "cpu", checkpoint, kernels)
     loader = Loader(checkpoint, kernels, "cpu", number, positions=positions)
     routed = None
-    if layer in config.spec.moe_layers:
+    if with_experts and layer in config.spec.moe_layers:
         routed = experts(loader, file.expert_names(config, layer), None)
     return file.blocks(config, loader)[layer], routed
 

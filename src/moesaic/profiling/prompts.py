@@ -27,35 +27,37 @@ class Prompt:
     """File and line of the prompt, for messages."""
 
 
-def read(files: Sequence[Path], most: int | None = None) -> list[Prompt]:
+def read(files: Sequence[Path], most: int | None = None, flag: str = "--prompts") -> list[Prompt]:
     """Read the first `most` prompts of each file. Raises ConfigError naming a line that is not a prompt.
+
+    flag: that of the files, for messages.
 
     Example: a.jsonl with {"question": "1 + 1?"} -> Prompt("1 + 1?", "a").
     """
     found: list[Prompt] = []
     for file in files:
-        mine = list(islice(_prompts(file, len(files) == 1), most))
+        mine = list(islice(_prompts(file, len(files) == 1, flag), most))
         if not mine:
-            raise ConfigError.field("--prompts", str(file), "a file with at least one prompt")
+            raise ConfigError.field(flag, str(file), "a file with at least one prompt")
         found += mine
     return found
 
 
-def _prompts(file: Path, own_topics: bool) -> Iterator[Prompt]:
+def _prompts(file: Path, own_topics: bool, flag: str) -> Iterator[Prompt]:
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                where = f"--prompts: {file}, line {number}"
+                where = f"{flag}: {file}, line {number}"
                 if file.suffix == ".jsonl":
                     yield _of_json(line, where, file.stem, own_topics)
                 else:
                     yield Prompt(line.rstrip("\r\n"), file.stem, where)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts: {file}: not UTF-8: {error}") from error
+        raise ConfigError(f"{flag}: {file}: not UTF-8: {error}") from error
     except OSError as error:
-        raise ConfigError(f"--prompts: {file}: {error.strerror}") from error
+        raise ConfigError(f"{flag}: {file}: {error.strerror}") from error
 
 
 def _of_json(line: str, where: str, stem: str, own_topics: bool) -> Prompt:
