@@ -78,10 +78,27 @@ def write(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    shutil.copytree(source, to / "plain")
+    return names[0], _plain_checkpoint(source, to / "plain", backs, numbers)
+
+
+def dequantised(source: Path, file: Path, to: Path) -> Path:
+    """Writes the checkpoint that a GGUF file made of `source` stands for, by the library's own reader."""
+    config = json.loads((source / "config.json").read_text())
+    _, backs = _pieces(load_file(source / "model.safetensors"), config, split_heads=True)
+    numbers = {
+        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        for tensor in gguf.GGUFReader(file).tensors
+    }
+    return _plain_checkpoint(source, to, backs, numbers)
+
+
+def _plain_checkpoint(
+    source: Path, to: Path, backs: Mapping[str, Back], numbers: Mapping[str, Array]
+) -> Path:
+    shutil.copytree(source, to)
     found = {name: torch.from_numpy(np.ascontiguousarray(back(numbers))) for name, back in backs.items()}
-    save_file(found, to / "plain" / "model.safetensors", {"format": "pt"})
-    return names[0], to / "plain"
+    save_file(found, to / "model.safetensors", {"format": "pt"})
+    return to
 
 
 def fitting(kind: str, columns: int) -> str:
