@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ TOOL: Any = {
     "type": "function",
     "function": {"name": "get_weather", "description": "Weather", "parameters": CITY},
 }
+
+ANTHROPIC_TOOL: Any = {"name": "get_weather", "description": "Weather", "input_schema": CITY}
 
 
 def is_city(value: Any) -> None:
@@ -90,7 +93,7 @@ def of_anthropic(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
     import anthropic
 
     client: Any = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    tool = {"name": "get_weather", "description": "Weather", "input_schema": CITY}
+    tool = ANTHROPIC_TOOL
 
     def call() -> None:
         counted = client.messages.count_tokens(model="demo", messages=ASK, tools=[tool])
@@ -113,33 +116,34 @@ def of_anthropic(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
             text = "".join(stream.text_stream)
             assert text == stream.get_final_message().content[0].text and text
 
-    def coding_agent() -> None:
-        """Streamed turns with a system prompt, tools, thinking and cache marks; each is counted before."""
-        mark = {"cache_control": {"type": "ephemeral"}}
-        second = {"name": "now", "description": "Time", "input_schema": {"type": "object", "properties": {}}}
-        fixed: Any = {
-            "model": "demo",
-            "system": [{"type": "text", "text": "You write code.", **mark}],
-            "tools": [tool, second | mark],
-            "thinking": {"type": "enabled", "budget_tokens": 1024},
-        }
-        turns: Any = [{"role": "user", "content": [{"type": "text", "text": "Begin.", **mark}]}]
-        for name in ("get_weather", "now", "get_weather"):
-            counted = client.messages.count_tokens(messages=turns, **fixed)
-            choice = {"type": "tool", "name": name, "disable_parallel_tool_use": True}
-            with client.messages.stream(
-                messages=turns, max_tokens=2000, tool_choice=choice, metadata={"user_id": "u"}, **fixed
-            ) as stream:
-                answer = stream.get_final_message()
-            usage = answer.usage
-            assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
-            assert answer.stop_reason == "tool_use" and answer.content[0].name == name
-            result = {"type": "tool_result", "tool_use_id": answer.content[0].id, "content": "done"}
-            turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-
     yield "count tokens, call a tool, send its result back", call
     yield "messages.stream", streamed
-    yield "three turns of a coding agent, each counted before", coding_agent
+    yield "three turns of a coding agent, each counted before", partial(_coding_agent, client)
+
+
+def _coding_agent(client: Any) -> None:
+    """Streamed turns with a system prompt, tools, thinking and cache marks; each is counted before."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    second = {"name": "now", "description": "Time", "input_schema": {"type": "object", "properties": {}}}
+    fixed: Any = {
+        "model": "demo",
+        "system": [{"type": "text", "text": "You write code.", **mark}],
+        "tools": [ANTHROPIC_TOOL, second | mark],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
+    turns: Any = [{"role": "user", "content": [{"type": "text", "text": "Begin.", **mark}]}]
+    for name in ("get_weather", "now", "get_weather"):
+        counted = client.messages.count_tokens(messages=turns, **fixed)
+        choice = {"type": "tool", "name": name, "disable_parallel_tool_use": True}
+        with client.messages.stream(
+            messages=turns, max_tokens=2000, tool_choice=choice, metadata={"user_id": "u"}, **fixed
+        ) as stream:
+            answer = stream.get_final_message()
+        usage = answer.usage
+        assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        assert answer.stop_reason == "tool_use" and answer.content[0].name == name
+        result = {"type": "tool_result", "tool_use_id": answer.content[0].id, "content": "done"}
+        turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
 
 
 def of_litellm(url: str) -> Iterator[tuple[str, Callable[[], object]]]:

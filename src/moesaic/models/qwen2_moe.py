@@ -11,11 +11,11 @@ from typing import Any
 from moesaic.core.errors import CheckpointError
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope
-from moesaic.models.block import DecoderBlock, Dense
+from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields, shown
 from moesaic.models.gates import load_gate
-from moesaic.models.layers import GatedSharedExpert
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
+from moesaic.models.qwen import dense_part, sparse_layers
 from moesaic.models.spec import KVLayout, ModelSpec
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)
@@ -48,17 +48,12 @@ class Config:
 
     @property
     def spec(self) -> ModelSpec:
-        dense = frozenset(self.dense_layers)
         return ModelSpec(
             model_type="qwen2_moe",
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
-            moe_layers=tuple(
-                layer
-                for layer in range(self.num_layers)
-                if layer not in dense and (layer + 1) % self.sparse_step == 0
-            ),
+            moe_layers=sparse_layers(self.num_layers, self.dense_layers, self.sparse_step),
             num_experts=self.num_experts,
             top_k=self.top_k,
             expert_width=self.expert_width,
@@ -156,17 +151,7 @@ def _block(
         attention_part=grouped_query_attention(loader, f"{name}.self_attn", config.heads, table, window),
         post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
         router=load_gate(loader, f"{name}.mlp.gate", gating, config.num_experts, hidden) if sparse else None,
-        dense_part=_dense(config, sparse, loader, f"{name}.mlp"),
-    )
-
-
-def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> Dense:
-    """Loads the dense MLP of a dense layer, or the shared expert and its gate."""
-    hidden = config.hidden_size
-    if not sparse:
-        return loader.mlp(name, hidden, config.dense_width)
-    return GatedSharedExpert(
-        loader.kernels,
-        loader.mlp(f"{name}.shared_expert", hidden, config.shared_width),
-        loader.exact(f"{name}.shared_expert_gate.weight", 1, hidden),
+        dense_part=dense_part(
+            loader, f"{name}.mlp", hidden, config.dense_width, config.shared_width if sparse else None
+        ),
     )

@@ -14,6 +14,7 @@ from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.gates import load_gate
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
+from moesaic.models.qwen import sparse_layers
 from moesaic.models.spec import KVLayout, ModelSpec
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)
@@ -45,23 +46,21 @@ class Config:
 
     @property
     def spec(self) -> ModelSpec:
-        layers, dense = range(self.num_layers), frozenset(self.dense_layers)
-        sparse = tuple(
-            layer for layer in layers if layer not in dense and (layer + 1) % self.sparse_step == 0
-        )
         return ModelSpec(
             model_type="qwen3_moe",
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
-            moe_layers=sparse,
+            moe_layers=sparse_layers(self.num_layers, self.dense_layers, self.sparse_step),
             num_experts=self.num_experts,
             top_k=self.top_k,
             expert_width=self.expert_width,
             max_position=max(self.max_position, self.rope.reach),
             heads=self.heads.query,
             kv=KVLayout(self.heads.key, self.heads.width, self.heads.width),
-            sliding_windows=tuple(self.window if layer >= self.window_from else None for layer in layers),
+            sliding_windows=tuple(
+                self.window if layer >= self.window_from else None for layer in range(self.num_layers)
+            ),
         )
 
 

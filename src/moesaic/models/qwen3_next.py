@@ -12,16 +12,18 @@ from moesaic.core.errors import CheckpointError
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.states import StateSizes
 from moesaic.models import delta_net, rope
-from moesaic.models.block import DecoderBlock, Dense
+from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.gated_attention import gated_attention
 from moesaic.models.gates import load_gate
-from moesaic.models.layers import GatedSharedExpert
 from moesaic.models.loader import ExpertNames, Heads, Loader, read_heads
+from moesaic.models.qwen import dense_part, sparse_layers
 from moesaic.models.spec import KVLayout, ModelSpec, Multipliers
 
 UNUSED = (r".*\.rotary_emb\.inv_freq", r"mtp\..*")
 """Tensors that are not needed: mtp predicts several tokens at once."""
+KINDS = ("qwen3_next", "qwen3_5_moe_text")
+"""The values of model_type, the older one first."""
 LINEAR, FULL = "linear_attention", "full_attention"
 PARTIAL = 0.25
 """Default fraction of a head that is rotated."""
@@ -57,17 +59,12 @@ class Config:
 
     @property
     def spec(self) -> ModelSpec:
-        dense = frozenset(self.dense_layers)
         return ModelSpec(
             model_type=self.model_type,
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
-            moe_layers=tuple(
-                layer
-                for layer in range(self.num_layers)
-                if layer not in dense and (layer + 1) % self.sparse_step == 0
-            ),
+            moe_layers=sparse_layers(self.num_layers, self.dense_layers, self.sparse_step),
             num_experts=self.num_experts,
             top_k=self.top_k,
             expert_width=self.expert_width,
@@ -83,12 +80,12 @@ class Config:
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(_text_angles(raw))
-    fields.only("model_type", *_KINDS)
+    fields.only("model_type", *KINDS)
     fields.only("hidden_act", "silu")
     fields.only("attn_output_gate", True)
     fields.only("use_sliding_window", False)
-    kind, epsilon = raw.get("model_type", _KINDS[0]), fields.number("rms_norm_eps", 1e-6)
-    newer = kind != _KINDS[0]
+    kind, epsilon = raw.get("model_type", KINDS[0]), fields.number("rms_norm_eps", 1e-6)
+    newer = kind != KINDS[0]
     layers = fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
     experts = fields.integer("num_experts", 256 if newer else 512)
     max_position = fields.integer("max_position_embeddings", 32768)
@@ -120,9 +117,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.done()
     config.rope.rotated(config.heads.width)
     return config
-
-
-_KINDS = ("qwen3_next", "qwen3_5_moe_text")
 
 
 def _text_angles(raw: dict[str, Any]) -> dict[str, Any]:
@@ -192,17 +186,7 @@ def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) ->
         attention_part=part,
         post_norm=1.0 + loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
         router=load_gate(loader, f"{name}.mlp.gate", gating, config.num_experts, hidden) if sparse else None,
-        dense_part=_dense(config, sparse, loader, f"{name}.mlp"),
-    )
-
-
-def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> Dense:
-    """Loads the dense MLP of a dense layer, or the shared expert and its gate."""
-    hidden = config.hidden_size
-    if not sparse:
-        return loader.mlp(name, hidden, config.dense_width)
-    return GatedSharedExpert(
-        loader.kernels,
-        loader.mlp(f"{name}.shared_expert", hidden, config.shared_width),
-        loader.exact(f"{name}.shared_expert_gate.weight", 1, hidden),
+        dense_part=dense_part(
+            loader, f"{name}.mlp", hidden, config.dense_width, config.shared_width if sparse else None
+        ),
     )

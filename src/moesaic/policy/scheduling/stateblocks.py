@@ -70,6 +70,8 @@ class StateBlocks(KVBlocks):
         self._readers: dict[int, int] = {}
         """Page of a snapshot -> running requests that read it."""
         self._held: dict[int, _Held] = {}
+        self._found = 0
+        """Tokens of the prompt allocated last that were in the cache, with or without a snapshot."""
 
     # ---- queries
 
@@ -98,7 +100,6 @@ class StateBlocks(KVBlocks):
     def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
         if not self._seats:
             return None
-        found = len(self._find(token_ids, min(reusable, len(token_ids) - 1))) * self.block_size
         cached = super().allocate(request_id, token_ids, reusable, spare)
         if cached is None:
             return None
@@ -107,7 +108,7 @@ class StateBlocks(KVBlocks):
             held.read = self._snapshots[self._identity(request_id, cached)]
             self._readers[held.read] += 1
         if self._most:
-            held.marks = {end // self._stride * self._stride for end in (found, len(token_ids) - 1)}
+            held.marks = {end // self._stride * self._stride for end in (self._found, len(token_ids) - 1)}
         self._held[request_id] = held
         return cached
 
@@ -147,6 +148,7 @@ class StateBlocks(KVBlocks):
 
     def _usable(self, known: list[int]) -> list[int]:
         """The blocks up to the newest snapshot."""
+        self._found = len(known) * self.block_size
         step = self._stride // self.block_size
         for count in range(len(known) // step * step, 0, -step):
             identity = self._identities[known[count - 1]]
