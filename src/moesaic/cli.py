@@ -20,7 +20,16 @@ from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands import descriptors, streams
 from moesaic.commands.model_options import Doctor, Verify
-from moesaic.commands.options import Compress, Join, MeasureHardware, Place, Plan, Scale, ShowProfile
+from moesaic.commands.options import (
+    Compress,
+    Join,
+    KernelsBench,
+    MeasureHardware,
+    Place,
+    Plan,
+    Scale,
+    ShowProfile,
+)
 from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
     CacheConfig,
@@ -275,6 +284,20 @@ def bench_throughput(
 
     worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
     return command.run(options, worker, output.json)
+
+
+@bench.command(name="kernels")
+def bench_kernels(
+    options: Annotated[KernelsBench | None, FLAT] = None,
+    *,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Time each operation of a model's layer on this CPU, and show which share of the machine's memory
+    bandwidth or computing speed it reaches: bench kernels MODEL. No weights are read.
+    """
+    from moesaic.commands import bench_kernels as command
+
+    return command.run(options or KernelsBench(), output.json)
 
 
 @app.command

@@ -1,4 +1,5 @@
-"""The settings of `scale`, `join`, `place`, `plan`, `profile show`, `hardware measure` and `compress`.
+"""The settings of `scale`, `join`, `place`, `plan`, `profile show`, `hardware measure`, `bench kernels` and
+`compress`.
 
 The command lines of these commands are generated from them.
 """
@@ -14,6 +15,7 @@ from cyclopts import Parameter
 
 from moesaic.config import Device, KernelName, check_threads, parse_bytes
 from moesaic.core.errors import ConfigError
+from moesaic.core.stored import OF_EXPERTS, is_native
 
 
 @dataclass(frozen=True)
@@ -316,3 +318,38 @@ class Compress:
     def target(self) -> Path:
         """The absolute directory, with ~ and links resolved."""
         return self.directory.expanduser().resolve()
+
+
+@dataclass(frozen=True)
+class KernelsBench:
+    """Time each operation of a model's layer on this CPU, beside the roofs of the machine."""
+
+    model: str = "qwen3-30b-a3b"
+    """Model whose sizes are taken: a Hugging Face directory, a config.json, a GGUF file, `demo`, or a name of
+    `moesaic plan`. Its weights are not read."""
+    _: KW_ONLY
+    rows: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative_iterable=())] = (1, 8, 32, 512)
+    """Rows of a step. Up to 64 rows are decode steps of as many requests. More rows are one prompt."""
+    types: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative_iterable=())] = ()
+    """Types of the experts. None given: bfloat16, int8, int4, and the model's own."""
+    context: int = 1024
+    """Cached tokens of each request of a decode step."""
+    kv_cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Type of the KV cache."""
+    kernels: KernelName = "auto"
+    """Kernels to time, as for `moesaic serve`."""
+    threads: int | None = None
+    """Number of compute threads. None: one per core."""
+    seconds: float = 0.2
+    """Seconds for each figure."""
+
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
+        for flag, value in [*(("--rows", rows) for rows in self.rows or (0,)), ("--context", self.context)]:
+            if value < 1:
+                raise ConfigError.field(flag, value, "an integer of at least 1")
+        if not self.seconds > 0:
+            raise ConfigError.field("--seconds", self.seconds, "a number above 0")
+        for name in self.types:
+            if not is_native(name):
+                raise ConfigError.field("--types", name, ", ".join(OF_EXPERTS))

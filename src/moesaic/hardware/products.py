@@ -100,12 +100,12 @@ def rates(
 ) -> tuple[Rate, ...]:
     """Measure every combination of dtype, shape and rows. beyond: minimum bytes of a shape's matrices."""
     found: list[Rate] = []
-    quantised = sizes.packed if sizes.packed in QUANTIZED and kernels.packed else None
-    total = (len(dtypes) * len(SHAPES) + (quantised is not None)) * len(sizes.rows)
+    packed = sizes.packed if sizes.packed in QUANTIZED and kernels.packed else None
+    total = (len(dtypes) * len(SHAPES) + (packed is not None)) * len(sizes.rows)
     jobs = [(name_of(one), _jobs(kernels, one, sizes.beyond(beyond, one.itemsize), device)) for one in dtypes]
-    if quantised is not None:
-        store = partial(_quantised, quantised)
-        jobs.append((quantised, _expert_jobs(kernels, torch.float32, sizes.beyond(beyond, 1), device, store)))
+    if packed is not None:
+        store = partial(_like, packed)
+        jobs.append((packed, _expert_jobs(kernels, torch.float32, sizes.beyond(beyond, 1), device, store)))
     for name, mine in jobs:
         for shape, rows, flops, run in mine:
             show(f"products on {device}", len(found), total)
@@ -170,9 +170,9 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
     hidden, stored = sizes.hidden, sizes.packed == COMPRESSED and kernels.packed and dtype is torch.bfloat16
     yield from _expert_jobs(kernels, dtype, sizes, device, _compressed if stored else _as_it_is)
-    matrices = [_random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
+    matrices = [random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
     for rows in sizes.rows:
-        used, states = sizes.used("dense", rows), _random((rows, hidden), torch.float32, device)
+        used, states = sizes.used("dense", rows), random((rows, hidden), torch.float32, device)
         yield (
             *("dense", rows, 2.0 * used * rows * hidden * hidden),
             partial(_each, kernels, states, matrices[:used]),
@@ -186,7 +186,7 @@ def _expert_jobs(
     weights = _experts(sizes, dtype, device, stored)
     for rows in sizes.rows:
         ids = _ids(sizes.used("experts", rows), rows, sizes.top_k).to(device)
-        states = _random((len(ids), hidden), torch.float32, device)
+        states = random((len(ids), hidden), torch.float32, device)
         answers = torch.empty((*ids.shape, hidden), device=device)
         yield (
             *("experts", rows, 6.0 * ids.numel() * hidden * width),
@@ -212,7 +212,7 @@ def _each(kernels: Kernels, states: torch.Tensor, matrices: Sequence[torch.Tenso
 
 def _experts(sizes: Sizes, dtype: torch.dtype, device: str, stored: Store) -> ExpertWeights:
     def part(*shape: int) -> tuple[torch.Tensor, ...]:
-        return tuple(stored(_random(shape, dtype, device)) for _ in range(sizes.matrices))
+        return tuple(stored(random(shape, dtype, device)) for _ in range(sizes.matrices))
 
     hidden, width = sizes.hidden, sizes.width
     parts = part(width, hidden), part(width, hidden), part(hidden, width)
@@ -227,14 +227,28 @@ def _compressed(matrix: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(compress(matrix.view(torch.uint16).numpy()))
 
 
-def _quantised(kind: str, matrix: torch.Tensor) -> torch.Tensor:
+def _like(kind: str, matrix: torch.Tensor) -> torch.Tensor:
     """A matrix of random numbers in a quantised type, of the size of `matrix`."""
-    stored, (rows, columns) = QUANTIZED[kind], matrix.shape
+    return _quantised(kind, matrix.shape)
+
+
+def in_type(kind: str, shape: tuple[int, int]) -> torch.Tensor:
+    """A matrix of random numbers in a type of `core.stored.OF_EXPERTS`."""
+    if kind in QUANTIZED:
+        return _quantised(kind, shape)
+    if kind == COMPRESSED:
+        return _compressed(random(shape, torch.bfloat16, "cpu"))
+    return random(shape, getattr(torch, kind), "cpu")
+
+
+def _quantised(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A matrix of random numbers in a quantised type."""
+    stored, (rows, columns) = QUANTIZED[kind], shape
     codes = torch.randint(0x7F if stored.bits == 8 else 16, (rows, columns), dtype=torch.uint8).numpy()
-    scales = _random((rows, -(-columns // stored.group)), torch.float32, "cpu").numpy()
+    scales = random((rows, -(-columns // stored.group)), torch.float32, "cpu").numpy()
     return torch.from_numpy(pack(kind, codes, scales, -scales if stored.offset else None))
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+def random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Random numbers. A GPU draws less power on constants and runs faster, so constants would flatter it."""
     return torch.empty(shape, dtype=dtype, device=device).uniform_(-0.05, 0.05)

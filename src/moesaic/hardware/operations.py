@@ -1,0 +1,300 @@
+"""The operations of a model's layer, as calls of the engine's kernels that can be timed.
+
+Weights and caches are random. Each call takes other weights, so that none is found in a processor's cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, is_packed, of_matrices, row_bytes
+from moesaic.core.tokens import TokenBatch
+from moesaic.cost.ops import Work
+from moesaic.cost.sizes import GroupedQuery, Latent, Mixed, ModelSizes
+from moesaic.hardware import products
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.cache import stored_width
+from moesaic.kernels.gating import Gating
+from moesaic.kernels.reference.cache import encode
+from moesaic.kernels.states import CHUNK, LayerStates, StateSizes
+from moesaic.kernels.table import Kernels
+from moesaic.kernels.weights import ExpertWeights
+
+BLOCK = 16
+"""Tokens of a block of the cache."""
+MOST_DECODES = 64
+"""Steps of up to so many rows are decode steps of as many requests. Larger ones are one prompt."""
+MEMORY = 1 << 30
+"""Bytes of the experts of one type, at most. Of a larger layer fewer experts are made."""
+TAPS = 4
+"""Width of the convolution before linear attention."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation with so many rows, to be timed."""
+
+    operation: str
+    stored: str
+    """The type of its weights, or of its cache."""
+    rows: int
+    context: int | None
+    """Cached tokens of each request with the step's own, for attention."""
+    work: Work
+    """What one run computes and reads: weights and cache once. Rows are not counted: caches hold them."""
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    model: ModelSizes
+    types: tuple[str, ...]
+    """Types of the experts, of `core.stored.OF_EXPERTS`."""
+    dense: str
+    """Type of all other matrices: "bfloat16" or "float32"."""
+    cache: str
+    """Type of the cache: "float32", "bfloat16" or "int8"."""
+    rows: tuple[int, ...]
+    """Rows of a step."""
+    context: int
+    """Cached tokens of each request of a decode step."""
+    beyond: int
+    """Bytes of weights that a processor's caches cannot hold."""
+
+    def requests(self, rows: int) -> tuple[int, int]:
+        """Requests of a step with so many rows, and cached tokens of each.
+
+        >>> sizes = Sizes(None, (), "bfloat16", "float32", (), 1024, 0)
+        >>> sizes.requests(8), sizes.requests(512)
+        ((8, 1024), (1, 512))
+        """
+        return (rows, self.context) if rows <= MOST_DECODES else (1, rows)
+
+
+def every(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
+    """Every operation with every number of rows. The memory of one operation is freed before the next."""
+    yield from of_layer(kernels, sizes)
+    for stored in sizes.types:
+        yield from of_experts(kernels, sizes, stored)
+
+
+def names(model: ModelSizes) -> tuple[str, ...]:
+    """Names of the operations of a model without its experts, in the order in which they are measured."""
+    wide = ("dense MLP",) if model.dense_width else ()
+    shared = ("shared experts",) if model.shared_width else ()
+    linear = ("linear attention",) if isinstance(model.attention, Mixed) else ()
+    before = ("query, key, value", "attention", *linear, "output projection", *wide, "gate")
+    return (*before, *shared, "output head")
+
+
+def of_layer(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
+    """Every operation but the experts."""
+    model, hidden = sizes.model, sizes.model.hidden
+    before, after = (round(one / hidden) for one in model.attention.projected(hidden))
+    yield from _linear("query, key, value", kernels, sizes, (before, hidden))
+    yield from _attention(kernels, sizes)
+    if isinstance(model.attention, Mixed):
+        yield from _linear_attention(kernels, sizes, model.attention)
+    yield from _linear("output projection", kernels, sizes, (hidden, after))
+    if model.dense_width:
+        yield from _mlp("dense MLP", kernels, sizes, model.dense_width)
+    yield from _gate(kernels, sizes)
+    if model.shared_width:
+        yield from _mlp("shared experts", kernels, sizes, model.shared_width)
+    yield from _linear("output head", kernels, sizes, (model.vocab, hidden))
+
+
+def _turns(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """A function that makes the next of these calls each time."""
+    each = itertools.cycle(calls)
+    return lambda: next(each)()
+
+
+def _matrices(stored: str, beyond: int, *shapes: tuple[int, int]) -> list[list[torch.Tensor]]:
+    """So many sets of matrices of these shapes that they take more than `beyond` bytes."""
+    dtype: torch.dtype = getattr(torch, stored)
+    size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    return [
+        [products.random(shape, dtype, "cpu") for shape in shapes]
+        for _ in range(1 + math.ceil(beyond / size))
+    ]
+
+
+def _product(rows: int, numbers: float, stored: str) -> Work:
+    return Work(2.0 * rows * numbers, numbers * NUMBER_BYTES[stored])
+
+
+def _linear(name: str, kernels: Kernels, sizes: Sizes, shape: tuple[int, int]) -> Iterator[Call]:
+    matrices = [one for (one,) in _matrices(sizes.dense, sizes.beyond, shape)]
+    for rows in sizes.rows:
+        states = products.random((rows, shape[1]), torch.float32, "cpu")
+        run = _turns([partial(kernels.linear, states, one) for one in matrices])
+        yield Call(name, sizes.dense, rows, None, _product(rows, math.prod(shape), sizes.dense), run)
+
+
+def _mlp(name: str, kernels: Kernels, sizes: Sizes, width: int) -> Iterator[Call]:
+    hidden = sizes.model.hidden
+    matrices = _matrices(sizes.dense, sizes.beyond, (width, hidden), (width, hidden), (hidden, width))
+    for rows in sizes.rows:
+        states = products.random((rows, hidden), torch.float32, "cpu")
+        run = _turns([partial(kernels.gated_mlp, states, *one) for one in matrices])
+        yield Call(name, sizes.dense, rows, None, _product(rows, 3.0 * hidden * width, sizes.dense), run)
+
+
+def _gate(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
+    model = sizes.model
+    shape = model.experts, model.hidden
+    matrices = [one for (one,) in _matrices("float32", sizes.beyond, shape)]
+    gating = Gating(round(model.top_k))
+    for rows in sizes.rows:
+        states = products.random((rows, model.hidden), torch.float32, "cpu")
+        run = _turns([partial(kernels.gate, states, one, gating) for one in matrices])
+        work = _product(rows, math.prod(shape), "float32")
+        yield Call("gate", "float32", rows, None, work, run)
+
+
+def of_experts(kernels: Kernels, sizes: Sizes, stored: str) -> Iterator[Call]:
+    """The routed experts of a layer. Each row chooses its experts at random."""
+    model, rng = sizes.model, np.random.default_rng(0)
+    one = _expert_bytes(model, stored)
+    top_k = round(model.top_k)
+    weights = experts(model, stored, min(model.experts, max(top_k, int(MEMORY / one))))
+    for rows in sizes.rows:
+        states = products.random((rows, model.hidden), torch.float32, "cpu")
+        out = torch.empty(rows, top_k, model.hidden)
+        count = 1 if rows > MOST_DECODES else 8
+        ids = [
+            torch.from_numpy(np.stack([rng.permutation(weights.num_experts)[:top_k] for _ in range(rows)]))
+            for _ in range(count)
+        ]
+        read = statistics.mean(len(set(chosen.flatten().tolist())) for chosen in ids)
+        work = Work(2.0 * rows * top_k * model.expert, read * one)
+        run = _turns([partial(kernels.experts, weights, states, chosen, out) for chosen in ids])
+        yield Call("experts", stored, rows, None, work, run)
+
+
+def _expert_bytes(model: ModelSizes, stored: str) -> float:
+    inner, outer = of_matrices(stored)
+    rows = 2 * model.expert_width * row_bytes(inner, model.hidden)
+    return float(rows + model.hidden * row_bytes(outer, model.expert_width))
+
+
+def experts(model: ModelSizes, stored: str, count: int) -> ExpertWeights:
+    """So many experts of a model in one type. Their numbers are random, and the same in each of them."""
+    inner, outer = of_matrices(stored)
+    shapes = (
+        (inner, (model.expert_width, model.hidden)),
+        (inner, (model.expert_width, model.hidden)),
+        (outer, (model.hidden, model.expert_width)),
+    )
+    parts = []
+    for kind, shape in shapes:
+        first = products.in_type(kind, shape)
+        parts.append((first, *(first.clone() for _ in range(count - 1))))
+    return ExpertWeights(*parts, packed=stored if is_packed(stored) else COMPRESSED)
+
+
+def _steps(sizes: Sizes, rows: int) -> AttentionBatch:
+    """A step of requests whose blocks are anywhere in the cache."""
+    requests, context = sizes.requests(rows)
+    each, width = rows // requests, -(-context // BLOCK)
+    blocks = np.random.default_rng(0).permutation(requests * width).reshape(requests, width)
+    first = context - each
+    pages = np.arange(1, requests + 1)
+    at = np.full(requests, first // CHUNK * CHUNK)
+    batch = TokenBatch(
+        token_ids=np.zeros(rows, np.int64),
+        positions=np.tile(np.arange(first, context), requests),
+        query_starts=np.arange(requests + 1) * each,
+        context_lens=np.full(requests, context),
+        block_tables=blocks,
+        logit_rows=np.arange(1),
+        states=np.stack([pages, at, pages, pages - 1], axis=1),
+    )
+    return AttentionBatch.build(batch, BLOCK)
+
+
+def _attention(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
+    """Attention over the cache: decode steps of requests, or one prompt."""
+    found = sizes.model.attention
+    kind = found.full if isinstance(found, Mixed) else found
+    for rows in sizes.rows:
+        requests, context = sizes.requests(rows)
+        batch, tokens = _steps(sizes, rows), requests * context
+        pairs = tokens if requests == rows else rows * (rows + 1) // 2
+        size = tokens * kind.cached * sizes.model.cache_number(sizes.cache)
+        run = _attending(kernels, sizes.cache, kind, batch, rows)
+        work = Work(float(pairs) * kind.pair_flops, 0.0, size)
+        yield Call("attention", sizes.cache, rows, context, work, run)
+
+
+def _attending(
+    kernels: Kernels, cache: str, kind: object, batch: AttentionBatch, rows: int
+) -> Callable[[], object]:
+    blocks = batch.batch.block_tables.size
+
+    def cached(heads: int, width: int) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, cache)
+        filled = torch.empty(blocks, BLOCK, heads, stored_width(width, dtype), dtype=dtype)
+        filled[:] = encode(products.random((BLOCK, heads, width), torch.float32, "cpu"), dtype)
+        return filled
+
+    def query(heads: int, width: int) -> torch.Tensor:
+        return products.random((rows, heads, width), torch.float32, "cpu")
+
+    match kind:
+        case GroupedQuery():
+            keys, values = (cached(kind.kv_heads, kind.width) for _ in range(2))
+            asked = query(kind.heads, kind.width)
+            return lambda: kernels.paged_attention(asked, keys, values, batch, kind.width**-0.5)
+        case Latent():
+            wide = kind.rank + kind.turned
+            latents, asked = cached(1, wide), query(kind.heads, wide)
+            return lambda: kernels.paged_attention(
+                asked, latents, None, batch, wide**-0.5, value_width=kind.rank
+            )
+    raise TypeError(f"{type(kind).__name__} is not attention over a cache")
+
+
+def _linear_attention(kernels: Kernels, sizes: Sizes, kind: Mixed) -> Iterator[Call]:
+    """Gated DeltaNet between its projections, without the convolution."""
+    of = StateSizes(kind.key_heads, kind.value_heads, kind.key_width, kind.value_width, TAPS)
+    matrix = kind.value_heads * kind.key_width * kind.value_width
+    for rows in sizes.rows:
+        requests, context = sizes.requests(rows)
+        batch, states = _steps(sizes, rows), _states(of, requests)
+        mixed, gates = (
+            products.random((rows, width), torch.float32, "cpu")
+            for width in (of.channels, 2 * of.value_heads)
+        )
+        decay, bias = -torch.rand(of.value_heads), torch.rand(of.value_heads)
+        since = [position % CHUNK + 1 for position in range(context - rows // requests, context)]
+        kept = of.key_heads * of.key_width + of.value_heads * of.value_width
+        flops = 2 * (2 * rows * matrix + 2 * requests * sum(since) * kept)
+        read = 4 * requests * (matrix + since[-1] * kept)
+        run = partial(kernels.delta, mixed, gates, decay, bias, states, batch)
+        yield Call("linear attention", "float32", rows, context, Work(float(flops), 0.0, float(read)), run)
+
+
+def _states(sizes: StateSizes, requests: int) -> LayerStates:
+    kept, heads = sizes.taps - 1, sizes.value_heads
+    random = partial(products.random, dtype=torch.float32, device="cpu")
+    return LayerStates(
+        sizes,
+        pages=random((requests + 1, heads, sizes.key_width, sizes.value_width)),
+        page_tails=random((requests + 1, kept, sizes.channels)),
+        keys=random((requests, sizes.key_heads, CHUNK, sizes.key_width)),
+        updates=random((requests, heads, CHUNK, sizes.value_width)),
+        decays=-torch.rand(requests, heads, CHUNK).cumsum(-1),
+        tails=random((requests, kept, sizes.channels)),
+    )
