@@ -117,7 +117,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "commands": (
         *("", "batch", "bench", "client", "config", "core", "experts.join", "kernels.table", "launch"),
-        *("models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
+        *("cluster.numa", "models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
         "quantizing",
         *("runtime.machine", "server", "verify"),

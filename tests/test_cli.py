@@ -388,6 +388,7 @@ def a_machine(**changes: object) -> Machine:
         cpu="x",
         cores=8,
         cores_online=8,
+        numa_nodes=1,
         cpu_quota=None,
         instruction_sets=["avx2"],
         memory_total=2**36,

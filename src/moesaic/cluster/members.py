@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from moesaic.cluster import numa
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.local import spawn_server, spawn_worker
 from moesaic.cluster.member import Member, Process, Role, Stage
@@ -39,10 +40,13 @@ class Members:
     ) -> None:
         self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
         """Number of ranks at the start, each a worker and a server; None: there are no ranks."""
-        self._cores = Cores(worker)
+        self._cores = Cores(worker, numa.here(cluster.numa))
         pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
-        threads = worker.model.threads or pinned or self._cores.threads(cluster.expert_servers)
-        self._capacities = cluster.capacities or (float(threads),)
+        threads = [
+            worker.model.threads or pinned or self._cores.threads(place, cluster.expert_servers)
+            for place in range(max(1, cluster.expert_servers))
+        ]
+        self._capacities = cluster.capacities or tuple(map(float, threads))
         """Capacity weights of the servers started here, by number. Later servers have the last weight."""
         self.workers: list[Member] = []
         self.servers: list[Member] = []
@@ -98,16 +102,19 @@ class Members:
             self._worker_config,
             beside=len(self.workers) + self._servers_on_gpus - 1,
             own_server=self.servers_here[place].number if self._ranks else None,
-            most_threads=len(cpus) or self._cores.threads(len(self.workers)),
+            most_threads=len(cpus) or self._cores.threads(place, len(self.workers)),
             cpus=cpus,
             trace=self._part(member),
             record=part_of(self._worker_config.record, member.name, member.incarnation + 1),
         )
-        self._listen(member, spawn_worker(config))
+        with numa.on(self._cores.nodes(place, len(self.workers))):
+            child = spawn_worker(config)
+        self._listen(member, child)
 
     def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
         """Starts the server's next process, which waits for a Hold."""
-        cpus = self._cores.cpus(Role.SERVER, self._place(member, self.servers_here), self._ranks)
+        place = self._place(member, self.servers_here)
+        cpus = self._cores.cpus(Role.SERVER, place, self._ranks)
         model = self._worker_config.model
         config = ExpertServerConfig(
             model=model.model,
@@ -116,7 +123,7 @@ class Members:
             kernels=model.kernels,
             mmap=model.mmap,
             device="cpu" if model.device == "auto" else model.device,
-            threads=model.threads or len(cpus) or self._server_threads(layout),
+            threads=model.threads or len(cpus) or self._server_threads(layout, place),
             cpus=cpus,
             schedule=self._worker_config.scheduler.schedule,
             queue_policy=self._worker_config.scheduler.queue_policy,
@@ -124,7 +131,9 @@ class Members:
             trace=self._part(member),
             checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
-        self._listen(member, spawn_server(config))
+        with numa.on(self._cores.nodes(place, len(self.servers_here))):
+            child = spawn_server(config)
+        self._listen(member, child)
 
     def adopt(self, member: Member, process: Process, layout: ExpertLayout) -> None:
         """Adds a server that joined from another machine."""
@@ -188,10 +197,10 @@ class Members:
         """Returns the file for its next process's part of the trace; None: there is no trace."""
         return part_of(self._worker_config.trace, member.name, member.incarnation + 1)
 
-    def _server_threads(self, layout: ExpertLayout) -> int:
+    def _server_threads(self, layout: ExpertLayout, place: int) -> int:
         if layout.num_bytes < SMALL_MODEL:
             return 1
-        return self._cores.threads(len(self.servers))
+        return self._cores.threads(place, len(self.servers_here))
 
     def _listen(self, member: Member, child: Process) -> None:
         member.stage, member.incarnation = Stage.STARTING, member.incarnation + 1

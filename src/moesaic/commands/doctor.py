@@ -120,11 +120,12 @@ def _facts(machine: Machine) -> dict[str, str]:
         f"{gpu.name}, {in_bytes(gpu.free)} of {in_bytes(gpu.memory)} free, capability {gpu.capability}"
         for gpu in machine.gpus
     ]
+    nodes = "" if machine.numa_nodes == 1 else f", on {machine.numa_nodes} NUMA nodes"
     free, total = in_bytes(machine.memory_available), in_bytes(machine.memory_total)
     return {
         "system": machine.system,
         "CPU": machine.cpu,
-        "cores": f"{machine.cores} of {machine.cores_online}{quota}",
+        "cores": f"{machine.cores} of {machine.cores_online}{nodes}{quota}",
         "instructions": " ".join(machine.instruction_sets) or "none that moesaic uses",
         "memory": f"{free} of {total} available{limit}",
         "GPUs": "\n".join(gpus) or "none visible to torch",

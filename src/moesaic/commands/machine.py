@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
+from moesaic.cluster import numa
 from moesaic.config import hub_cache
 from moesaic.kernels import table
-from moesaic.runtime.machine import available_memory, cores
+from moesaic.runtime.machine import NVIDIA, allowed_cpus, available_memory, cores
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_NVIDIA = Path("/dev/nvidiactl")
 
 INSTRUCTION_SETS = {
     "avx2": ("avx2",),
@@ -57,6 +57,8 @@ class Machine:
     cores: int
     """Number of cores that this process may run on."""
     cores_online: int
+    numa_nodes: int
+    """Number of NUMA nodes that have these cores."""
     cpu_quota: float | None
     """CPU time that a container may use, in cores. None without a limit."""
     instruction_sets: list[str]
@@ -88,13 +90,14 @@ def examine() -> Machine:
         cpu=cpu_name(cpuinfo),
         cores=cores(),
         cores_online=os.cpu_count() or 1,
+        numa_nodes=max(1, len(numa.nodes(allowed_cpus()))),
         cpu_quota=cpu_quota(_CGROUP),
         instruction_sets=instruction_sets(cpuinfo),
         memory_total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         memory_available=available_memory(),
         memory_limit=memory_limit(_CGROUP),
         gpus=_gpus(),
-        nvidia_driver=_NVIDIA.exists(),
+        nvidia_driver=NVIDIA.exists(),
         torch=str(torch.__version__),
         torch_build=_torch_build(),
         torch_cpu_capability=table.torch_code(),

@@ -13,17 +13,18 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from moesaic import __version__
+from moesaic.cluster import numa
 from moesaic.commands import descriptors
 from moesaic.commands.announce import Announcer
 from moesaic.commands.program import program
 from moesaic.commands.tracing import announced
-from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, ServerConfig, WorkerConfig
+from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, Device, ServerConfig, WorkerConfig
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
 from moesaic.parsers.table import check_parsers, formats_of
-from moesaic.runtime.machine import cores
+from moesaic.runtime.machine import NVIDIA, cores
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.trace.options import RecordConfig
@@ -73,6 +74,7 @@ def run(
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     check_parsers(server.tool_call_parser, server.reasoning_parser)
+    cluster = _on_nodes(config.model.device, cluster)
     descriptors.prepare(_processes(cluster.resolved()))
     _warn_of_many(_processes(cluster.resolved()), cores())
     names = server.served_model_name or (config.model.model,)
@@ -94,6 +96,20 @@ def run(
         ) as launched,
     ):
         return _serve(launched, listener, names, server, limits, cors, as_json)
+
+
+def _on_nodes(device: Device, cluster: ClusterConfig) -> ClusterConfig:
+    """`cluster` with an expert server on each NUMA node, where the CPUs of several compute."""
+    nodes = numa.here(cluster.numa)
+    gpu = device == "cuda" or (device == "auto" and NVIDIA.exists())
+    found = cluster if gpu else cluster.on_nodes(len(nodes))
+    if found is not cluster:
+        names = ", ".join(str(node.number) for node in nodes)
+        how = "--numa off computes them in one process"
+        print(
+            f"moesaic: an expert server on each of the NUMA nodes {names}; {how}", file=sys.stderr, flush=True
+        )
+    return found
 
 
 def _processes(cluster: ClusterConfig) -> int:

@@ -10,6 +10,7 @@ from moesaic.config.values import (
     Align,
     DispatchName,
     MoeCollectives,
+    NumaBinding,
     Transport,
     at_least,
     capacity,
@@ -92,6 +93,10 @@ class ClusterConfig(ParallelConfig):
     """Objective: milliseconds from a request's arrival to its first token."""
     slo_itl: float | None = None
     """Objective: milliseconds between two tokens of a request."""
+    numa: NumaBinding = "auto"
+    """On a machine with several NUMA nodes, such as sockets. auto: each expert server runs on one node and
+    takes that node's memory, and `serve` starts one on each node if no number of processes is given. off:
+    processes run anywhere."""
     transport: Transport = "auto"
     """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
     socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP."""
@@ -149,6 +154,15 @@ class ClusterConfig(ParallelConfig):
             return self
         return replace(self, attention_workers=ranks, expert_servers=servers)
 
+    def on_nodes(self, count: int) -> ClusterConfig:
+        """The same, with an expert server for each of `count` NUMA nodes.
+
+        Unchanged for one node, with --numa off, and if processes are given.
+        """
+        if count < 2 or self.numa == "off" or self.resolved().apart:
+            return self
+        return replace(self, expert_servers=count)
+
     def __post_init__(self) -> None:
         if self.data_parallel_size is None and self.enable_expert_parallel:
             raise ConfigError("--enable-expert-parallel: give the number of ranks as --data-parallel-size")
@@ -161,6 +175,7 @@ class ClusterConfig(ParallelConfig):
         at_least("--min-replicas", self.min_replicas, 1)
         if not 0 <= self.rebalance_interval < math.inf:
             raise ConfigError.field("--rebalance-interval", self.rebalance_interval, "seconds, 0 or more")
+        one_of("--numa", self.numa, get_args(NumaBinding))
         one_of("--transport", self.transport, get_args(Transport))
         if self.transport == "shm" and self.cluster_address is not None:
             raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")

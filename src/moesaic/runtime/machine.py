@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
+NVIDIA = Path("/dev/nvidiactl")
+"""Exists where an NVIDIA driver is loaded."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
