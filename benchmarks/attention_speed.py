@@ -5,7 +5,8 @@
 Sequences of one length each; 16 query heads and 4 key heads of 64 numbers unless told otherwise. torch's line
 is `scaled_dot_product_attention` in float32 on keys and values that lie together, in as many threads; it has
 none where a chunk follows cached tokens. GB/s counts the cache, read once; GFLOP/s the products that a row
-needs, with keys and with values, none of those behind it.
+needs, with keys and with values, none of those behind it. With --shared-prefix the decode rows of a step
+share all blocks but the last; GB/s then counts what each would read alone.
 Medians; the engines take turns.
 """
 
@@ -29,7 +30,16 @@ from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
 
-CASES = [(1, 1, 100), (1, 1, 8000), (8, 1, 1000), (32, 1, 100), (1, 512, 512), (32, 64, 64), (4, 128, 2000)]
+CASES = [
+    (1, 1, 100),
+    (1, 1, 8000),
+    (8, 1, 1000),
+    (32, 1, 100),
+    (32, 1, 4100),
+    (1, 512, 512),
+    (32, 64, 64),
+    (4, 128, 2000),
+]
 """(sequences, new tokens of each, tokens of each with the new ones)."""
 BLOCK = 16
 PAUSE = 0.3
@@ -38,10 +48,12 @@ more.
 """
 
 
-def steps(sequences: int, rows: int, context: int) -> AttentionBatch:
-    """One step of sequences whose blocks are anywhere in the cache."""
+def steps(sequences: int, rows: int, context: int, shared: bool = False) -> AttentionBatch:
+    """One step of sequences whose blocks are anywhere in the cache. shared: all but the last are equal."""
     width = -(-context // BLOCK)
     blocks = np.random.default_rng(0).permutation(sequences * width).reshape(sequences, width)
+    if shared:
+        blocks[:, :-1] = blocks[0, :-1]
     batch = TokenBatch(
         token_ids=np.zeros(sequences * rows, np.int64),
         positions=np.tile(np.arange(context - rows, context), sequences),
@@ -54,14 +66,14 @@ def steps(sequences: int, rows: int, context: int) -> AttentionBatch:
 
 
 def calls(
-    case: tuple[int, int, int], heads: tuple[int, int, int], dtype: torch.dtype
+    case: tuple[int, int, int], heads: tuple[int, int, int], dtype: torch.dtype, shared: bool
 ) -> list[Callable[[], Any]]:
     """moesaic's call, and torch's if torch has one."""
     sequences, rows, context = case
     query_heads, key_heads, width = heads
-    batch = steps(*case)
+    batch = steps(*case, shared)
     query = torch.randn(sequences * rows, query_heads, width)
-    shape = (batch.batch.block_tables.size, BLOCK, key_heads, width)
+    shape = (sequences * -(-context // BLOCK), BLOCK, key_heads, width)
     keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     kernels = table.pick("cpu")
     found: list[Callable[[], Any]] = [
@@ -91,11 +103,11 @@ def medians(engines: list[Callable[[], Any]], rounds: int) -> list[float]:
 
 
 def measure(
-    case: tuple[int, int, int], heads: tuple[int, int, int], dtype: torch.dtype, rounds: int
+    case: tuple[int, int, int], heads: tuple[int, int, int], dtype: torch.dtype, rounds: int, shared: bool
 ) -> dict[str, Any]:
     sequences, rows, context = case
     query_heads, key_heads, width = heads
-    seconds, *other = medians(calls(case, heads, dtype), rounds)
+    seconds, *other = medians(calls(case, heads, dtype, shared), rounds)
     seen = sequences * (rows * context - rows * (rows - 1) // 2)
     return {
         "sequences": sequences,
@@ -112,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--heads", type=int, nargs=3, default=[16, 4, 64], metavar=("QUERY", "KEY", "WIDTH"))
     parser.add_argument("--kv-cache-dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--shared-prefix", action="store_true", help="all blocks but the last are shared")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -120,7 +133,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.kv_cache_dtype)
     with torch.inference_mode():
-        results = [measure(case, tuple(arguments.heads), dtype, arguments.rounds) for case in CASES]
+        results = [
+            measure(case, tuple(arguments.heads), dtype, arguments.rounds, arguments.shared_prefix)
+            for case in CASES
+        ]
     shown = Table(title=f"{arguments.kv_cache_dtype} cache, {arguments.threads} threads")
     for column in (
         "sequences",

@@ -3,16 +3,18 @@
 // The context is split at fixed positions, every SPLIT tokens, whatever a step computes. For each split a row gets its
 // largest score, its sum and its weighted values. Splits are joined in order by an online softmax (Milakov & Gimelshein
 // 2018); Flash-Decoding (Dao et al. 2023) has this split form. So a row's bits depend neither on its chunk nor on the
-// threads.
+// threads. Decode rows whose sequences share a prefix read its splits together, once for all of them.
 #pragma once
 
 #include <algorithm>
 
 #include "cache.h"
+#include "shared_splits.h"
 
 namespace MOESAIC_ISA {
 
 constexpr int64_t SPLIT = 256;
+constexpr int64_t MOST_STORED = int64_t(1) << 24;  // floats of results of splits that sequences share
 constexpr int64_t MOST_LINES = 4 * TILE_ROWS;  // query vectors that are computed together with the same keys
 
 inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
@@ -74,10 +76,14 @@ class AttentionOf {
             products_ += rows_of(s) * job_.context_lens[s] * job_.heads * (job_.key_width + job_.value_width);
             splits = std::max(splits, (job_.context_lens[s] + SPLIT - 1) / SPLIT);
         }
+        int64_t size = Gathered::floats(group_heads_, value_width_) * job_.kv_heads * head_groups_;
+        SharedSplits shared(job_, SPLIT, MOST_STORED / (size * std::max<int64_t>(1, job_.sequences)));
+        Stored stored{shared, shared.total == 0 ? nullptr : scratch(moesaic::kWork, shared.total * size), size};
+        if (shared.total > 0) gather_shared(stored);
         if (splits > 1 && units.size < 4 * moesaic::pool().threads()) {
-            run_split(units, splits);
+            run_split(units, splits, stored);
         } else {
-            parallel(units.size, products_, [&](int64_t task, int worker) { whole(units[task], worker); });
+            parallel(units.size, products_, [&](int64_t task, int worker) { whole(units[task], stored, worker); });
         }
     }
 
@@ -113,8 +119,65 @@ class AttentionOf {
         return job_.window > 0 ? std::max<int64_t>(0, last_of(unit, row) - job_.window) : 0;
     }
 
-    // Computes all splits of a unit, one after another.
-    void whole(const Unit& unit, int worker) const {
+    // The parts of splits that sequences share, for each of these sequences.
+    struct Stored {
+        const SharedSplits& shared;
+        float* memory;
+        int64_t size;  // floats of a split of one sequence
+        bool has(const Unit& unit, int64_t split) const { return split < shared.splits[unit.sequence]; }
+    };
+    Gathered stored_part(const Stored& stored, int64_t sequence, int64_t split, int64_t group, int64_t heads) const {
+        float* own = stored.memory + (stored.shared.parts[sequence] + split) * stored.size;
+        return Gathered::at(own + group * Gathered::floats(group_heads_, value_width_), heads, value_width_);
+    }
+    Gathered stored_part(const Stored& stored, const Unit& unit, int64_t split) const {
+        int64_t group = unit.kv_head * head_groups_ + (unit.head - unit.kv_head * per_kv_head_) / group_heads_;
+        return stored_part(stored, unit.sequence, split, group, unit.heads);
+    }
+
+    // Computes every split that sequences share, once for all of them. A task has some query heads of one key head.
+    void gather_shared(const Stored& stored) const {
+        const SharedSplits& shared = stored.shared;
+        Array<SplitClass> classes(shared.total);
+        shared.each([&](const SplitClass& one) { classes[classes.size++] = one; });
+        int64_t groups = job_.kv_heads * head_groups_, together = MOST_LINES / group_heads_;
+        parallel(classes.size * groups, products_, [&](int64_t task, int worker) {
+            const SplitClass& one = classes[task / groups];
+            int64_t group = task % groups, kv = group / head_groups_, head = group % head_groups_ * group_heads_;
+            int64_t heads = std::min(group_heads_, per_kv_head_ - head);
+            for (int64_t first = 0; first < one.count; first += together) {
+                int64_t count = std::min(together, one.count - first), lines = count * heads;
+                float* memory = worker_scratch(worker, work_floats(lines) + Gathered::floats(lines, value_width_));
+                Gathered all = Gathered::at(memory + work_floats(lines), lines, value_width_);
+                const int64_t* members = shared.order.data + one.first + first;
+                gather_together(members, count, {members[0], 0, count, kv * per_kv_head_ + head, heads, kv},
+                                one.split * SPLIT, memory, all);
+                for (int64_t m = 0; m < count; m++) {
+                    Gathered part = stored_part(stored, members[m], one.split, group, heads);
+                    std::memcpy(part.values, all.values + m * heads * value_width_, size_t(heads * value_width_) * 4);
+                    std::memcpy(part.most, all.most + m * heads, size_t(heads) * 4);
+                    std::memcpy(part.sum, all.sum + m * heads, size_t(heads) * 4);
+                }
+            }
+        });
+    }
+
+    // As `gather` for rows of several sequences that attend to all of a split. unit: has a row for each of them.
+    void gather_together(const int64_t* members, int64_t count, const Unit& unit, int64_t origin, float* work,
+                         const Gathered& part) const {
+        for (int64_t m = 0; m < count; m++) {
+            pack_query({members[m], 0, 1, unit.head, unit.heads, unit.kv_head}, work + m * unit.heads * key_width_);
+        }
+        float* scores = work + unit.lines() * key_width_;
+        score(unit, origin, 0, SPLIT, work, scores);
+        for (int64_t line = 0; line < unit.lines(); line++) {
+            soften(scores + line * SPLIT, 0, SPLIT, 0, SPLIT, part.most + line, part.sum + line);
+        }
+        weigh(unit, origin, 0, SPLIT, scores, part);
+    }
+
+    // Computes all splits of a unit, one after another. Those in `stored` are computed already.
+    void whole(const Unit& unit, const Stored& stored, int worker) const {
         int64_t lines = unit.lines(), size = Gathered::floats(lines, value_width_);
         float* memory = worker_scratch(worker, work_floats(lines) + 2 * size);
         Gathered all = Gathered::at(memory, lines, value_width_);
@@ -124,21 +187,25 @@ class AttentionOf {
         clear(all, lines);
         int64_t begin = first_of(unit, 0) / SPLIT, end = (last_of(unit, unit.rows - 1) + SPLIT - 1) / SPLIT;
         for (int64_t split = begin; split < end; split++) {
-            gather(unit, split, work, part);
-            for (int64_t line = 0; line < lines; line++) join(all, part, line);
+            bool known = stored.has(unit, split);
+            if (!known) gather(unit, split, work, part);
+            const Gathered& next = known ? stored_part(stored, unit, split) : part;
+            for (int64_t line = 0; line < lines; line++) join(all, next, line);
         }
         finish(unit, all);
     }
 
     // For few units with long contexts: every split is a task, then splits are joined in the same order.
-    void run_split(Array<Unit>& units, int64_t splits) const {
+    void run_split(Array<Unit>& units, int64_t splits, const Stored& stored) const {
         int64_t size = Gathered::floats(MOST_LINES, value_width_);
         float* parts = scratch(moesaic::kInner, units.size * splits * size);
         auto part_of = [&](int64_t unit, int64_t split) {
+            if (stored.has(units[unit], split)) return stored_part(stored, units[unit], split);
             return Gathered::at(parts + (unit * splits + split) * size, units[unit].lines(), value_width_);
         };
         parallel(units.size * splits, products_, [&](int64_t task, int worker) {
             const Unit& unit = units[task / splits];
+            if (stored.has(unit, task % splits)) return;
             float* work = worker_scratch(worker, work_floats(unit.lines()));
             pack_query(unit, work);
             gather(unit, task % splits, work, part_of(task / splits, task % splits));
