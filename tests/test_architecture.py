@@ -43,7 +43,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # programs
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
-        *("experts.observer", "experts.remote"),
+        *("experts.observer", "experts.pacing", "experts.remote"),
         *("kernels", "kvcache", "collectives", "models", "offload", "policy", "structured", "trace"),
         "transport",
     ),

@@ -14,6 +14,7 @@ from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import ClusterConfig, WorkerConfig
+from moesaic.core import paced
 from moesaic.core.errors import ConfigError
 from moesaic.engine import Engine
 from moesaic.models import files, fingerprint
@@ -97,6 +98,7 @@ def _here(
         config,
         model=replace(config.model, model=str(path), revision=None),
         parallel=cluster.parallel if cluster else config.parallel,
+        paced=None if cluster is None else cluster.paced,
         record=record.record_routing,
         record_share=record.record_routing_share,
         checkpoint_stamp=fingerprint.stamp(path),
@@ -113,4 +115,6 @@ def _checked(config: WorkerConfig, cluster: ClusterConfig | None) -> Path:
     """The directory of the checkpoint. Raises ConfigError for settings that contradict each other."""
     if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
+    if cluster is not None and cluster.paced is not None:
+        paced.read(Path(cluster.paced))
     return files.resolve(config.model.model, config.model.revision)

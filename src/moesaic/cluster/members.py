@@ -129,6 +129,7 @@ class Members:
             queue_policy=self._worker_config.scheduler.queue_policy,
             queues=self._worker_config.queues,
             trace=self._part(member),
+            paced=self._worker_config.paced,
             checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
         with numa.on(self._cores.nodes(place, len(self.servers_here))):

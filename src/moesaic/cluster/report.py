@@ -52,6 +52,7 @@ def counters(
 ) -> ClusterCounters:
     """Returns all counts since the start."""
     experts = router.stats().experts
+    paces = [experts.pace, *(member.stats.pace for member in members.servers)]
     return ClusterCounters(
         process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all),
         failovers=experts.failovers,
@@ -62,6 +63,8 @@ def counters(
         rebalances=rebalances,
         missed_ttft=router.objectives.missed_ttft,
         missed_itl=router.objectives.missed_itl,
+        paced_runs=sum(pace.runs for pace in paces),
+        paced_late=sum(pace.late for pace in paces),
         refused_connections=0 if door is None else door.dropped,
     )
 

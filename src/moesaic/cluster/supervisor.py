@@ -33,7 +33,7 @@ from moesaic.cluster.report import counters, layer_locality, layer_replicas, pro
 from moesaic.cluster.router import Router
 from moesaic.cluster.weight_check import WeightCheck
 from moesaic.config import ClusterConfig, WorkerConfig
-from moesaic.core import messages
+from moesaic.core import messages, paced
 from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, ProcessStatus
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -60,8 +60,8 @@ class Supervisor:
         self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file)
         self._clock = clock
         self._rule = RestartRule()
-        file = cluster.cluster_secret_file
-        self._secret = secrets.token_bytes(32) if file is None else create_secret(Path(file))
+        secret_file = cluster.cluster_secret_file
+        self._secret = secrets.token_bytes(32) if secret_file is None else create_secret(Path(secret_file))
         apart, transport = cluster.expert_servers > 0, host_transport(cluster.transport)
         self._transport = transport if apart else None
         member = replace(worker, remote_experts=apart, supervised=True, transport=transport)
@@ -71,6 +71,8 @@ class Supervisor:
         self._note = self._failures.note
         self._changes = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note)
         self._announced = False
+        file = cluster.paced
+        self._paced = None if file is None else f"{file}: {paced.read(Path(file)).source}"
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         path, later = Path(worker.model.model), self._members.inbox.put
@@ -141,6 +143,7 @@ class Supervisor:
             transport=self._transport,
             dispatch=self._dispatch,
             locality=layer_locality(placement, self._router.stats().experts),
+            paced=self._paced,
             watched=members.watched,
         )
 

@@ -29,7 +29,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Experts as services": (
         *("--attention-workers", "--expert-servers", "--expert-capacities", "--schedule"),
         *("--inflight-batches", "--combine", "--queue-policy", "--queue-urgency", "--queue-history"),
-        *("--expert-batch-pairs", "--expert-batch-wait", "--transport", "--numa", "--cluster-address"),
+        *(
+            "--expert-batch-pairs",
+            "--expert-batch-wait",
+            "--transport",
+            "--numa",
+            "--paced",
+            "--cluster-address",
+        ),
         "--cluster-secret-file",
     ),
     "Faults and scaling": (

@@ -33,6 +33,8 @@ def as_lines(status: Status) -> list[str]:
     lines.append(f"requests are dispatched by {status['dispatch']}")
     if status["join_address"]:
         lines.append(f"expert servers on other machines can join at {status['join_address']}")
+    if status["paced"]:
+        lines.append(f"times are those of modelled devices: {status['paced']}")
     if not status["watched"]:
         lines.append("the supervisor has stopped, so processes are not restarted any more")
     if missing:

@@ -97,6 +97,9 @@ class ClusterConfig(ParallelConfig):
     """On a machine with several NUMA nodes, such as sockets. auto: each expert server runs on one node and
     takes that node's memory, and `serve` starts one on each node if no number of processes is given. off:
     processes run anywhere."""
+    paced: str | None = None
+    """TOML file of modelled devices. Workers and servers compute as always, and hold each result until the
+    modelled device would have finished. A test instrument: it makes everything slower."""
     transport: Transport = "auto"
     """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
     socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP."""
@@ -190,7 +193,7 @@ class ClusterConfig(ParallelConfig):
                 raise ConfigError.field("--attention-workers", 1, "at least 2 with --dispatch")
         if self.expert_servers == 0:
             names = ["redundant_experts", "min_replicas", "expert_capacities", "autoscale", "transport"]
-            names.append("cluster_address")
+            names += ["cluster_address", "paced"]
             for name in names if self.tensor_parallel_size > 1 else ["placement", *names]:
                 if getattr(self, name) != getattr(ClusterConfig, name):
                     flag = "--" + name.replace("_", "-")

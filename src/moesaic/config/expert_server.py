@@ -32,6 +32,8 @@ class ExpertServerConfig:
     queues: QueueConfig = QueueConfig()
     trace: str | None = None
     """File for this process's part of a trace. None: no trace."""
+    paced: str | None = None
+    """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
     checkpoint_stamp: str = ""
     """Stamp of the checkpoint's files (`models.fingerprint`), which must not change before they are loaded.
     Empty: as they are now."""

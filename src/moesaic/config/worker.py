@@ -244,6 +244,8 @@ class WorkerConfig:
     offload: Offload | None = None
     """How a model larger than its fast memory is computed. None: the whole model is in memory."""
     queues: QueueConfig = QueueConfig()
+    paced: str | None = None
+    """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
     checkpoint_stamp: str = ""
     """Stamp of the checkpoint's files (`models.fingerprint`), which must not change before they are loaded.
     Empty: as they are now."""

@@ -108,6 +108,10 @@ class ClusterCounters:
     """Requests whose first token came later than --slo-ttft."""
     missed_itl: int = 0
     """Tokens that came later than --slo-itl after the token before."""
+    paced_runs: int = 0
+    """Runs of all processes that took as long as on a modelled device; 0 without --paced."""
+    paced_late: int = 0
+    """Runs of paced_runs that took longer here. With more than 2 % of them, a measurement is void."""
     refused_connections: int = 0
     """Connections to --cluster-address that did not become a server: strangers, or servers with another
     secret or version."""
@@ -135,6 +139,8 @@ class ClusterStatus:
     """How an attention worker is chosen for a request."""
     locality: list[LayerLocality] = field(default_factory=list)
     """One entry per layer with routed experts. Empty where workers have no server of their own rank."""
+    paced: str | None = None
+    """The file of modelled devices whose timing the processes have, and where its figures are from."""
     watched: bool = True
     """False once the supervisor itself has failed.
 

@@ -84,6 +84,16 @@ class PassStats:
 
 
 @dataclass(frozen=True)
+class PaceStats:
+    """The runs of a process that takes as long as a modelled device (`core.paced`)."""
+
+    runs: int = 0
+    """Runs so far. 0 without --paced."""
+    late: int = 0
+    """Runs that took longer here than on the modelled device."""
+
+
+@dataclass(frozen=True)
 class ExpertStats:
     """An attention worker's use of expert servers."""
 
@@ -114,6 +124,7 @@ class ExpertStats:
     """Counters of a worker that is a group of processes."""
     passes: tuple[PassStats, ...] = ()
     """Counters of a worker whose model is larger than its fast memory."""
+    pace: PaceStats = PaceStats()
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,7 @@ class ExpertServerStats:
     expert_runs: int = 0
     """Experts whose weights were read so far, counted once for each run that used them."""
     busy_seconds: float = 0.0
+    pace: PaceStats = PaceStats()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from moesaic.config import HostTransport
 from moesaic.core.errors import MoesaicError
@@ -17,17 +18,30 @@ LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 0.2
 
 
+def as_it_is(caller: Caller) -> Caller:
+    """The connection itself."""
+    return caller
+
+
 class Connector:
     """Tries to connect to each server until it succeeds or is stopped."""
 
-    def __init__(self, heap_bytes: int, wakeup: Wakeup, transport: HostTransport = "shm") -> None:
+    def __init__(
+        self,
+        heap_bytes: int,
+        wakeup: Wakeup,
+        transport: HostTransport = "shm",
+        wrap: Callable[[Caller], Caller] = as_it_is,
+    ) -> None:
         """Create a connector that has nothing to do yet.
 
         heap_bytes: memory for the open calls of each connection.
         wakeup: rung when a connection was made.
         transport: for servers with a Unix address. Servers with a TCP address are on other hosts.
+        wrap: puts each connection into another one.
         """
         self._transport = transport
+        self._wrap = wrap
         self._heap_bytes = heap_bytes
         self._wakeup = wakeup
         self._made: deque[tuple[ServerEntry, Caller]] = deque()
@@ -66,6 +80,6 @@ class Connector:
             if stopped.is_set():
                 caller.close()
                 return
-            self._made.append((entry, caller))
+            self._made.append((entry, self._wrap(caller)))
             self._wakeup.ring()
             return

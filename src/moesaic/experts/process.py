@@ -7,14 +7,16 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from moesaic.config import ExpertServerConfig
-from moesaic.core import messages
+from moesaic.core import messages, paced
 from moesaic.core.errors import ConnectionLost, MoesaicError
-from moesaic.core.metrics import ExpertServerStats
+from moesaic.core.metrics import ExpertServerStats, PaceStats
 from moesaic.core.stored import is_native
 from moesaic.experts.backend import ExpertBackend
+from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
 from moesaic.models import fingerprint
@@ -75,7 +77,7 @@ def serve(
     path = Path(config.model)
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
     with fingerprint.unchanged(path, stamp):
-        backend = _backend(config)
+        backend, pace = _paced(_backend(config), config)
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     listener = Listener(config.address, secret or first.secret)
@@ -86,7 +88,7 @@ def serve(
     loader = _ExpertLoader(supervisor, backend, listener.address, config, stamp, digests)
     loader.change(first)
     stopped = threading.Event()
-    threading.Thread(target=_report, args=(supervisor, server, stopped), daemon=True).start()
+    threading.Thread(target=_report, args=(supervisor, server, pace, stopped), daemon=True).start()
     try:
         while True:
             wakeup.clear()
@@ -143,6 +145,17 @@ def _backend(config: ExpertServerConfig) -> ExpertBackend:
     return TorchBackend(
         Path(config.model), config.layout, config.device, kernels, config.threads, config.mmap
     )
+
+
+def _paced(
+    backend: ExpertBackend, config: ExpertServerConfig
+) -> tuple[ExpertBackend, Callable[[], PaceStats]]:
+    """The backend with the timing of the modelled device, if there is one, and what is counted of it."""
+    if config.paced is None:
+        return backend, PaceStats
+    devices = paced.read(Path(config.paced))
+    pace = Pace(devices.dilation)
+    return PacedBackend(backend, devices, pace), lambda: pace.stats
 
 
 class _ExpertLoader:
@@ -219,7 +232,12 @@ class _ExpertLoader:
             self._digests.add(hold.experts)
 
 
-def _report(supervisor: StreamConnection, server: ExpertServer, stopped: threading.Event) -> None:
+def _report(
+    supervisor: StreamConnection,
+    server: ExpertServer,
+    pace: Callable[[], PaceStats],
+    stopped: threading.Event,
+) -> None:
     """Report counters regularly, as signs of life.
 
     It runs in its own thread because the main loop may be in a long run.
@@ -234,6 +252,7 @@ def _report(supervisor: StreamConnection, server: ExpertServer, stopped: threadi
             runs=served.runs,
             expert_runs=served.expert_runs,
             busy_seconds=served.busy_seconds,
+            pace=pace(),
         )
         load = served.load.tolist() if served.pairs != reported else []
         reported = served.pairs

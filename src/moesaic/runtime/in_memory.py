@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from moesaic.config import WorkerConfig
+from moesaic.core import paced
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Layout
 from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
-from moesaic.experts.connector import Connector
+from moesaic.experts.connector import Connector, as_it_is
+from moesaic.experts.pacing import Pacing
 from moesaic.experts.remote import RemoteExperts
 from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
@@ -35,6 +38,7 @@ from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
+from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner
 from moesaic.runtime.step.running_step import Combine, SegmentRunner
 from moesaic.runtime.step.stages import BlockStages
@@ -67,8 +71,12 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         return WorkerParts(
             loaded, kv_dtype, size, runner, scheduler, stages.memory, recorder=routed, observer=observer
         )
-    remote = _remote(context, layout, loaded, observer)
+    wakeup = Wakeup()
+    pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
+    remote = _remote(context, layout, loaded, observer, wakeup, pacing)
     runner = _runner(context, stages, remote)
+    if pacing is not None:
+        runner = PacedRunner(runner, pacing.devices.attention, pacing.pace)
     scheduler = _scheduler(context, blocks, layout)
     return WorkerParts(
         loaded,
@@ -77,7 +85,9 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         runner,
         scheduler,
         stages.memory,
-        expert_stats=remote.stats,
+        expert_stats=remote.stats
+        if pacing is None
+        else lambda: replace(remote.stats(), pace=pacing.pace.stats),
         servers=remote,
         layerwise=LayerwiseRunner(runner, remote),
         recorder=routed,
@@ -140,17 +150,21 @@ def _scheduler(context: WorkerContext, blocks: KVBlocks, layout: ExpertLayout) -
 
 
 def _remote(
-    context: WorkerContext, layout: ExpertLayout, loaded: LoadedModel, observer: WorkerObserver
+    context: WorkerContext,
+    layout: ExpertLayout,
+    loaded: LoadedModel,
+    observer: WorkerObserver,
+    wakeup: Wakeup,
+    pacing: Pacing | None,
 ) -> RemoteExperts:
     """The client of the expert servers. Each connection's shared memory holds two of the largest steps."""
     config, rows = context.config, context.limits.max_num_batched_tokens
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
-    wakeup = Wakeup()
     schedule = config.scheduler.schedule
     return RemoteExperts(
         layout,
         Replicas(own=config.own_server),
-        Connector(heap, wakeup, config.transport),
+        Connector(heap, wakeup, config.transport, as_it_is if pacing is None else pacing.caller),
         wakeup,
         context.clock,
         portion_rows=minimum_batch.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,

@@ -68,6 +68,8 @@ class ClusterCollector(Collector):
                 counters.moved_requests,
             ),
             ("rebalances", "Changes of the placement that balance the load.", counters.rebalances),
+            ("paced_runs", "Runs with the timing of modelled devices (--paced).", counters.paced_runs),
+            ("paced_late_runs", "Runs of these that took longer here.", counters.paced_late),
             (
                 "refused_connections",
                 "Connections to --cluster-address that did not become a server.",

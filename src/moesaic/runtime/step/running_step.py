@@ -144,6 +144,10 @@ class RunningStep:
         self.pending = pending
         return None
 
+    def around(self, wrap: Callable[[StepGenerator], StepGenerator]) -> RunningStep:
+        """A step that has not begun, with its generator inside another one."""
+        return RunningStep(self._experts, wrap(self._generator))
+
     def drop(self) -> None:
         """End a step that nobody continues.
 

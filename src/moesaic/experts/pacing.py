@@ -1,0 +1,217 @@
+"""Real processes with the timing of modelled devices (`core.paced`): a test instrument.
+
+A worker or a server computes as always. Then it holds the result until the modelled device would have
+finished. The waits need no core, so many processes run on few cores with the timing of many devices. Tokens
+are those of any other run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.metrics import PaceStats
+from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.tokens import IntArray
+from moesaic.experts.backend import CallPairs, ExpertBackend
+from moesaic.transport.calls import Call, Caller
+
+
+class Pace:
+    """Holds the thread of a process, and acts at times that were set before. Only one thread uses it.
+
+    dilation: factor of every duration. ring: called from another thread when an action is due, so that the
+    process wakes up and calls `act`.
+    """
+
+    def __init__(
+        self,
+        dilation: float,
+        ring: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._dilation = dilation
+        self._clock, self._sleep = clock, sleep
+        self._runs = self._late = 0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        if ring is not None:
+            threading.Thread(target=self._watch, args=(ring,), name="pacing", daemon=True).start()
+
+    @property
+    def stats(self) -> PaceStats:
+        """What was held so far."""
+        return PaceStats(self._runs, self._late)
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    def dilated(self, seconds: float) -> float:
+        """A modelled duration as seconds of this machine."""
+        return self._dilation * seconds
+
+    def hold(self, began: float, seconds: float) -> None:
+        """Wait until a run that began then has taken this modelled duration. Acts meanwhile.
+
+        A run that has taken longer already counts as late.
+        """
+        until = began + self.dilated(seconds)
+        self._runs += 1
+        self._late += self._clock() > until
+        while (left := until - self._clock()) > 0:
+            self.act()
+            self._sleep(min(left, max(0.0, self._due[0][0] - self._clock()) if self._due else left))
+
+    def later(self, due: float, action: Callable[[], None]) -> None:
+        """Do this once the clock shows `due`, in the order of times."""
+        with self._changed:
+            heapq.heappush(self._due, (due, next(self._numbers), action))
+            self._changed.notify()
+
+    def act(self) -> None:
+        """Do everything that is due."""
+        while self._due and self._due[0][0] <= self._clock():
+            with self._changed:
+                _, _, action = heapq.heappop(self._due)
+            action()
+
+    def _watch(self, ring: Callable[[], None]) -> None:
+        """Ring when the next action is due, and again every millisecond until it is done."""
+        while True:
+            with self._changed:
+                left = self._due[0][0] - self._clock() if self._due else None
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+            ring()
+            time.sleep(1e-3)
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """The modelled devices of a worker, and the pace of its process."""
+
+    devices: PacedDevices
+    pace: Pace
+
+    @classmethod
+    def of(cls, devices: PacedDevices, ring: Callable[[], None]) -> Pacing:
+        """ring: see `Pace`."""
+        return cls(devices, Pace(devices.dilation, ring))
+
+    def caller(self, caller: Caller) -> Caller:
+        """A connection over the modelled link."""
+        return PacedCaller(caller, self.devices.link, self.pace)
+
+
+@dataclass(frozen=True)
+class PacedBackend:
+    """An `ExpertBackend` whose runs take as long as those of a modelled device."""
+
+    backend: ExpertBackend
+    devices: PacedDevices
+    pace: Pace
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend.name}, paced"
+
+    @property
+    def held(self) -> dict[int, list[int]]:
+        return self.backend.held
+
+    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
+        """See `ExpertBackend`."""
+        self.backend.take(wanted)
+
+    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
+        """See `ExpertBackend`."""
+        self.backend.keep(wanted)
+
+    def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
+        """See `ExpertBackend`."""
+        began = self.pace.now
+        self.backend.run(layer, parts)
+        chosen = {expert for part in parts for expert in part.experts.tolist()}
+        pairs = sum(len(part.experts) for part in parts)
+        self.pace.hold(began, self.devices.experts.seconds(pairs, len(chosen)))
+
+
+@dataclass(eq=False)
+class PacedCaller:
+    """A `Caller` over a modelled link.
+
+    A request leaves once the link has carried it. The time of the answer's way is added here as well, so that
+    the server need not hold it. Requests of one connection pass one after another.
+    """
+
+    caller: Caller
+    link: LinkModel
+    pace: Pace
+    _free: float = 0.0
+    """When the link has carried all requests so far."""
+    _held: set[int] = field(default_factory=set)
+    """Numbers of the calls that have not left yet."""
+
+    def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
+        """See `Caller`."""
+        return self.caller.open(request_bytes, rows, row_bytes)
+
+    def post(self, call: Call) -> None:
+        """See `Caller`."""
+        size = len(call.request) + call.rows * call.row_bytes
+        self._free = max(self._free, self.pace.now) + self.pace.dilated(size / self.link.bandwidth)
+        self._held.add(call.number)
+        self.pace.later(self._free + self.pace.dilated(2 * self.link.latency), lambda: self._leave(call))
+
+    def poll(self) -> list[tuple[Call, IntArray]]:
+        """See `Caller`."""
+        self.pace.act()
+        return self.caller.poll()
+
+    def release(self, call: Call) -> None:
+        """See `Caller`."""
+        self._held.discard(call.number)
+        self.caller.release(call)
+
+    def fileno(self) -> int:
+        """See `End`."""
+        return self.caller.fileno()
+
+    @property
+    def events(self) -> int:
+        return self.caller.events
+
+    def ready(self) -> bool:
+        """See `End`."""
+        return self.caller.ready()
+
+    def arm(self) -> bool:
+        """See `End`."""
+        return self.caller.arm()
+
+    def disarm(self) -> None:
+        """See `End`."""
+        self.caller.disarm()
+
+    def close(self) -> None:
+        """See `End`."""
+        self._held.clear()
+        self.caller.close()
+
+    def _leave(self, call: Call) -> None:
+        if call.number not in self._held:
+            return
+        self._held.discard(call.number)
+        try:
+            self.caller.post(call)
+        except ConnectionLost:
+            pass  # `poll` raises it, and the call is sent again to another server
