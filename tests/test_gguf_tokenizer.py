@@ -168,6 +168,7 @@ def test_every_known_end_of_an_answer_counts(own: tokenizers.Tokenizer, tmp_path
 SPLITS = {
     "qwen2": ["I", "'m", " at", " ", "1", "2", "3", "4", "!\n\n", " ", " 你好", ",x"],
     "llama-bpe": ["I", "'m", " at", " ", "123", "4", "!\n\n", " ", " 你好", ",x"],
+    "lfm2": ["I", "'m", " at", " ", "123", "4", "!\n\n", " ", " 你好", ",x"],
     "glm4": ["I", "'m", " at", " ", "123", "4", "!\n\n", " ", " 你好", ",x"],
     "gpt-2": ["I", "'m", " at", " 1234", "!", "\n\n ", " 你好", ",", "x"],
     "starcoder": ["I", "'m", " at", " ", "1", "2", "3", "4", "!", "\n\n ", " 你好", ",", "x"],

@@ -44,6 +44,7 @@ FAMILIES = {
     "dbrx": torch.bfloat16,
     "qwen3-next": torch.bfloat16,
     "qwen3.5": torch.float32,
+    "lfm2": torch.bfloat16,
 }
 """A case, and the type of its weights."""
 LATER = {"solar", "glm4v"}

@@ -21,6 +21,7 @@ pytestmark = [
 LONGEST = 490
 ENDS = (1, 40, 63, 64, 65, 100, 127, 128, 129, 192, 200, 256, 300)
 """Lengths of prompts: around multiples of 64, of the blocks, and off both."""
+FAMILIES = {"qwen3_next": model_configs.qwen3_next, "lfm2_moe": model_configs.lfm2}
 STEMS = 3
 """Texts of which the prompts are prefixes."""
 
@@ -65,9 +66,9 @@ def settings(draw: random.Random) -> dict[str, Any]:
 class Engines:
     """A checkpoint, and what each request gets alone, in an engine that saw nothing before."""
 
-    def __init__(self, path: Path) -> None:
-        config = model_configs.qwen3_next(head_dim=64, num_key_value_heads=4)
-        self.path = tiny_models.save(tiny_models.build("qwen3_next", config), path)
+    def __init__(self, kind: str, path: Path) -> None:
+        config = FAMILIES[kind](head_dim=64, num_key_value_heads=4)
+        self.path = tiny_models.save(tiny_models.build(kind, config), path)
         byte_tokenizer(self.path)
         self._alone = self.engine(enable_prefix_caching=False, enforce_eager=True, max_num_seqs=1)
         self._known: dict[str, Answer] = {}
@@ -90,9 +91,9 @@ def answers(model: LLM, prompts: list[list[int]], params: list[SamplingParams]) 
     return found
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    return Engines(tmp_path_factory.mktemp("states"))
+@pytest.fixture(scope="module", params=FAMILIES)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(request.param, tmp_path_factory.mktemp("states"))
 
 
 def one_history(engines: Engines, seed: int) -> int:

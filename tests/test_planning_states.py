@@ -18,13 +18,19 @@ from moesaic.testing import byte_tokenizer
 from tests.support import model_configs, tiny_models
 from tests.test_planning import HARDWARE, JOB
 
-CONFIG = model_configs.qwen3_next(num_hidden_layers=5, full_attention_interval=5, num_experts=16)
+CONFIGS = {
+    "qwen3_next": model_configs.qwen3_next(num_hidden_layers=5, full_attention_interval=5, num_experts=16),
+    "lfm2_moe": model_configs.lfm2(
+        num_hidden_layers=5, layer_types=["conv"] * 4 + ["full_attention"], num_experts=16
+    ),
+}
 """Only one of five layers has keys and values, so that a mean over the layers is no whole number."""
 
 
 @pytest.mark.slow
-def test_a_planned_worker_has_a_seat_for_each_request(tmp_path: Path) -> None:
-    path = tiny_models.save(tiny_models.build("qwen3_next", CONFIG), tmp_path, torch.bfloat16)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_planned_worker_has_a_seat_for_each_request(kind: str, tmp_path: Path) -> None:
+    path = tiny_models.save(tiny_models.build(kind, CONFIGS[kind]), tmp_path, torch.bfloat16)
     byte_tokenizer(path)
     spec = registry.read_spec(path)
     page, seat = state_bytes(spec.states, len(spec.state_layers))
@@ -49,7 +55,7 @@ def test_a_planned_worker_has_a_seat_for_each_request(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_padding_is_refused(tmp_path: Path) -> None:
-    path = tiny_models.save(tiny_models.build("qwen3_next", CONFIG), tmp_path, torch.bfloat16)
+    path = tiny_models.save(tiny_models.build("qwen3_next", CONFIGS["qwen3_next"]), tmp_path, torch.bfloat16)
     byte_tokenizer(path)
     found = plan(WorkerConfig(ModelConfig(str(path))), OffloadConfig("4MiB"), JOB, HARDWARE)
     assert found.worker.offload is not None

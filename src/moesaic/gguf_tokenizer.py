@@ -86,6 +86,7 @@ PATTERNS: Mapping[str, Pattern] = {
     "glm4": _PLAIN,
     "gpt-2": Pattern((_GPT2,)),
     "gpt-4o": Pattern((_GPT4O,)),
+    "lfm2": _LLAMA,
     "llama-bpe": _LLAMA,
     "llama-v3": _LLAMA,
     "llama3": _LLAMA,

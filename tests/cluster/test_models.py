@@ -69,6 +69,7 @@ MORE = {
     "qwen2": model_configs.CASES["qwen2-dense-layers-plain"],
     "gpt-oss": model_configs.CASES["gpt-oss"],
     "qwen3-next": model_configs.CASES["qwen3-next"],
+    "lfm2": model_configs.CASES["lfm2"],
 }
 """Families beside the cover, each once."""
 ONCE = [
@@ -76,10 +77,11 @@ ONCE = [
     ("qwen2", "two in flight", "1 and 1", "of 16", "large", "none", "exact", "native", "tcp"),
     ("qwen3-next", "defrag", "2 and 2, twice", "of 16", "large", "two", "exact", "native", "shm"),
     ("qwen3-next", "two in flight", "1 and 3", "of 16", "large", "none", "exact", "native", "socket"),
+    ("lfm2", "defrag", "1 and 3", "of 16", "large", "two", "exact", "native", "shm"),
 ]
 OTHERS = [
     pytest.param((model, *choices), marks=pairs.REST)
-    for model in ("gpt-oss", "qwen3-next")
+    for model in ("gpt-oss", "qwen3-next", "lfm2")
     for choices in (
         ("defrag", "3 and 2, one more", "of 16", "large", "none", "partial", "native", "socket"),
         ("barrier", "2 and 2, twice", "of 16", "large", "none", "exact", "native", "tcp"),

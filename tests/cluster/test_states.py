@@ -12,19 +12,21 @@ import pytest
 from moesaic import LLM, SamplingParams
 from moesaic.config import Schedule
 from moesaic.testing import byte_tokenizer
-from tests.support import model_configs, tiny_models
+from tests.support import model_configs, pairs, tiny_models
 from tests.support.cluster_driver import Answer, cluster
 
-pytestmark = pytest.mark.slow
+FAMILIES = ("qwen3-next", "lfm2")
 LENGTHS = (300, 200, 128, 65, 300, 10)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("states")
-    tiny_models.save(tiny_models.build(*model_configs.CASES["qwen3-next"]), path)
-    byte_tokenizer(path)
-    return path
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name in FAMILIES:
+        found[name] = tmp_path_factory.mktemp(name)
+        tiny_models.save(tiny_models.build(*model_configs.CASES[name]), found[name])
+        byte_tokenizer(found[name])
+    return found
 
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -37,8 +39,13 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint: Path) -> list[Answer]:
-    model = LLM(str(checkpoint), threads=1, enable_prefix_caching=False, enforce_eager=True)
+def alone(checkpoints: dict[str, Path]) -> dict[str, list[Answer]]:
+    return {name: answers(path) for name, path in checkpoints.items()}
+
+
+def answers(path: Path) -> list[Answer]:
+    """What one process computes."""
+    model = LLM(str(path), threads=1, enable_prefix_caching=False, enforce_eager=True)
     found = []
     for completion in model.generate(*workload()):
         [output] = completion.outputs
@@ -46,15 +53,16 @@ def alone(checkpoint: Path) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("after", [0, 150])
-@pytest.mark.parametrize("schedule", get_args(Schedule))
+@pytest.mark.parametrize(
+    ("schedule", "after", "family"), pairs.params(get_args(Schedule), (0, 150), FAMILIES)
+)
 def test_a_killed_workers_requests_go_on(
-    schedule: str, after: int, checkpoint: Path, alone: list[Answer]
+    schedule: str, after: int, family: str, checkpoints: dict[str, Path], alone: dict[str, list[Answer]]
 ) -> None:
     """It dies in the middle of its prompts, whose chunks have 16 rows, or while it decodes."""
     killed: list[int] = []
     settings = {"schedule": schedule, "max_num_batched_tokens": 16}
-    with cluster(str(checkpoint), attention_workers=2, expert_servers=2, **settings) as served:
+    with cluster(str(checkpoints[family]), attention_workers=2, expert_servers=2, **settings) as served:
 
         def kill(tokens: int) -> None:
             if tokens >= after and not killed:
@@ -62,5 +70,5 @@ def test_a_killed_workers_requests_go_on(
                 os.kill(killed[0], signal.SIGKILL)
 
         served.submit(*workload())
-        assert served.finish(kill) == alone
+        assert served.finish(kill) == alone[family]
     assert killed

@@ -28,7 +28,7 @@ ALL_SIZES = [*SIZES, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in 
 @pytest.fixture
 def own(native: Kernels) -> Kernels:
     """Native kernels that have forms of their own of these operations."""
-    for name in ("convolve", "delta", "gated_norm", "sigmoid_times"):
+    for name in ("convolve", "delta", "gated_norm", "sigmoid_times", "times"):
         assert getattr(native, name) is not getattr(REFERENCE, name)
     return native
 
@@ -137,6 +137,46 @@ def test_inputs_may_be_parts_of_wider_rows(own: Kernels) -> None:
             (mixed, own.delta(joined, of, inputs.decay, inputs.bias, states, batch), states.pages[1])
         )
     assert all(same_bits(found, wanted) for found, wanted in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("channels", "taps"), [(1, 2), (100, 3), (700, 8)])
+def test_a_convolution_alone(own: Kernels, channels: int, taps: int) -> None:
+    """Without silu, and without heads whose states would lie beside its tails."""
+    sizes = StateSizes.of_convolution(channels, taps)
+    assert (sizes.channels, sizes.page_numbers, sizes.seat_numbers) == (
+        channels,
+        *[(taps - 1) * channels] * 2,
+    )
+    rows, weight = stored(130, channels), stored(channels, taps)
+    found, wanted = (_convolved(kernels, sizes, rows, weight) for kernels in (own, REFERENCE))
+    before = torch.cat([torch.zeros(taps - 1, channels), rows]).double()
+    sums = sum(before[tap : tap + 130] * weight[:, tap].double() for tap in range(taps))
+    close(found[0], sums.float())
+    close(found[0], wanted[0])
+    assert all(same_bits(*both) for both in zip(found[1:], wanted[1:], strict=True))
+
+
+def _convolved(
+    kernels: Kernels, sizes: StateSizes, rows: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The result of 130 rows in two steps, and the tails of page and seat."""
+    states, made = empty_states(sizes, 2, 1), []
+    for start, stop in ((0, 70), (70, 130)):
+        place = np.array([[0, 0, 1, 0]] if start == 0 else [[1, 64, 1, 0]])
+        count, zero = np.array([0, stop - start]), np.zeros(1, np.int64)
+        batch = TokenBatch(zero.repeat(stop - start), np.arange(start, stop), count, np.array([stop]),
+                           zero[None], zero, place)  # fmt: skip
+        one = AttentionBatch.build(batch, BLOCK)
+        made.append(kernels.convolve(rows[start:stop], weight, states, one, activate=False))
+    return torch.cat(made), states.page_tails[1], states.tails[0]
+
+
+@pytest.mark.parametrize("width", [1, 8, 100, 256])
+def test_times(own: Kernels, width: int) -> None:
+    for n in (0, 1, 130):
+        rows, wide = stored(n, width), stored(n, width + 5)
+        for factors in (wide[:, 3:-2], wide[:, :width].contiguous()):
+            assert same_bits(own.times(rows, factors), rows * factors)
 
 
 @pytest.mark.parametrize("width", [1, 8, 24, 100, 128, 256])

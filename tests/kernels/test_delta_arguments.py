@@ -98,6 +98,10 @@ CALLS: dict[str, Call] = {
     "sigmoid_times: a gate of other heads": lambda k: k.sigmoid_times(f(3, 2, 8), f(3, 1, 8)),
     "sigmoid_times: a gate without heads": lambda k: k.sigmoid_times(f(3, 2, 8), f(3, 16)),
     "sigmoid_times: a gate in float64": lambda k: k.sigmoid_times(f(3, 2, 8), f(3, 2, 8).double()),
+    "times: factors of another width": lambda k: k.times(f(3, 8), f(3, 7)),
+    "times: factors of other rows": lambda k: k.times(f(3, 8), f(4, 8)),
+    "times: factors in float64": lambda k: k.times(f(3, 8), f(3, 8).double()),
+    "times: rows in bf16": lambda k: k.times(f(3, 8).bfloat16(), f(3, 8)),
     "sigmoid_times: rows in bf16": lambda k: k.sigmoid_times(f(3, 2, 8).bfloat16(), f(3, 2, 8)),
 }
 

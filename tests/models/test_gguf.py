@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             *("mixtral", "mixtral-odd-heads-mha", "qwen3", "qwen3-odd-heads-yarn", "olmoe", "qwen2"),
             *("olmoe-odd-heads-k1-yarn-tied", "deepseek-lite-yarn", "deepseek3", "glm4-norm-bias-groups"),
             *("dots", "ernie-layers-odd-heads-yarn-plain", "granite-bias-odd-heads-k1-yarn-tied"),
-            *("minimax-odd-heads-k1-yarn-tied", "glm4-lite"),
+            *("minimax-odd-heads-k1-yarn-tied", "glm4-lite", "lfm2"),
         )
     },
     "deepseek-groups": (

@@ -20,6 +20,8 @@ from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.files import find, resolve
 from moesaic.models.gguf import header
+from moesaic.models.gguf.architectures import ARCHITECTURES
+from moesaic.models.gguf.metadata import Metadata
 from moesaic.models.headers import Headers
 
 kernels = table.pick("cpu", "auto")
@@ -194,3 +196,14 @@ def test_experts_of_a_layer_with_several_types(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"up_proj.weight: got int4; allowed: int8, as the layer's"):
         registry.load(file, kernels)
     assert find(str(file), tmp_path).directory == file
+
+
+@pytest.mark.parametrize("keys", [2, [2], [0, 0], [2, 4]])
+def test_key_heads_of_lfm2_say_which_layers_attend(keys: Any, tmp_path: Path) -> None:
+    given = {
+        "block_count": 2, "embedding_length": 8, "attention.head_count": 2, "attention.head_count_kv": keys,
+    }  # fmt: skip
+    meta = Metadata(tmp_path, "lfm2moe", {f"lfm2moe.{name}": value for name, value in given.items()})
+    with pytest.raises(CheckpointError) as refused:
+        ARCHITECTURES["lfm2moe"].config(meta, lambda name: True)
+    assert f"attention.head_count_kv: got {keys!r}; allowed: a list of 2" in str(refused.value)

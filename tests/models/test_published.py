@@ -709,6 +709,35 @@ QWEN3_5_35B_A3B = {
     "vision_end_token_id": 248054,
     "vision_start_token_id": 248053,
 }
+LFM2_8B_A1B = {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 7,
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 7168,
+    "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2_moe",
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "use_cache": True,
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
 
 
 DBRX: dict[str, Any] = {
@@ -744,6 +773,7 @@ DBRX: dict[str, Any] = {
     ("config", "layers", "experts", "context", "kv_numbers"),
     [
         (DBRX, 40, 16, 32768, 2 * 8 * 128),
+        (LFM2_8B_A1B, 22, 32, 128000, 2 * 8 * 64),
         (GPT_OSS_20B, 24, 32, 131072, 2 * 8 * 64),
         (MIXTRAL_8X7B, 32, 8, 32768, 2 * 8 * 128),
         (MIXTRAL_8X22B, 56, 8, 65536, 2 * 8 * 128),
@@ -776,6 +806,7 @@ DBRX: dict[str, Any] = {
     ],
     ids=[
         "dbrx",
+        "lfm2-8b-a1b",
         "gpt-oss-20b",
         "mixtral-8x7b",
         "mixtral-8x22b",
@@ -816,13 +847,21 @@ def test_a_published_config_gives_its_published_sizes(
     assert spec.kv.kv_heads * sum(spec.kv.widths) == kv_numbers
 
 
-@pytest.mark.parametrize(("config", "layers"), [(QWEN3_NEXT_80B_A3B, 36), (QWEN3_5_35B_A3B, 30)])
+@pytest.mark.parametrize(
+    ("config", "layers", "numbers", "cached"),
+    [
+        (QWEN3_NEXT_80B_A3B, 36, 32 * 128 * 128 + 3 * 8192, 2 * 2 * 256),
+        (QWEN3_5_35B_A3B, 30, 32 * 128 * 128 + 3 * 8192, 2 * 2 * 256),
+        (LFM2_8B_A1B, 18, 2 * 2048, 2 * 8 * 64),
+    ],
+)
 def test_states_are_planned_with_the_bytes_that_they_take(
-    tmp_path: Path, config: dict[str, Any], layers: int
+    tmp_path: Path, config: dict[str, Any], layers: int, numbers: int, cached: int
 ) -> None:
+    """A page has the matrices of 32 heads and the rows before the convolution, or these rows alone."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec, sizes = read_spec(tmp_path), read_sizes(config, "x")
     page, seat = state_bytes(spec.states, len(spec.state_layers))
     assert (page, seat) == (sizes.page, sizes.seat)
-    assert 2.1e6 < page / layers < 2.2e6, "32 matrices of 128 x 128, and three rows before them"
-    assert sizes.attention.cached * sizes.layers == 2 * 2 * 256 * (sizes.layers - layers)
+    assert page == 4 * layers * numbers
+    assert sizes.attention.cached * sizes.layers == cached * (sizes.layers - layers)

@@ -256,7 +256,7 @@ def test_damaged_matrices_are_one_line(sources: dict[str, Path], tmp_path: Path,
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a method that is unknown": ("awq", {"quant_method": "bitsandbytes"}, "'bitsandbytes'; allowed: awq"),
+    "a method that is unknown": ("awq", {"quant_method": "bitsandbytes"}, "'bitsandbytes'; allowed: auto-r"),
     "a block of 64": ("fp8 blocks", {"weight_block_size": [64, 64]}, "weight_block_size: got [64, 64]"),
     "an unknown key": ("fp8 blocks", {"twice": True}, "quantization_config.twice: got True"),
     "GPTQ of 3 bits": ("gptq", {"bits": 3}, "quantization_config.bits: got 3; allowed: 4, 8"),

@@ -41,6 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_moe": model_configs.qwen3,
         "deepseek_v2": model_configs.deepseek,
         "gpt_oss": model_configs.gpt_oss,
+        "lfm2_moe": model_configs.lfm2,
         "olmoe": model_configs.olmoe,
         "qwen2_moe": model_configs.qwen2,
         "qwen3_next": model_configs.qwen3_next,

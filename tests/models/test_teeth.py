@@ -1,4 +1,7 @@
-"""Each optional part matters: without it, the tokens are others. The identity tests can thus fail."""
+"""Each optional part matters: without it, the tokens are others. The identity tests can thus fail.
+
+`test_parts.py` has the parts that can just be switched off.
+"""
 
 from __future__ import annotations
 
@@ -79,6 +82,10 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}},
     ),
     "top-k normalisation of qwen3-next": ("qwen3-next", {"norm_topk_prob": False}),
+    "top-k normalisation of lfm2": ("lfm2", {"norm_topk_prob": False}),
+    "top-k normalisation of lfm2, on": ("lfm2-no-bias-odd-heads-plain", {"norm_topk_prob": True}),
+    "scaling factor of lfm2": ("lfm2-no-bias-odd-heads-plain", {"routed_scaling_factor": 1.0}),
+    "theta of lfm2": ("lfm2", {"rope_parameters": PLAIN}),
     "one expert more": ("deepseek-k1-one-head", {"num_experts_per_tok": 2}),
     "epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
     "group limit of deepseek3": ("deepseek3", {"n_group": 1, "topk_group": 1}),
@@ -218,14 +225,6 @@ def without(model: Any, **changes: Any) -> Any:
     return replace(model, blocks=tuple(blocks))
 
 
-def no_bias(part: Any) -> Any:
-    return replace(part, bias=None)
-
-
-def nothing(_: Any) -> None:
-    return None
-
-
 def _without_gates(part: Any) -> Any:
     """Queries of Qwen3.5 whose gates are zero."""
     weight = part.weight.view(-1, 2, 16, part.weight.shape[1]).clone()
@@ -252,90 +251,19 @@ def test_means_before_the_final_norm_matter(intact: Intact) -> None:
 
 WEIGHTS = {
     "means before the norms of a layer": ("dbrx", {"centring": lambda _: Unchanged()}),
-    "query norm": ("qwen3", {"query_norm": nothing}),
-    "key norm": ("qwen3", {"key_norm": nothing}),
-    "query bias": ("qwen3-bias-dense-layers", {"query": no_bias}),
-    "key bias": ("qwen3-bias-dense-layers", {"key": no_bias}),
-    "value bias": ("qwen3-bias-dense-layers", {"value": no_bias}),
-    "output bias": ("qwen3-bias-dense-layers", {"out": no_bias}),
-    "latent bias": ("deepseek-full", {"latent": no_bias}),
-    "query latent bias": ("deepseek-full", {"query_down": no_bias}),
     "query latent norm": ("deepseek-full", {"query_norm": torch.ones_like}),
     "latent norm": ("deepseek-lite", {"latent_norm": torch.ones_like}),
-    "shared experts and dense layers": ("deepseek-lite", {"dense_part": nothing}),
-    "query norm of olmoe": ("olmoe", {"query_norm": nothing}),
-    "key norm of olmoe": ("olmoe", {"key_norm": nothing}),
-    "query bias of olmoe": ("olmoe-clip-bias-gqa", {"query": no_bias}),
-    "key bias of olmoe": ("olmoe-clip-bias-gqa", {"key": no_bias}),
-    "query norm of dots": ("dots", {"query_norm": nothing}),
-    "key norm of dots": ("dots", {"key_norm": nothing}),
-    "output bias of dots": ("dots-windows-bias-shared-groups", {"out": no_bias}),
-    "correction bias of dots": ("dots", {"router": lambda router: router and no_bias(router)}),
-    "shared experts of dots": ("dots", {"dense_part": nothing}),
-    "correction bias of solar": ("solar", {"router": no_bias}),
-    "query bias of solar": ("solar-bias-yarn-odd-heads-plain", {"query": no_bias}),
-    "shared experts of solar": ("solar", {"dense_part": nothing}),
-    "correction bias of ernie": ("ernie", {"router": lambda router: router and no_bias(router)}),
     "softmax of ernie": ("ernie", {"router": gating(scores="sigmoid")}),
-    "top-k normalisation of ernie": ("ernie", {"router": gating(normalise=False)}),
-    "shared experts and dense layers of ernie": ("ernie", {"dense_part": nothing}),
-    "output bias of granite": ("granite-bias-odd-heads-k1-yarn-tied", {"out": no_bias}),
-    "top-k normalisation of granite": ("granite", {"router": gating(normalise=False)}),
-    "query norm of mellum": ("mellum", {"query_norm": nothing}),
-    "key norm of mellum": ("mellum", {"key_norm": nothing}),
-    "output bias of mellum": ("mellum-bias-dense-layers-yarn-tied", {"out": no_bias}),
-    "dense layers of mellum": ("mellum-bias-dense-layers-yarn-tied", {"dense_part": nothing}),
-    "query norm of exaone": ("exaone", {"query_norm": nothing}),
-    "key norm of exaone": ("exaone", {"key_norm": nothing}),
-    "correction bias of exaone": ("exaone", {"router": lambda router: router and no_bias(router)}),
-    "shared experts of exaone": ("exaone-pattern-groups-plain-tied", {"dense_part": nothing}),
-    "query norm of hy3": ("hy3", {"query_norm": nothing}),
-    "key norm of hy3": ("hy3", {"key_norm": nothing}),
-    "output bias of hy3": ("hy3-layers-bias-shared-yarn", {"out": no_bias}),
-    "correction bias of hy3": ("hy3", {"router": lambda router: router and no_bias(router)}),
-    "top-k normalisation of hy3": ("hy3", {"router": gating(normalise=False)}),
-    "shared experts of hy3": ("hy3-layers-bias-shared-yarn", {"dense_part": nothing}),
-    "query norm of minimax": ("minimax", {"query_norm": nothing}),
-    "key norm of minimax": ("minimax", {"key_norm": nothing}),
-    "sigmoids of minimax": ("minimax", {"router": gating(scores="softmax")}),
-    "top-k normalisation of minimax": ("minimax", {"router": gating(normalise=False)}),
-    "correction bias of minimax": ("minimax", {"router": no_bias}),
-    "query bias of qwen2": ("qwen2", {"query": no_bias}),
-    "key bias of qwen2": ("qwen2", {"key": no_bias}),
-    "value bias of qwen2": ("qwen2", {"value": no_bias}),
-    "shared experts of qwen2": ("qwen2", {"dense_part": nothing}),
     "gates of the shared experts": ("qwen2", {"dense_part": lambda shared: shared.expert}),
-    "dense layers": ("qwen3-bias-dense-layers", {"dense_part": nothing}),
-    "sigmoids": ("deepseek3-plain-odd-heads", {"router": gating(scores="softmax")}),
     "groups by their two best": ("deepseek3", {"router": gating(group_scores="best")}),
-    "correction bias": ("deepseek3", {"router": lambda router: router and no_bias(router)}),
-    "correction bias of glm4": ("glm4", {"router": lambda router: router and no_bias(router)}),
-    "correction bias of glm4-lite": ("glm4-lite", {"router": lambda router: router and no_bias(router)}),
-    "shared experts of deepseek3": ("deepseek3-plain-odd-heads", {"dense_part": nothing}),
-    "shared experts of glm4": ("glm4-plain-odd-heads-yarn", {"dense_part": nothing}),
-    "query norm of glm4": ("glm4-norm-bias-groups", {"query_norm": nothing}),
-    "key norm of glm4": ("glm4-norm-bias-groups", {"key_norm": nothing}),
-    "query bias of glm4": ("glm4-norm-bias-groups", {"query": no_bias}),
-    "value bias of glm4": ("glm4-norm-bias-groups", {"value": no_bias}),
-    "latent bias of deepseek3": ("deepseek3-full", {"latent": no_bias}),
-    "convolution of qwen3-next": ("qwen3-next", {"taps": lambda taps: taps * torch.eye(4)[3]}),
-    "decay of qwen3-next": ("qwen3-next", {"decay": lambda decay: 0 * decay}),
-    "bias of the decay of qwen3-next": ("qwen3-next", {"bias": torch.zeros_like}),
     "gates of qwen3-next": ("qwen3-next", {"gates": lambda gates: gates.flip(0)}),
-    "norm of linear attention": ("qwen3-next", {"norm": torch.ones_like}),
-    "output gate of linear attention": ("qwen3-next", {"output_gate": torch.ones_like}),
-    "query norm of qwen3.5": ("qwen3.5", {"query_norm": torch.zeros_like}),
-    "key norm of qwen3.5": ("qwen3.5", {"key_norm": nothing}),
     "gate of the attention of qwen3.5": ("qwen3.5", {"query": _without_gates}),
     "gates of the shared experts of qwen3.5": ("qwen3.5", {"dense_part": lambda shared: shared.expert}),
-    "sinks": ("gpt-oss", {"sinks": nothing}),
-    "query bias of gpt-oss": ("gpt-oss", {"query": no_bias}),
-    "key bias of gpt-oss": ("gpt-oss", {"key": no_bias}),
-    "value bias of gpt-oss": ("gpt-oss", {"value": no_bias}),
-    "output bias of gpt-oss": ("gpt-oss", {"out": no_bias}),
-    "bias of the gate's products": ("gpt-oss", {"router": no_bias}),
+    "gates before and after the convolution": (
+        "lfm2",
+        {"inputs": lambda inputs: (*inputs[1::-1], inputs[2])},
+    ),
     "bias of the gate's products that only chooses": ("gpt-oss", {"router": gating(biased="choice")}),
-    "weights of the chosen experts alone": ("gpt-oss", {"router": gating(normalise=False)}),
 }
 
 

@@ -29,7 +29,7 @@ from moesaic.testing import byte_tokenizer
 FAMILIES = [
     "mixtral", "qwen3-bias-dense-layers", "olmoe", "qwen2", "deepseek-lite", "deepseek3-full", "glm4",
     "dots", "solar", "ernie", "granite", "minimax", "mellum", "exaone", "hy3", "glm4-lite",
-    "qwen3-next", "qwen3.5", "qwen3.5-images",
+    "qwen3-next", "qwen3.5", "qwen3.5-images", "lfm2",
 ]  # fmt: skip
 SIZES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 Save = Callable[..., Path]

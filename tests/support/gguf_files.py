@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2",
     "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "dots1": "dots1", "ernie4_5_moe": "ernie4_5-moe",
     "granitemoe": "granitemoe", "minimax_m2": "minimax-m2",
+    "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 EXPERT = re.compile(r"(model\.layers\.(\d+)\..*experts)\.(\d+)\.(\w+)\.weight")
 WORDS = {
@@ -181,8 +182,10 @@ def _piece(
     mapped = {
         "e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight",
         "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
+        "feed_forward.expert_bias": "exp_probs_b.bias",
     }  # fmt: skip
     to = next((f"{block}.{mine}" for theirs, mine in mapped.items() if name.endswith(theirs)), None)
+    to = "token_embd_norm.weight" if name == "model.embedding_norm.weight" else to
     to = to or names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert to is not None, name
     shape = array.shape
@@ -230,7 +233,7 @@ def metadata(writer: GGUFWriter, config: Mapping[str, Any], split_heads: bool) -
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config["norm_eps" if kind == "lfm2_moe" else "rms_norm_eps"])
     experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     writer.add_expert_count(next(config[key] for key in experts if key in config))
     writer.add_expert_used_count(config.get("num_experts_per_tok", config.get("moe_k")))
@@ -243,7 +246,10 @@ def metadata(writer: GGUFWriter, config: Mapping[str, Any], split_heads: bool) -
     if "kv_lora_rank" in config:
         _latent_keys(writer, config, split_heads)
     else:
-        writer.add_head_count_kv(config["num_key_value_heads"])
+        heads = config["num_key_value_heads"]
+        if kind == "lfm2_moe":
+            heads = [0 if layer == "conv" else heads for layer in config["layer_types"]]
+        writer.add_head_count_kv(heads)
         if config.get("head_dim") is not None:
             writer.add_key_length(config["head_dim"])
             writer.add_value_length(config["head_dim"])
@@ -318,6 +324,11 @@ def _of_family(writer: GGUFWriter, config: Mapping[str, Any], kind: str) -> None
     if kind == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if kind == "lfm2_moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
     if kind == "minimax_m2":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

@@ -199,6 +199,16 @@ def qwen3_next(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def lfm2(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 20, "num_experts": 12,
+        "num_experts_per_tok": 4, "num_dense_layers": 1, "max_position_embeddings": 512,
+        "layer_types": ["conv", "conv", FULL, "conv"],
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def around(text_type: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> dict[str, Any]:
     """A model that sees images around a text model."""
     small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, **vision}
@@ -458,6 +468,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 },
             ),
             {"depth": 1, "out_hidden_size": 48, "num_heads": 2}, image_token_id=96, video_token_id=95,
+        ),
+    ),
+    "lfm2": ("lfm2_moe", lfm2()),
+    "lfm2-no-bias-odd-heads-plain": (
+        "lfm2_moe",
+        lfm2(
+            layer_types=[FULL, "conv", "conv"], num_hidden_layers=3, num_dense_layers=2, conv_L_cache=4,
+            num_attention_heads=3, num_key_value_heads=1, use_expert_bias=False, norm_topk_prob=False,
+            routed_scaling_factor=1.7, tie_word_embeddings=False,
         ),
     ),
     "gpt-oss": ("gpt_oss", gpt_oss()),

@@ -30,6 +30,7 @@ KINDS = {
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
+    "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
 }
@@ -64,7 +65,11 @@ def build(kind: str, options: dict[str, Any], seed: int = 0, spread: float = 0.2
 
 def corrections(model: Any) -> list[torch.Tensor]:
     """The correction biases [E] of a transformers model's gates. They are buffers and not parameters."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith(("e_score_correction_bias", "expert_bias"))
+    ]
 
 
 def text_parameters(model: Any) -> list[torch.Tensor]:

@@ -377,9 +377,9 @@ def test_the_report_says_who_read_quantised_numbers(
 @pytest.mark.parametrize(
     ("kind", "told", "says"),
     [
-        ("mixtral", {"bits": 4}, "got quant_method 'unknown'; allowed: awq"),
+        ("mixtral", {"bits": 4}, "got quant_method 'unknown'; allowed: auto-round, awq"),
         ("mixtral", [1], "quantization_config: got quant_method"),
-        ("mixtral", {"quant_method": "bitsandbytes"}, "got quant_method 'bitsandbytes'; allowed: awq"),
+        ("mixtral", {"quant_method": "bitsandbytes"}, "got quant_method 'bitsandbytes'; allowed: auto-r"),
         (
             "gpt_oss",
             {"quant_method": "mxfp4"},

@@ -12,7 +12,8 @@ import math
 from dataclasses import replace
 
 from moesaic.cost.hardware import Hardware, Level
-from moesaic.cost.sizes import Attention, GroupedQuery, Latent, Mixed, ModelSizes
+from moesaic.cost.mixed import Mixed
+from moesaic.cost.sizes import Attention, GroupedQuery, Latent, ModelSizes
 
 
 def model_of_rank(model: ModelSizes, ranks: int, experts: int) -> ModelSizes:
@@ -36,8 +37,8 @@ def _heads(attention: Attention, ranks: int) -> Attention:
     if isinstance(attention, GroupedQuery):
         return _grouped(attention, ranks)
     if isinstance(attention, Mixed):
-        keys, values = attention.key_heads // ranks, attention.value_heads // ranks
-        return replace(attention, full=_grouped(attention.full, ranks), key_heads=keys, value_heads=values)
+        full, recurrent = _grouped(attention.full, ranks), attention.recurrent.part(ranks)
+        return replace(attention, full=full, recurrent=recurrent)
     assert isinstance(attention, Latent)
     return replace(attention, heads=attention.heads // ranks)
 

@@ -12,7 +12,8 @@ from typing import Any
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import unquantized
 from moesaic.core.text_config import text_of
-from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, Mixed, ModelSizes
+from moesaic.cost.mixed import DeltaRule, Mixed, Recurrent, ShortConvolution
+from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 
 Raw = Mapping[str, Any]
 _REQUIRED = object()
@@ -90,21 +91,38 @@ def _qwen_next(raw: Raw, name: str) -> ModelSizes:
     every = _integer(raw, "full_attention_interval", 4)
     if kinds is None:
         kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise _refuse("layer_types", kinds, f"a list of {layers} layers")
-    linear = kinds.count("linear_attention")
-    attention = Mixed(
-        _grouped(raw),
-        (layers - linear) / layers,
+    recurrent = DeltaRule(
         key_heads=_integer(raw, "linear_num_key_heads", 16),
         value_heads=_integer(raw, "linear_num_value_heads", 32),
         key_width=_integer(raw, "linear_key_head_dim", 128),
         value_width=_integer(raw, "linear_value_head_dim", 128),
+        taps=_integer(raw, "linear_conv_kernel_dim", 4),
     )
-    taps = _integer(raw, "linear_conv_kernel_dim", 4)
-    page, seat = attention.state_numbers(taps)
-    found = replace(_qwen(raw, name), attention=attention)
-    return replace(found, page=4.0 * linear * page, seat=4.0 * linear * seat)
+    return _with_states(_qwen(raw, name), raw, kinds, recurrent, gated=True)
+
+
+def _with_states(
+    found: ModelSizes, raw: Raw, kinds: Any, recurrent: Recurrent, gated: bool = False
+) -> ModelSizes:
+    """A model whose layers have states unless they are full_attention. kinds: of each layer."""
+    layers = found.layers
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise _refuse("layer_types", kinds, f"a list of {layers} layers")
+    full = kinds.count("full_attention")
+    attention = Mixed(_grouped(raw), full / layers, recurrent, gated)
+    page, seat = (4.0 * (layers - full) * numbers for numbers in recurrent.state_numbers())
+    return replace(found, attention=attention, page=page, seat=seat)
+
+
+def _lfm2(raw: Raw, name: str) -> ModelSizes:
+    usual = {"num_hidden_layers": 32, "hidden_size": 2048, "intermediate_size": 7168, "num_experts": 32}
+    usual |= {"moe_intermediate_size": 1792, "num_experts_per_tok": 4, "num_dense_layers": 2}
+    raw = {**usual, "vocab_size": 65536, "tie_word_embeddings": True, **raw}
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
+    dense = _integer(raw, "num_dense_layers", least=0, most=layers)
+    recurrent = ShortConvolution(_integer(raw, "hidden_size"), _integer(raw, "conv_L_cache", 3))
+    found = _with_states(_qwen(raw, name), raw, raw.get("layer_types"), recurrent)
+    return replace(found, moe_layers=layers - dense, tied=bool(raw.get("tie_embedding", found.tied)))
 
 
 def _gpt_oss(raw: Raw, name: str) -> ModelSizes:
@@ -268,6 +286,7 @@ def _dbrx(raw: Raw, name: str) -> ModelSizes:
 
 _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "exaone_moe": _exaone,
+    "lfm2_moe": _lfm2,
     "mellum": _mellum,
     "minimax_m2": _minimax,
     "mixtral": _mixtral,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, of_matrices, row_bytes
-from moesaic.core.tokens import STATE_CHUNK
 from moesaic.cost.routing import Routing
 
 BYTES = {dtype: float(size) for dtype, size in NUMBER_BYTES.items()}
@@ -128,69 +126,6 @@ class Latent:
         unfold_value = self.heads * self.value * self.rank
         after = unfold_value + self.heads * self.value * hidden
         return query + hidden * self.cached + unfold_key, after
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """Layers of two kinds: attention over a cache, and linear attention with a state of each sequence.
-
-    Every number is the mean over the layers, so that the sums over all layers are right. Attention over a
-    cache has a gate as wide as its queries (Qwen3-Next).
-    """
-
-    full: GroupedQuery
-    share: float
-    """Share of the layers with attention over a cache."""
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-    """Heads of linear attention, and numbers of one head."""
-
-    @property
-    def cached(self) -> int:
-        return max(1, math.ceil(self.share * self.full.cached))
-
-    @property
-    def rows(self) -> int:
-        return max(1, round(self.share * self.full.rows))
-
-    @property
-    def query(self) -> int:
-        return round(self._mean(2 * self.full.query, 2 * self._keys + 2 * self._values))
-
-    @property
-    def output(self) -> int:
-        return round(self._mean(self.full.output, self._values))
-
-    @property
-    def pair_flops(self) -> int:
-        return round(self.share * self.full.pair_flops)
-
-    def projected(self, hidden: int) -> tuple[int, int]:
-        before, after = self.full.projected(hidden)
-        linear = hidden * 2 * (self._keys + self._values + self.value_heads)
-        return (
-            round(self._mean(before + hidden * self.full.query, linear)),
-            round(self._mean(after, hidden * self._values)),
-        )
-
-    def state_numbers(self, taps: int) -> tuple[int, int]:
-        """Numbers of a page and of a seat of one layer (`kernels.states`). taps: of the convolution."""
-        tail = (taps - 1) * (2 * self._keys + self._values)
-        rows = STATE_CHUNK * (self._keys + self._values + self.value_heads)
-        return self.key_width * self._values + tail, rows + tail
-
-    @property
-    def _keys(self) -> int:
-        return self.key_heads * self.key_width
-
-    @property
-    def _values(self) -> int:
-        return self.value_heads * self.value_width
-
-    def _mean(self, full: float, linear: float) -> float:
-        return self.share * full + (1 - self.share) * linear
 
 
 @dataclass(frozen=True)

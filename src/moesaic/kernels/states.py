@@ -15,6 +15,8 @@ So a row's bits depend only on the sequence's tokens: prefill and decode, chunks
 same.
 
 Before it, a short convolution mixes each channel with those of the rows just before. Its inputs are kept too.
+Layers of LFM2 have such a convolution alone (`models/short_convolution.py`), and their states have nothing
+else.
 
 The matrices lie in *pages*. A sequence reads one page and writes another one, or the same, when it passes a
 multiple of CHUNK. So a page that is not written any more is a snapshot of a prefix. Page 0 has zeros, the
@@ -43,11 +45,18 @@ class StateSizes:
     value_width: int
     taps: int
     """Width of the convolution, with the row itself."""
+    alone: int = 0
+    """Channels of a short convolution without the delta rule. There are no heads then; 0 if there are."""
+
+    @classmethod
+    def of_convolution(cls, channels: int, taps: int) -> StateSizes:
+        """The state of a short convolution alone: its last inputs."""
+        return cls(key_heads=0, value_heads=0, key_width=0, value_width=0, taps=taps, alone=channels)
 
     @property
     def channels(self) -> int:
-        """Numbers of a row that the convolution mixes: query, key and value of all heads."""
-        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+        """Numbers of a row that the convolution mixes: query, key and value of all heads, or `alone`."""
+        return self.alone + 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
     def page_numbers(self) -> int:

@@ -67,6 +67,17 @@ class PagedAttention(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Convolve(Protocol):
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        states: LayerStates,
+        batch: AttentionBatch,
+        activate: bool = True,
+    ) -> torch.Tensor: ...
+
+
 class Delta(Protocol):
     def __call__(
         self,
@@ -147,10 +158,11 @@ class Kernels:
     sigmoid_gate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     clip: Callable[[torch.Tensor, float], torch.Tensor]
     mask_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    convolve: Callable[[torch.Tensor, torch.Tensor, LayerStates, AttentionBatch], torch.Tensor]
+    convolve: Convolve
     delta: Delta
     gated_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     sigmoid_times: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    times: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     put: Put
     set_threads: Callable[[int, bool], None]
     """Sets the number of compute threads, and whether each is pinned to a core."""
@@ -208,6 +220,7 @@ REFERENCE = Kernels(
     delta=delta.delta,
     gated_norm=delta.gated_norm,
     sigmoid_times=delta.sigmoid_times,
+    times=delta.times,
     put=experts.put,
     set_threads=_torch_threads,
 )
@@ -276,6 +289,7 @@ def _natively(name: str) -> Kernels:
         delta=native_delta.delta,
         gated_norm=native_delta.gated_norm,
         sigmoid_times=native_delta.sigmoid_times,
+        times=native_delta.times,
         put=plain.put,
         set_threads=_native_threads,
         recorder=_recorder,

@@ -96,7 +96,7 @@ def zeros(
     pages, and each layer begins at one. Blocks are used from the first on, so only the last page in use is
     partly used.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device).unbind()
     size = math.prod(shape[1:]) * dtype.itemsize
     step = size if size < HUGE_PAGE else -(-size // HUGE_PAGE) * HUGE_PAGE

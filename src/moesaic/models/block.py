@@ -60,7 +60,7 @@ class Attention(Protocol):
 
 
 class Recurrence(Protocol):
-    """The linear attention of one layer, which keeps a state of each sequence."""
+    """The linear attention or short convolution of one layer, which keeps a state of each sequence."""
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
         """Query, key and value are what `recur` needs of each row."""

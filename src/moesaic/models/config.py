@@ -24,6 +24,7 @@ BENIGN = frozenset(
         "pretraining_tp",
         # Special tokens: generation defaults and the tokenizer handle them.
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        "bos_token", "eos_token", "pad_token",
     }
 )  # fmt: skip
 """Keys that do not affect inference."""

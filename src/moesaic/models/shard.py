@@ -70,6 +70,11 @@ class Shard:
         """The states of this rank's heads of linear attention."""
         if whole is None:
             return None
+        if whole.alone:
+            if whole.alone % self.size:
+                text = f"a divisor of {whole.alone} channels of a short convolution"
+                raise ConfigError.field("--tensor-parallel-size", self.size, text)
+            return replace(whole, alone=whole.alone // self.size)
         if whole.key_heads % self.size:
             text = f"a divisor of {whole.key_heads} key heads of linear attention"
             raise ConfigError.field("--tensor-parallel-size", self.size, text)

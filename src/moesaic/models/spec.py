@@ -66,7 +66,8 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]
     """Per layer: tokens that a token attends to, including itself. None means all."""
     state_layers: tuple[int, ...] = ()
-    """Layers with linear attention, which keep a state of each sequence in place of keys and values."""
+    """Layers with linear attention or a short convolution. They keep a state of each sequence in place of
+    keys and values."""
     states: StateSizes | None = None
     """Sizes of that state in one layer. None if no layer has one."""
     extra_layers: int = 0

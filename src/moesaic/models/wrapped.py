@@ -1,6 +1,6 @@
 """Names of tensors in files that call a text model's parts otherwise, and which tensors are skipped.
 
-They are files of models that see images around a text model, and those of DBRX.
+They are files of models that see images around a text model, and those of DBRX and LFM2.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ FRONTS = (
     ("transformer.blocks.", "model.layers."),
     ("transformer.wte.", "model.embed_tokens."),
     ("transformer.norm_f.", "model.norm."),
+    ("model.embedding_norm.", "model.norm."),
 )
 """How a name begins in such files, and how moesaic calls it."""
 IN_WRAPPED = ("model.language_model.", "language_model.")

@@ -200,9 +200,9 @@ def _others(path: Path, modules: Iterable[str]) -> set[str]:
 
 
 def _module(name: str) -> str | None:
-    """The module that a matrix of a layer belongs to. Projections of linear attention are in none: families
-    split and join them in ways of their own."""
-    if "linear_attn" in name:
+    """The module that a matrix of a layer belongs to. Projections of linear attention and of short
+    convolutions are in none: families split and join them in ways of their own."""
+    if "linear_attn" in name or ".conv." in name:
         return None
     return "attention" if "attn" in name else "mlp"
 

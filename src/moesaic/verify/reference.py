@@ -22,8 +22,11 @@ from moesaic.models.plain_tensors import plain_tensors
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """A model_type that transformers does not know -> the one whose code computes it."""
 EMBEDDING, NORM, HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
-THEIRS = {"transformer": {"model.layers.": "blocks.", EMBEDDING: "wte.", NORM: "norm_f."}}
-"""Name of the text model in transformers' class -> how it calls parts that moesaic names otherwise: DBRX."""
+THEIRS = {
+    "DbrxModel": {"model.layers.": "blocks.", EMBEDDING: "wte.", NORM: "norm_f."},
+    "Lfm2MoeModel": {NORM: "embedding_norm."},
+}
+"""transformers' class of a text model -> how it calls parts that moesaic names otherwise."""
 UNREAD = ("quantization_config", "auto_map")
 """Keys of config.json that transformers does not get: about compressed and quantised matrices, which are made
 numbers before, and about code of the checkpoint."""
@@ -111,7 +114,7 @@ class Reference:
 
     def _named(self, name: str) -> str:
         """How transformers calls a tensor of the text model."""
-        own = THEIRS.get(self._front, {})
+        own = THEIRS.get(type(self._base).__name__, {})
         word = next((word for word in own if name.startswith(word)), None)
         if word is not None:
             return f"{self._front}.{own[word]}{name.removeprefix(word)}"
@@ -123,7 +126,8 @@ def _layers(base: Any) -> Any:
 
 
 def _norm(base: Any) -> Any:
-    return base.norm_f if hasattr(base, "norm_f") else base.norm
+    name = THEIRS.get(type(base).__name__, {}).get(NORM, NORM.removeprefix("model."))
+    return getattr(base, name.removesuffix("."))
 
 
 def _text_model(model: Any) -> Any:
@@ -177,7 +181,8 @@ class _Library:
             )
         # Its angles are no weights, so they are computed, and not read.
         base = _text_model(model)
-        base.rotary_emb = type(base.rotary_emb)(base.config)
+        angles = "pos_emb" if hasattr(base, "pos_emb") else "rotary_emb"
+        setattr(base, angles, type(getattr(base, angles))(base.config))
         return model.eval().requires_grad_(False)
 
     def _known(self, raw: dict[str, Any]) -> dict[str, Any]:

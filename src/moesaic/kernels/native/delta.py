@@ -15,9 +15,13 @@ WIDTH_STEP, MOST_WIDTH = 8, 256
 
 
 def convolve(
-    rows: torch.Tensor, weight: torch.Tensor, states: LayerStates, batch: AttentionBatch
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    states: LayerStates,
+    batch: AttentionBatch,
+    activate: bool = True,
 ) -> torch.Tensor:
-    """Mixes each channel of rows [n, C] with the rows before it in its sequence, then applies silu.
+    """Mixes each channel of rows [n, C] with the rows before it in its sequence. activate: then applies silu.
 
     weight: [C, taps] float32, dense in either axis; it is faster if the channels of a tap lie together.
     """
@@ -31,7 +35,7 @@ def convolve(
     out = MEMORY.empty(n, channels)
     _native.convolve(
         rows.data_ptr(), rows.stride(0), weight.data_ptr(), *((1, channels) if by_tap else (taps, 1)), *tails,
-        out.data_ptr(), n, channels, taps, *_sequences(batch),
+        out.data_ptr(), n, channels, taps, activate, *_sequences(batch),
     )  # fmt: skip
     return out
 
@@ -101,6 +105,25 @@ def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     checks.shape(gate, n, heads, width)
     out = MEMORY.empty(n, heads * width)
     _native.sigmoid_times(
-        rows.data_ptr(), gate.data_ptr(), out.data_ptr(), n, heads, width, gate.stride(0), gate.stride(1)
+        rows.data_ptr(),
+        gate.data_ptr(),
+        out.data_ptr(),
+        n,
+        heads,
+        width,
+        gate.stride(0),
+        gate.stride(1),
+        True,
+    )
+    return out
+
+
+def times(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows [n, w] by factors [n, w]. Returns [n, w]."""
+    n, width = checks.axes(rows, 2)
+    rows, factors = checks.rows(rows), checks.apart(factors, n, width)
+    out = MEMORY.empty(n, width)
+    _native.sigmoid_times(
+        rows.data_ptr(), factors.data_ptr(), out.data_ptr(), n, 1, width, factors.stride(0), width, False
     )
     return out

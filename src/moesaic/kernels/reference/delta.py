@@ -13,11 +13,16 @@ KEY_EPSILON = 1e-6
 
 
 def convolve(
-    rows: torch.Tensor, weight: torch.Tensor, states: LayerStates, batch: AttentionBatch
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    states: LayerStates,
+    batch: AttentionBatch,
+    activate: bool = True,
 ) -> torch.Tensor:
-    """Mixes each channel of rows [n, C] with the rows before it in its sequence, then applies silu.
+    """Mixes each channel of rows [n, C] with the rows before it in its sequence.
 
-    weight: [C, taps] float32, the last tap for the row itself. Changes the tails in `states`. Returns [n, C].
+    weight: [C, taps] float32, the last tap for the row itself. activate: whether silu is applied then.
+    Changes the tails in `states`. Returns [n, C].
     """
     out, kept = torch.empty_like(rows), weight.shape[1] - 1
     for part in state_rows(batch.batch):
@@ -28,7 +33,7 @@ def convolve(
         mixed = joined[:count] * weight[:, 0]
         for tap in range(1, weight.shape[1]):
             mixed.addcmul_(joined[tap : tap + count], weight[:, tap])
-        out[part.start : part.stop] = functional.silu(mixed)
+        out[part.start : part.stop] = functional.silu(mixed) if activate else mixed
         states.tails[part.seat] = joined[count:]
         if begin + CHUNK <= part.first + count:
             passed = (part.first + count) // CHUNK * CHUNK - part.first  # rows up to the last multiple
@@ -123,3 +128,8 @@ def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps
 def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Multiplies rows [n, H, d] by sigmoid(gate [n, H, d]). Returns [n, H * d]."""
     return (rows * gate.sigmoid()).flatten(1)
+
+
+def times(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows [n, w] by factors [n, w]. Returns [n, w]."""
+    return rows * factors

@@ -25,6 +25,25 @@ MIXED_NAMES = Names(
     experts="block_sparse_moe.experts",
     words=("w1", "w3", "w2"),
 )
+LFM2_NAMES = Names(
+    gate="feed_forward.gate",
+    correction="feed_forward.expert_bias",
+    experts="feed_forward.experts",
+    words=("w1", "w3", "w2"),
+    others={
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "shortconv.conv": "conv.conv",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+    },
+)
 DEEPSEEK_GROUPS = {256: (8, 4)}
 """Number of experts -> n_group and topk_group, for files from before these were written. Only DeepSeek-V3 and
 R1 have so many."""
@@ -301,6 +320,33 @@ def _gpt_oss(meta: Metadata, has: Has) -> Config:
     }
 
 
+def _lfm2(meta: Metadata, has: Has) -> Config:
+    """Layers without key heads have a short convolution."""
+    meta.only("expert_gating_func", SIGMOID)
+    meta.only("expert_weights_norm", True)
+    meta.only("expert_weights_scale", 1.0, 0.0)
+    keys, layers = meta.raw("attention.head_count_kv"), meta.integer("block_count")
+    counts = set(keys) - {0} if isinstance(keys, list) else set()
+    if len(counts) != 1 or len(keys) != layers:
+        raise meta.refused("attention.head_count_kv", keys, f"a list of {layers}: 0, or the same number")
+    width = meta.integer("embedding_length") // max(meta.integer("attention.head_count"), 1)
+    meta.only("attention.key_length", width)
+    meta.only("attention.value_length", width)
+    return {
+        "model_type": "lfm2_moe",
+        "num_key_value_heads": counts.pop(),
+        "layer_types": ["full_attention" if count else "conv" for count in keys],
+        "norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "num_experts": meta.integer("expert_count"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        "num_dense_layers": meta.integer("leading_dense_block_count"),
+        "conv_L_cache": meta.integer("shortconv.l_cache"),
+        "use_expert_bias": has("exp_probs_b.bias"),
+        **rope(meta, width),
+    }
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(_deepseek),
     "dots1": Architecture(_dots),
@@ -314,6 +360,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Names(gate="block_sparse_moe.router.layer", experts="block_sparse_moe.experts"),
         permuted=True,
     ),
+    "lfm2moe": Architecture(_lfm2, LFM2_NAMES),
     "llama": Architecture(_mixtral, MIXED_NAMES, permuted=True),
     "minimax-m2": Architecture(_minimax, MIXED_NAMES),
     "olmoe": Architecture(_olmoe),

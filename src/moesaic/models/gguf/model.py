@@ -85,6 +85,8 @@ class Model:
         found = common(meta) | architecture.config(meta, endings.__contains__)
         if "moe_k" in found:  # as ernie calls it
             del found["num_experts_per_tok"]
+        if "norm_eps" in found:  # as LFM2 calls it
+            del found["rms_norm_eps"]
         extra = meta.integer("nextn_predict_layers", 0)
         if extra:
             found["num_nextn_predict_layers"] = extra

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -49,6 +51,8 @@ class Names:
     experts: str = "mlp.experts"
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Of an expert's gate, up and down."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a layer that this family calls otherwise: the file's word -> after "model.layers.N."."""
 
     def plain(self, name: str) -> str:
         """What moesaic calls the tensor `name`. A name that is not known stays as it is.
@@ -71,6 +75,8 @@ class Names:
             return (1, *shape)
         if name.endswith(".exp_probs_b.bias"):
             return (*(1,) * self.correction_axes, *shape)
+        if name.endswith(".shortconv.conv.weight") and len(shape) == 2:
+            return shape[0], 1, shape[1]
         return shape
 
     def _inside(self, rest: str) -> str | None:
@@ -83,8 +89,8 @@ class Names:
             return f"{self.gate}.{ending}"
         if word == "ffn_gate_up_exps" and ending == "weight":
             return f"{self.experts}.gate_up_proj"
-        if word in _INSIDE:
-            return f"{_INSIDE[word]}.{ending}"
+        if word in self.others or word in _INSIDE:
+            return f"{self.others.get(word) or _INSIDE[word]}.{ending}"
         apart = re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", word)  # experts one by one, as in early files
         if apart is not None:
             return f"{self.experts}.{apart[2]}.{self.words[_PARTS[apart[1]]]}.{ending}"

@@ -133,6 +133,7 @@ def parse(fields: Fields) -> Scheme:
     fields.only("quantization_status", "compressed", "frozen", None)
     fields.only("kv_cache_scheme", None)
     fields.only("sparsity_config", None, {})
+    fields.only("moe_sparsity_config", None, {})
     fields.only("transform_config", None, {})
     fields.ignore("quant_method", "ignore", "version", "global_compression_ratio")
     form = _form(fields.raw("format", None), "quantization_config.format")

@@ -28,6 +28,9 @@ UNIT = 32
 """Groups must be multiples of this many columns: those of the types that they are converted to."""
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Which of the eight codes of an AWQ word each column has."""
+AUTO_ROUND, AUTO_ROUND_AWQ = "auto_round", "auto_round:auto_awq"
+PACKINGS = {AUTO_ROUND: 0, "auto_round:gptqmodel": 0, "auto_round:auto_gptq": 1, AUTO_ROUND_AWQ: 0}
+"""auto-round's names of packings -> what is added to stored zero points."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,16 @@ def _group(fields: Fields, name: str) -> int:
     return size
 
 
-def parse_gptq(fields: Fields) -> Gptq:
-    """Reads quantization_config with quant_method "gptq"."""
-    bits, group = fields.integer("bits"), _group(fields, "group_size")
+def _bits(fields: Fields) -> int:
+    bits = fields.integer("bits")
     if bits not in (4, 8):
         raise CheckpointError(f"config.json: quantization_config.bits: got {bits}; allowed: 4, 8")
+    return bits
+
+
+def parse_gptq(fields: Fields) -> Gptq:
+    """Reads quantization_config with quant_method "gptq"."""
+    bits, group = _bits(fields), _group(fields, "group_size")
     act_order = fields.flag("desc_act", False)
     fields.only("checkpoint_format", "gptq", "gptq_v2", None)
     added = 0 if fields.raw("checkpoint_format", None) == "gptq_v2" else 1
@@ -156,3 +164,22 @@ def parse_awq(fields: Fields) -> Awq:
         fields.ignore(name)
     fields.done()
     return Awq(group)
+
+
+def parse_auto_round(fields: Fields) -> Gptq | Awq:
+    """Reads quantization_config with quant_method "auto-round": the tensors of GPTQ or AWQ.
+
+    `extra_config` is not used: a matrix is quantised if the checkpoint has its quantised tensors.
+    """
+    fields.only("data_type", "int")
+    fields.only("packing_format", *PACKINGS)
+    packing = fields.raw("packing_format", AUTO_ROUND)
+    if packing == AUTO_ROUND_AWQ:
+        fields.only("bits", 4)
+        scheme: Gptq | Awq = Awq(_group(fields, "group_size"))
+    else:
+        scheme = Gptq(_bits(fields), _group(fields, "group_size"), PACKINGS[packing], act_order=False)
+    for name in fields.names:
+        fields.ignore(name)  # how it was made: iters, seqlen, sym and others
+    fields.done()
+    return scheme

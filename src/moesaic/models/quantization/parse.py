@@ -18,6 +18,7 @@ from moesaic.models.quantization import compressed_tensors, fp8, gptq, mxfp4
 from moesaic.models.quantization.scheme import Kinds, Matrix, Scheme
 
 METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
+    "auto-round": gptq.parse_auto_round,
     "awq": gptq.parse_awq,
     "compressed-tensors": compressed_tensors.parse,
     "fp8": fp8.parse,

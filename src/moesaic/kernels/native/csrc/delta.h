@@ -296,7 +296,7 @@ class ConvolveOf {
 
     void run() const {
         int64_t blocks = (job_.channels + kBlock - 1) / kBlock;
-        int64_t products = job_.n * job_.channels * (job_.taps + kSilu);
+        int64_t products = job_.n * job_.channels * (job_.taps + (job_.activate ? kSilu : 0));
         parallel(job_.sequences.count * blocks, products, [&](int64_t task, int worker) {
             sequence(task / blocks, task % blocks * kBlock, worker);
         });
@@ -358,7 +358,7 @@ class ConvolveOf {
             for (int64_t tap = 1; tap < job_.taps; tap++) {
                 sum = fma(load_some(rows[tap] + c, rest), load_some(weights[tap] + c, rest), sum);
             }
-            store_some(out + c, silu(sum), rest);
+            store_some(out + c, job_.activate ? silu(sum) : sum, rest);
         }
     }
 
@@ -393,7 +393,8 @@ inline void sigmoid_times(const moesaic::SigmoidTimes& job) {
                 const float* gate = job.gate + r * job.gate_row + head * job.gate_head;
                 for (int64_t i = 0; i < job.width; i += LANES) {
                     int64_t rest = job.width - i;
-                    Vec opening = sigmoid(load_some(gate + i, rest));
+                    Vec opening = load_some(gate + i, rest);
+                    if (job.activate) opening = sigmoid(opening);
                     store_some(job.out + at + i, mul(load_some(job.rows + at + i, rest), opening), rest);
                 }
             }

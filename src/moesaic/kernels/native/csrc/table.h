@@ -223,6 +223,7 @@ struct Convolve {
     float* tails;       // [seats, taps - 1, channels]
     float* out;         // [n, channels]
     int64_t n, channels, taps;
+    bool activate;  // whether silu is applied to the sums
     Sequences sequences;
 };
 
@@ -252,12 +253,13 @@ struct GatedNorm {
     float epsilon;
 };
 
-// out = rows times sigmoid(gate).
+// out = rows times sigmoid(gate), or times the gate itself.
 struct SigmoidTimes {
     const float* rows;  // [n, heads, width]
     const float* gate;  // [n, heads, width] with strides
     float* out;         // [n, heads, width]
     int64_t n, heads, width, gate_row, gate_head;
+    bool activate;  // whether sigmoid is applied to the gate
 };
 
 // logits[lines[i]][t] = -infinity for each token t whose bit in masks[i] is clear. Bit t is bit t % 32 of word t / 32.

@@ -1,0 +1,64 @@
+"""Gated short convolutions in place of attention (Liquid AI, LFM2).
+
+Each row has three projections B, C and x of h numbers. A causal convolution of a few taps mixes each channel
+of B * x with those of the rows just before, and C * the result is projected to the output. So the state of a
+sequence is the last rows of B * x: the same numbers, whatever the chunks were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.states import LayerStates
+from moesaic.kernels.table import Kernels
+from moesaic.models.block import Projected
+from moesaic.models.layers import Projection
+from moesaic.models.loader import Loader
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """The convolution of one layer. See `block.Recurrence`. A rank of a group has c of the h channels."""
+
+    kernels: Kernels
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """[c, h] each: the projections to B, C and x."""
+    taps: torch.Tensor
+    """[c, taps] float32. The channels of one tap lie together."""
+    out: Projection
+
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+        """rows [n, h] -> query: B * x [n, c], which the convolution mixes; key: C [n, c]."""
+        before, after, value = self.kernels.linears(rows, self.inputs, [None, None, None])
+        return Projected(query=self.kernels.times(before, value), key=after, value=None)
+
+    def recur(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+        """Rows of `project` -> [n, c]. Changes `states`."""
+        mixed = self.kernels.convolve(rows.query, self.taps, states, batch, activate=False)
+        return self.kernels.times(mixed, rows.key)
+
+    def with_attention_kernels(self, kernels: Kernels) -> ShortConvolution:
+        """The same convolution, whose `recur` runs on a CPU with these kernels. Its taps are on a CPU."""
+        return replace(self, kernels=kernels)
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """[n, c] -> [n, h]."""
+        return self.kernels.linear(attended, self.out.weight, self.out.bias)
+
+
+def load(loader: Loader, name: str, hidden: int, taps: int) -> ShortConvolution:
+    """Loads in_proj, conv and out_proj under `name`, for the channels of the shard."""
+    kept, whole = loader.shard.heads(hidden), f"{name}.in_proj"
+    parts = [slice(begin + kept.start, begin + kept.stop) for begin in (0, hidden, 2 * hidden)]
+    before, after, value = (loader.matrix(whole, 3 * hidden, hidden, part) for part in parts)
+    channels = slice(kept.start, kept.stop)
+    weight = loader.exact(f"{name}.conv.weight", hidden, 1, taps)[channels, 0]
+    return ShortConvolution(
+        kernels=loader.kernels,
+        inputs=(before, after, value),
+        taps=weight.t().contiguous().t(),
+        out=loader.output_projection(f"{name}.out_proj", hidden, hidden, channels),
+    )
