@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_gguf import WIDE, logits
-from tests.support import model_configs, tiny_models
-from tests.support.model_driver import Driver
 
 from moesaic.kernels import table
 from moesaic.models import registry
+from tests.models.test_gguf import WIDE, logits
+from tests.support import model_configs, tiny_models
+from tests.support.model_driver import Driver
 
 from .conftest import FOLDER
 
