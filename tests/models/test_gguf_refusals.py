@@ -20,6 +20,8 @@ from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.files import find, resolve
 from moesaic.models.gguf import header
+from moesaic.models.gguf.architectures import ARCHITECTURES
+from moesaic.models.gguf.metadata import Metadata
 from moesaic.models.headers import Headers
 
 kernels = table.pick("cpu", "auto")
@@ -194,3 +196,29 @@ def test_experts_of_a_layer_with_several_types(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"up_proj.weight: got int4; allowed: int8, as the layer's"):
         registry.load(file, kernels)
     assert find(str(file), tmp_path).directory == file
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ssm.inner_size": 65}, "ssm.inner_size: got 65; allowed: a multiple of 4 value heads"),
+        ({"ssm.time_step_rank": 0}, "ssm.inner_size: got 64; allowed: a multiple of 0 value heads"),
+        (
+            {"attention.recurrent_layers": [True]},
+            "attention.recurrent_layers: got [True]; allowed: a list of 4 layers",
+        ),
+        ({"expert_weights_norm": False}, "expert_weights_norm: got False; allowed: True"),
+        ({"expert_gating_func": 2}, "expert_gating_func: got 2; allowed: 1"),
+        ({"ssm.group_count": "8"}, "ssm.group_count: got '8'; allowed: an integer of at least 0"),
+    ],
+)
+def test_keys_of_linear_attention(change: dict[str, Any], says: str) -> None:
+    keys: dict[str, Any] = {
+        "attention.head_count": 4, "attention.key_length": 16, "attention.value_length": 16,
+        "embedding_length": 48, "rope.dimension_count": 4, "block_count": 4, "ssm.time_step_rank": 4,
+        "ssm.inner_size": 64, "ssm.group_count": 2, "ssm.state_size": 16, "ssm.conv_kernel": 4,
+        "expert_count": 8, "expert_feed_forward_length": 8, "expert_shared_feed_forward_length": 8,
+    }  # fmt: skip
+    both = {f"qwen35moe.{key}": value for key, value in (keys | change).items()}
+    with pytest.raises(CheckpointError, match=re.escape(f"a.gguf: qwen35moe.{says}")):
+        ARCHITECTURES["qwen35moe"].config(Metadata("a.gguf", "qwen35moe", both), lambda name: False)
