@@ -2,8 +2,8 @@
 
     DIR/bin/python benchmarks/convert_gguf.py /tmp/qwen /tmp/qwen-bf16.gguf --type bf16
 
-Knows Mixtral and Qwen3-MoE. Norms and the experts' gate stay in float32. The file holds no tokenizer:
-`peers.py` speaks in token ids.
+Knows Mixtral, Qwen3-MoE, Qwen3-Next and the text model of Qwen3.5. Norms and the experts' gate stay in
+float32. The file holds no tokenizer: `peers.py` speaks in token ids.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import convert_linear
 import gguf  # type: ignore[import-not-found]
 import numpy as np
 from checkpoint import EMBEDDING, HEAD, Checkpoint, Stored
@@ -25,11 +27,14 @@ TYPES = {
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16, 2),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16, 2),
 }
-ARCHITECTURES = {"qwen3_moe": "qwen3moe", "mixtral": "llama"}
-EXPERT_PARTS = {
-    "qwen3_moe": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
-    "mixtral": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+ARCHITECTURES = {
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_moe_text": "qwen35moe",
 }
+QWEN_PARTS = "mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL_PARTS = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
 ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 HEAD_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
 
@@ -41,13 +46,13 @@ class Entry:
     name: str
     sources: tuple[str, ...]
     """The checkpoint's tensors. If there are several, they are stacked."""
-    heads: int = 0
-    """If it is not 0: the number of heads whose rows are reordered, see `interleave`."""
+    change: convert_linear.Change | None = None
+    """What becomes of the tensor; None: it stays as it is."""
     exact: bool = False
     """True: it is float32 in every file."""
 
 
-def interleave(rows: Floats, heads: int) -> Floats:
+def interleave(heads: int, rows: Floats) -> Floats:
     """Rows of a query or key projection, for a rotation of neighbours.
 
     The checkpoint's rotation pairs row i of a head with row i + d / 2; llama.cpp's `llama` architecture
@@ -68,31 +73,59 @@ def read(tensor: Stored) -> Floats:
 
 def entries(checkpoint: Checkpoint) -> Iterator[Entry]:
     """The tensors of the file, in order."""
-    model_type = checkpoint.config["model_type"]
-    heads, kv_heads = (
-        checkpoint.setting(f"num_{kind}_heads") if model_type == "mixtral" else 0
-        for kind in ("attention", "key_value")
-    )
-    turned = {"attn_q": heads, "attn_k": kv_heads}
-    where, parts = EXPERT_PARTS[model_type]
-    norms = HEAD_NORMS if model_type == "qwen3_moe" else {}
+    config = checkpoint.config
+    added = config["model_type"] in convert_linear.KINDS
+    where, parts = MIXTRAL_PARTS if config["model_type"] == "mixtral" else QWEN_PARTS
+    norm = convert_linear.one_added if added else None
     yield Entry("token_embd.weight", (EMBEDDING,))
-    for layer in range(checkpoint.config["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         block, source = f"blk.{layer}", f"model.layers.{layer}"
-        yield Entry(f"{block}.attn_norm.weight", (f"{source}.input_layernorm.weight",), exact=True)
-        for name, word in ATTENTION.items():
-            yield Entry(f"{block}.{name}.weight", (f"{source}.self_attn.{word}.weight",), turned.get(name, 0))
-        for name, word in norms.items():
-            yield Entry(f"{block}.{name}.weight", (f"{source}.self_attn.{word}.weight",), exact=True)
-        yield Entry(f"{block}.ffn_norm.weight", (f"{source}.post_attention_layernorm.weight",), exact=True)
+        after = "post_attention_norm" if added else "ffn_norm"
+        yield Entry(f"{block}.attn_norm.weight", (f"{source}.input_layernorm.weight",), norm, exact=True)
+        of_layer = _linear_layer if added and convert_linear.is_linear(config, layer) else _plain_layer
+        yield from of_layer(checkpoint, block, source, norm)
+        after_source = f"{source}.post_attention_layernorm.weight"
+        yield Entry(f"{block}.{after}.weight", (after_source,), norm, exact=True)
         yield Entry(f"{block}.ffn_gate_inp.weight", (f"{source}.{where}.gate.weight",), exact=True)
         experts = range(checkpoint.setting("num_experts", "num_local_experts"))
         for name, word in parts.items():
             stacked = tuple(f"{source}.{where}.experts.{expert}.{word}.weight" for expert in experts)
             yield Entry(f"{block}.ffn_{name}_exps.weight", stacked)
-    yield Entry("output_norm.weight", ("model.norm.weight",), exact=True)
-    if not checkpoint.config.get("tie_word_embeddings"):
+        if added:
+            yield from _shared(block, source)
+    yield Entry("output_norm.weight", ("model.norm.weight",), norm, exact=True)
+    if not config.get("tie_word_embeddings"):
         yield Entry("output.weight", (HEAD,))
+
+
+def _plain_layer(
+    checkpoint: Checkpoint, block: str, source: str, norm: convert_linear.Change | None
+) -> Iterator[Entry]:
+    """Attention with a query, keys and values."""
+    turned: dict[str, convert_linear.Change] = {}
+    if checkpoint.config["model_type"] == "mixtral":
+        for name, key in (("attn_q", "num_attention_heads"), ("attn_k", "num_key_value_heads")):
+            turned[name] = partial(interleave, checkpoint.setting(key))
+    for name, word in ATTENTION.items():
+        yield Entry(f"{block}.{name}.weight", (f"{source}.self_attn.{word}.weight",), turned.get(name))
+    for name, word in () if turned else HEAD_NORMS.items():
+        yield Entry(f"{block}.{name}.weight", (f"{source}.self_attn.{word}.weight",), norm, exact=True)
+
+
+def _linear_layer(
+    checkpoint: Checkpoint, block: str, source: str, norm: convert_linear.Change | None
+) -> Iterator[Entry]:
+    for name, tensor, change in convert_linear.parts(checkpoint.config, f"{source}.linear_attn"):
+        exact = name in ("ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_norm.weight")
+        yield Entry(f"{block}.{name}", (tensor,), change, exact)
+
+
+def _shared(block: str, source: str) -> Iterator[Entry]:
+    """The shared expert of a layer, and its gate."""
+    gate = f"{source}.mlp.shared_expert_gate.weight"
+    yield Entry(f"{block}.ffn_gate_inp_shexp.weight", (gate,), lambda matrix: matrix[0], exact=True)
+    for name, word in QWEN_PARTS[1].items():
+        yield Entry(f"{block}.ffn_{name}_shexp.weight", (f"{source}.mlp.shared_expert.{word}.weight",))
 
 
 def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
@@ -104,12 +137,16 @@ def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     writer.add_context_length(setting("max_position_embeddings"))
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(setting("num_key_value_heads"))
     writer.add_key_length(width)
     writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
+    if config["model_type"] in convert_linear.KINDS:
+        convert_linear.describe(writer, config, width)
+    else:
+        writer.add_rope_dimension_count(width)
     writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_expert_count(setting("num_experts", "num_local_experts"))
@@ -126,7 +163,8 @@ def check(checkpoint: Checkpoint, wanted: list[Entry]) -> None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", "default") != "default" or config.get("sliding_window"):
         raise SystemExit("convert_gguf: scaled rotations and sliding windows are not known here")
-    if config["model_type"] == "qwen3_moe" and not config.get("norm_topk_prob"):
+    normed = config.get("norm_topk_prob", config["model_type"] in convert_linear.KINDS)
+    if config["model_type"] != "mixtral" and not normed:
         raise SystemExit(
             "convert_gguf: norm_topk_prob: got false; allowed: true, which llama.cpp always does"
         )
@@ -135,6 +173,19 @@ def check(checkpoint: Checkpoint, wanted: list[Entry]) -> None:
     odd = (used - held) | (held - used - {HEAD})  # tied embeddings are sometimes stored twice
     if odd:
         raise SystemExit(f"convert_gguf: tensors missing or not understood: {', '.join(sorted(odd)[:5])}")
+
+
+def _values(checkpoint: Checkpoint, entry: Entry) -> Floats:
+    tensors = [read(checkpoint.tensors[source]) for source in entry.sources]
+    values = tensors[0] if len(tensors) == 1 else np.stack(tensors)
+    return values if entry.change is None else np.ascontiguousarray(entry.change(values))
+
+
+def _shape(checkpoint: Checkpoint, entry: Entry) -> tuple[int, ...]:
+    shape = checkpoint.tensors[entry.sources[0]].shape
+    if len(entry.sources) > 1:
+        return len(entry.sources), *shape
+    return shape if entry.change is None else entry.change(np.empty(shape, np.float32)).shape
 
 
 def convert(path: Path, target: Path, kind: str, told: Callable[[str], None] = print) -> None:
@@ -149,19 +200,15 @@ def convert(path: Path, target: Path, kind: str, told: Callable[[str], None] = p
     describe(writer, checkpoint)
     writer.add_file_type(TYPES[kind][1])
     for entry in wanted:
-        shape = checkpoint.tensors[entry.sources[0]].shape
-        shape = shape if len(entry.sources) == 1 else (len(entry.sources), *shape)
+        shape = _shape(checkpoint, entry)
         stored, _, size = TYPES["f32" if entry.exact else kind]
         writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), int(np.prod(shape)) * size, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for entry in wanted:
-        tensors = [read(checkpoint.tensors[source]) for source in entry.sources]
-        values = tensors[0] if len(tensors) == 1 else np.stack(tensors)
-        values = interleave(values, entry.heads) if entry.heads else values
         stored = TYPES["f32" if entry.exact else kind][0]
-        writer.write_tensor_data(np.ascontiguousarray(gguf.quantize(values, stored)))
+        writer.write_tensor_data(np.ascontiguousarray(gguf.quantize(_values(checkpoint, entry), stored)))
     writer.close()
     part.replace(target)
     told(f"{target}: {target.stat().st_size / 2**30:.2f} GiB")

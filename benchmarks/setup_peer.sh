@@ -16,13 +16,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=("$dir/bin/pip" install --quiet)
 
 if [ "$peer" = llama ]; then
-    CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" "${pip[@]}" llama-cpp-python==0.3.36 gguf==0.19.0
+    # Without the library for images, which takes as long to compile as all the rest.
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "${pip[@]}" llama-cpp-python==0.3.36 gguf==0.19.0
     exit
 fi
 
 # vLLM asks for torchaudio, torchvision and torchcodec as well. Text needs none of them, and their builds on PyPI
 # belong to a torch with CUDA; so take torch's CPU build and vLLM alone first, then everything else they ask for.
-# pip complains about the three in its last lines.
+# pip complains about two of the three in its last lines.
 torch=torch==2.13.0
 [ "$(uname -s)" != Linux ] || torch+=+cpu
 "${pip[@]}" --no-deps --retries 2 --timeout 20 "$torch" --extra-index-url https://download.pytorch.org/whl/cpu
@@ -40,3 +41,8 @@ PYTHON
 )
 mapfile -t needs <<<"$needs"
 "${pip[@]}" "${needs[@]}"
+
+# Qwen3.5 has a model for images around it, whose code imports torchvision. Its own operators do not load beside
+# torch's CPU build, so the file that describes them is emptied. Text calls none of them.
+"${pip[@]}" --no-deps torchvision==0.28.0
+: >"$("$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"

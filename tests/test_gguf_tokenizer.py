@@ -167,6 +167,7 @@ def test_every_known_end_of_an_answer_counts(own: tokenizers.Tokenizer, tmp_path
 
 SPLITS = {
     "qwen2": ["I", "'m", " at", " ", "1", "2", "3", "4", "!\n\n", " ", " 你好", ",x"],
+    "qwen35": ["I", "'m", " at", " ", "1", "2", "3", "4", "!\n\n", " ", " 你好", ",x"],
     "llama-bpe": ["I", "'m", " at", " ", "123", "4", "!\n\n", " ", " 你好", ",x"],
     "lfm2": ["I", "'m", " at", " ", "123", "4", "!\n\n", " ", " 你好", ",x"],
     "glm4": ["I", "'m", " at", " ", "123", "4", "!\n\n", " ", " 你好", ",x"],
@@ -190,7 +191,9 @@ def test_patterns_split_as_by_hand(pre: str) -> None:
 @pytest.mark.slow
 def test_patterns_are_those_of_transformers() -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as THEIRS
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
+    assert PATTERNS["qwen35"].patterns == (PRETOKENIZE_REGEX,)
     both = PATTERNS.keys() & THEIRS.keys()
     assert len(both) >= 8
     assert {name: PATTERNS[name].patterns for name in both} == {name: (THEIRS[name],) for name in both}

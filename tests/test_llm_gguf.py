@@ -23,11 +23,13 @@ pytestmark = [
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]
 MIX = "as Q4_K_M"
+LINEAR = "linear, as Q4_K_M"
 STREAMED = [
     (MIX, "some experts stay"),
     ("experts in BF16", "pages"),
     ("latent, as Q4_K_M", "on demand, likely ones before"),
     ("MXFP4", "two cores, in place"),
+    (LINEAR, "some experts stay"),
     ("BF16", "two cores"),
     *(
         pytest.param(mix, policy, marks=pytest.mark.full)
@@ -37,6 +39,7 @@ STREAMED = [
 ]
 SERVED = [
     (MIX, "lockstep"),
+    (LINEAR, "async"),
     *(
         pytest.param(mix, schedule, marks=pytest.mark.full)
         for mix, schedule in ((MIX, "async"), (MIX, "barrier"), ("MXFP4", "lockstep"))
@@ -69,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("gguf"))
 
 
-@pytest.mark.parametrize("mix", [MIX, "latent, as Q4_K_M", "MXFP4"])
+@pytest.mark.parametrize("mix", [MIX, "latent, as Q4_K_M", "MXFP4", LINEAR, "linear and joint, as Q4_K_M"])
 def test_answers_are_those_of_the_dequantised_checkpoint(models: Models, mix: str) -> None:
     plain = models[mix].parent / "plain"
     assert answers(LLM(str(plain), threads=1, max_model_len=LONGEST)) == models.wanted(mix)
@@ -82,12 +85,21 @@ def test_expert_servers_give_the_floats_of_one_process(models: Models, mix: str,
         assert served.finish() == models.wanted(mix)
 
 
-@pytest.mark.parametrize("more", [{}, {"expert_tensor_parallel_size": 2}], ids=str)
-def test_two_ranks_have_the_tokens_of_one(models: Models, more: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("mix", "more"),
+    [
+        (MIX, {}),
+        (MIX, {"expert_tensor_parallel_size": 2}),
+        (LINEAR, {}),
+        ("linear and joint, as Q4_K_M", {"expert_tensor_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_two_ranks_have_the_tokens_of_one(models: Models, mix: str, more: dict[str, int]) -> None:
     settings = {"tensor_parallel_size": 2, "max_model_len": LONGEST, **more}
-    with group_of_threads(str(models[MIX]), **settings) as (model, _, _):
+    with group_of_threads(str(models[mix]), **settings) as (model, _, _):
         found = answers(model)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in models.wanted(MIX)]
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in models.wanted(mix)]
 
 
 @pytest.mark.parametrize(("mix", "policy"), STREAMED)

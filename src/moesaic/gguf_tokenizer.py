@@ -29,6 +29,10 @@ _OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHER}|{_SPACES}"
 _QWEN2 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_OTHER}|{_SPACES}"
+_MARKED = (  # a mark belongs to the letter before it
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
@@ -93,6 +97,7 @@ PATTERNS: Mapping[str, Pattern] = {
     "minimax-m2": Pattern((_GPT4O,)),
     "olmo": Pattern((_GPT2,), composed=True),
     "qwen2": _QWEN,
+    "qwen35": Pattern((_MARKED,), composed=True),
     "refact": _STARCODER,
     "starcoder": _STARCODER,
     "tekken": Pattern((_TEKKEN,), ignore_merges=True),

@@ -11,8 +11,9 @@ import torch
 
 from moesaic import cli
 from moesaic.core.stored import OF_EXPERTS
+from moesaic.cost.mixed import DeltaRule, Mixed, ShortConvolution
 from moesaic.cost.ops import Work
-from moesaic.cost.sizes import GroupedQuery, Latent, Mixed, ModelSizes
+from moesaic.cost.sizes import GroupedQuery, Latent, ModelSizes
 from moesaic.hardware import operations, roofline
 from moesaic.hardware.operations import Call, Sizes
 from moesaic.hardware.roofline import Roofs, Speed
@@ -23,7 +24,8 @@ QUERIES = GroupedQuery(4, 2, 16)
 MODELS = (
     ModelSizes("gqa", 2, 64, 96, QUERIES, 2, 8, 2, 32, dense_width=48),
     ModelSizes("mla", 2, 64, 96, Latent(4, 32, 16, 16, 16), 2, 8, 2, 32, shared_width=48),
-    ModelSizes("mixed", 4, 64, 96, Mixed(QUERIES, 0.25, 2, 4, 16, 16), 4, 8, 2, 32),
+    ModelSizes("mixed", 4, 64, 96, Mixed(QUERIES, 0.25, DeltaRule(2, 4, 16, 16, 4)), 4, 8, 2, 32),
+    ModelSizes("short", 4, 64, 96, Mixed(QUERIES, 0.25, ShortConvolution(64, 3)), 4, 8, 2, 32),
 )
 
 

@@ -31,7 +31,12 @@ KINDS = {
     "Q5_K_M": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4_MOE": 38,
 }  # fmt: skip
 """Name of a kind of file for llama.cpp -> its number."""
-MODELS: dict[str, dict[str, int]] = {"qwen3": {}, "deepseek3": {"q_lora_rank": 64}}
+MODELS: dict[str, dict[str, int]] = {
+    "qwen3": {},
+    "deepseek3": {"q_lora_rank": 64},
+    "qwen3-next": {},
+    "qwen3.5": {},
+}
 """llama.cpp reads a DeepSeek-V3 only with compressed queries."""
 
 

@@ -207,3 +207,29 @@ def test_key_heads_of_lfm2_say_which_layers_attend(keys: Any, tmp_path: Path) ->
     with pytest.raises(CheckpointError) as refused:
         ARCHITECTURES["lfm2moe"].config(meta, lambda name: True)
     assert f"attention.head_count_kv: got {keys!r}; allowed: a list of 2" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ssm.inner_size": 65}, "ssm.inner_size: got 65; allowed: a multiple of 4 value heads"),
+        ({"ssm.time_step_rank": 0}, "ssm.inner_size: got 64; allowed: a multiple of 0 value heads"),
+        (
+            {"attention.recurrent_layers": [True]},
+            "attention.recurrent_layers: got [True]; allowed: a list of 4 layers",
+        ),
+        ({"expert_weights_norm": False}, "expert_weights_norm: got False; allowed: True"),
+        ({"expert_gating_func": 2}, "expert_gating_func: got 2; allowed: 1"),
+        ({"ssm.group_count": "8"}, "ssm.group_count: got '8'; allowed: an integer of at least 0"),
+    ],
+)
+def test_keys_of_linear_attention(change: dict[str, Any], says: str) -> None:
+    keys: dict[str, Any] = {
+        "attention.head_count": 4, "attention.key_length": 16, "attention.value_length": 16,
+        "embedding_length": 48, "rope.dimension_count": 4, "block_count": 4, "ssm.time_step_rank": 4,
+        "ssm.inner_size": 64, "ssm.group_count": 2, "ssm.state_size": 16, "ssm.conv_kernel": 4,
+        "expert_count": 8, "expert_feed_forward_length": 8, "expert_shared_feed_forward_length": 8,
+    }  # fmt: skip
+    both = {f"qwen35moe.{key}": value for key, value in (keys | change).items()}
+    with pytest.raises(CheckpointError, match=re.escape(f"a.gguf: qwen35moe.{says}")):
+        ARCHITECTURES["qwen35moe"].config(Metadata("a.gguf", "qwen35moe", both), lambda name: False)

@@ -247,13 +247,45 @@ def test_what_is_refused(save: Save, tmp_path: Path) -> None:
     assert cost.bytes_after > cost.bytes_before
 
 
-@pytest.mark.parametrize(("name", "form"), [("qwen3", "packed int4"), ("qwen3", "fp8 blocks")])
-def test_quantised_models_are_refused(save: Save, tmp_path: Path, name: str, form: str) -> None:
-    path, _ = quantizers.quantize(save(name), tmp_path, FORMATS[form])
+def test_quantised_models_are_refused(save: Save, tmp_path: Path) -> None:
+    path, _ = quantizers.quantize(save("qwen3"), tmp_path, FORMATS["packed int4"])
     with pytest.raises(
-        ConfigError, match="this model is quantised; allowed: matrices in bf16, fp16 or float32"
+        ConfigError,
+        match="this model is quantised; allowed: matrices in bf16, .* and those of quant_method fp8",
     ):
         quantized(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "modules"),
+    [
+        ("qwen3", "fp8 blocks", ("experts",)),
+        pytest.param("qwen3", "fp8 rows", ("experts", "attention"), marks=pytest.mark.slow),
+        pytest.param("qwen3", "fp8 matrix, static", ("attention",), marks=pytest.mark.slow),
+        pytest.param("deepseek3", "fp8 blocks", ("experts", "mlp"), marks=pytest.mark.slow),
+    ],
+)
+def test_fp8_is_read_as_its_numbers(save: Save, tmp_path: Path, name: str, form: str, modules: Any) -> None:
+    path, plain = quantizers.quantize(save(name), tmp_path, FORMATS[form])
+    out, numbers, rounding = tmp_path / "out", written(plain), Rounding(Format(8, None), "BF16")
+    cost = quantized(path, out, modules=modules)
+    before = [one.nbytes for tensor, one in written(path).items() if not tensor.endswith("input_scale")]
+    assert cost.bytes_before == sum(before)
+    assert cost.bytes_after == sum(one.nbytes for one in written(out).values())
+    assert {one.dtype for one in written(out).values()} <= {
+        torch.bfloat16, torch.float32, torch.int32, torch.int64,
+    }  # fmt: skip
+    checkpoint, rounded = Checkpoint(out), 0
+    for tensor, wanted in numbers.items():
+        found = checkpoint.tensor(tensor, *wanted.shape, dtype=torch.float32)
+        if checkpoint.quantized(tensor, *wanted.shape) is not None:
+            rounded += 1
+            wanted = rounding.numbers(rounding.nearest(wanted.float()))
+        elif Checkpoint(path).quantized(tensor, *wanted.shape) is not None:
+            wanted = wanted.to(torch.bfloat16)
+        assert torch.equal(found, wanted.float()), tensor
+    assert rounded == cost.matrices > 0
+    assert registry.load(out, kernels).experts
 
 
 def test_other_experts_are_refused(save: Save, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
-from tests.support import k_quants
+from tests.support import gguf_linear, k_quants
 
 Array = npt.NDArray[Any]
 Kinds = Callable[[str], str]
@@ -31,8 +31,8 @@ ARCHITECTURES = {
     "mixtral": "llama", "qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "olmoe": "olmoe",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2",
     "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "dots1": "dots1", "ernie4_5_moe": "ernie4_5-moe",
-    "granitemoe": "granitemoe", "minimax_m2": "minimax-m2",
-    "lfm2_moe": "lfm2moe",
+    "granitemoe": "granitemoe", "minimax_m2": "minimax-m2", "qwen3_next": "qwen3next",
+    "qwen3_5_moe_text": "qwen35moe", "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 EXPERT = re.compile(r"(model\.layers\.(\d+)\..*experts)\.(\d+)\.(\w+)\.weight")
 WORDS = {
@@ -48,25 +48,31 @@ def write(
     split_heads: bool = True,
     files: int = 1,
     apart: bool = False,
+    legacy: bool = False,
+    extra: int = 0,
 ) -> tuple[Path, Path]:
     """Writes the checkpoint `source` as a GGUF file, and the dequantised checkpoint. Returns both paths.
 
     split_heads: whether the up-projection of a latent is written in two tensors, as newer files have it.
     files: over how many files the tensors are split. apart: write experts one by one, as in early files.
+    legacy: write Qwen3-Next's projections of linear attention as early files have them. extra: layers of
+    Qwen3.5 after the others, which predict several tokens at once.
     """
     config = json.loads((source / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
-    pieces, backs = _pieces(load_file(source / "model.safetensors"), config, split_heads)
+    pieces, backs = _pieces(load_file(source / "model.safetensors"), config, split_heads, legacy)
+    pieces |= gguf_linear.extra_layers(pieces, config["num_hidden_layers"], extra)
     to.mkdir(parents=True, exist_ok=True)
     names = [to / "model.gguf"]
     if files > 1:
         names = [to / f"model-{each:05}-of-{files:05}.gguf" for each in range(1, files + 1)]
     writers = [GGUFWriter(str(name), architecture) for name in names]
-    metadata(writers[0], config, split_heads)
+    metadata(writers[0], config | ({"num_nextn_predict_layers": extra} if extra else {}), split_heads)
     byte_tokens(writers[0])
     numbers: dict[str, Array] = {}
     for index, (name, array) in enumerate(sorted(pieces.items())):
-        small = array.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
+        small = array.ndim == 1 or name.endswith(".bias")
+        small = small or "ffn_gate_inp" in name or "ssm_conv1d" in name
         kind = "F32" if small else fitting(kinds(name), array.shape[-1])
         if apart and "_exps." in name:
             for expert, matrix in enumerate(array):
@@ -141,7 +147,7 @@ def unpermuted(matrix: Array, heads: int) -> Array:
 
 
 def _pieces(
-    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], split_heads: bool
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], split_heads: bool, legacy: bool = False
 ) -> tuple[dict[str, Array], dict[str, Back]]:
     pieces: dict[str, Array] = {}
     backs: dict[str, Back] = {}
@@ -154,7 +160,10 @@ def _pieces(
             experts.setdefault(to, {})[index] = array
             backs[name] = lambda file, to=to, index=index: file[to][index]  # type: ignore[misc]
             continue
-        parts, backs[name] = _piece(name, array, config, names, split_heads)
+        if config["model_type"] in gguf_linear.KINDS and gguf_linear.changed(name):
+            parts, backs[name] = gguf_linear.piece(name, array, config, names, legacy)
+        else:
+            parts, backs[name] = _piece(name, array, config, names, split_heads)
         pieces |= parts
     for to, each in experts.items():
         pieces[to] = np.stack([each[index] for index in range(len(each))])
@@ -227,7 +236,7 @@ def _latent(array: Array, config: Mapping[str, Any], block: str) -> tuple[dict[s
 def metadata(writer: GGUFWriter, config: Mapping[str, Any], split_heads: bool) -> None:
     """Writes what the converter writes for a model."""
     kind, extra = config["model_type"], config.get("num_nextn_predict_layers", 0)
-    extra = extra if kind == "glm4_moe" else 0
+    extra = extra if kind in ("glm4_moe", *gguf_linear.KINDS) else 0
     writer.add_block_count(config["num_hidden_layers"] + extra)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -315,6 +324,8 @@ def _of_family(writer: GGUFWriter, config: Mapping[str, Any], kind: str) -> None
         writer.add_rope_dimension_count(config.get("head_dim") or own)
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if kind in gguf_linear.KINDS:
+        gguf_linear.metadata(writer, config)
     if kind == "olmoe" and config.get("clip_qkv") is not None:
         writer.add_clamp_kqv(config["clip_qkv"])
     if kind == "glm4_moe":

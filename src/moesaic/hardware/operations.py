@@ -17,8 +17,9 @@ import torch
 
 from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, is_packed, of_matrices, row_bytes
 from moesaic.core.tokens import TokenBatch
+from moesaic.cost.mixed import DeltaRule, Mixed, Recurrent, ShortConvolution
 from moesaic.cost.ops import Work
-from moesaic.cost.sizes import GroupedQuery, Latent, Mixed, ModelSizes
+from moesaic.cost.sizes import GroupedQuery, Latent, ModelSizes
 from moesaic.hardware import products
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width
@@ -34,8 +35,6 @@ MOST_DECODES = 64
 """Steps of up to so many rows are decode steps of as many requests. Larger ones are one prompt."""
 MEMORY = 1 << 30
 """Bytes of the experts of one type, at most. Of a larger layer fewer experts are made."""
-TAPS = 4
-"""Width of the convolution before linear attention."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def names(model: ModelSizes) -> tuple[str, ...]:
     """Names of the operations of a model without its experts, in the order in which they are measured."""
     wide = ("dense MLP",) if model.dense_width else ()
     shared = ("shared experts",) if model.shared_width else ()
-    linear = ("linear attention",) if isinstance(model.attention, Mixed) else ()
+    linear = (_name(model.attention.recurrent),) if isinstance(model.attention, Mixed) else ()
     before = ("query, key, value", "attention", *linear, "output projection", *wide, "gate")
     return (*before, *shared, "output head")
 
@@ -104,7 +103,7 @@ def of_layer(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
     yield from _linear("query, key, value", kernels, sizes, (before, hidden))
     yield from _attention(kernels, sizes)
     if isinstance(model.attention, Mixed):
-        yield from _linear_attention(kernels, sizes, model.attention)
+        yield from _recurrent(kernels, sizes, model.attention.recurrent)
     yield from _linear("output projection", kernels, sizes, (hidden, after))
     if model.dense_width:
         yield from _mlp("dense MLP", kernels, sizes, model.dense_width)
@@ -266,24 +265,55 @@ def _attending(
     raise TypeError(f"{type(kind).__name__} is not attention over a cache")
 
 
-def _linear_attention(kernels: Kernels, sizes: Sizes, kind: Mixed) -> Iterator[Call]:
-    """Gated DeltaNet between its projections, without the convolution."""
-    of = StateSizes(kind.key_heads, kind.value_heads, kind.key_width, kind.value_width, TAPS)
-    matrix = kind.value_heads * kind.key_width * kind.value_width
+def _name(kind: Recurrent) -> str:
+    """What a layer with states does between its projections."""
+    return "linear attention" if isinstance(kind, DeltaRule) else "short convolution"
+
+
+def _recurrent(kernels: Kernels, sizes: Sizes, kind: Recurrent) -> Iterator[Call]:
+    """Layers with states, between their projections: the delta rule without its convolution, or a convolution
+    alone."""
     for rows in sizes.rows:
         requests, context = sizes.requests(rows)
-        batch, states = _steps(sizes, rows), _states(of, requests)
-        mixed, gates = (
-            products.random((rows, width), torch.float32, "cpu")
-            for width in (of.channels, 2 * of.value_heads)
-        )
-        decay, bias = -torch.rand(of.value_heads), torch.rand(of.value_heads)
-        since = [position % CHUNK + 1 for position in range(context - rows // requests, context)]
-        kept = of.key_heads * of.key_width + of.value_heads * of.value_width
-        flops = 2 * (2 * rows * matrix + 2 * requests * sum(since) * kept)
-        read = 4 * requests * (matrix + since[-1] * kept)
-        run = partial(kernels.delta, mixed, gates, decay, bias, states, batch)
-        yield Call("linear attention", "float32", rows, context, Work(float(flops), 0.0, float(read)), run)
+        batch = _steps(sizes, rows)
+        positions = range(context - rows // requests, context)
+        match kind:
+            case DeltaRule():
+                work, run = _delta(kernels, kind, rows, requests, positions, batch)
+            case ShortConvolution():
+                work, run = _convolution(kernels, kind, rows, requests, batch)
+            case _:
+                raise TypeError(f"{type(kind).__name__} has no operation")
+        yield Call(_name(kind), "float32", rows, context, work, run)
+
+
+def _delta(
+    kernels: Kernels, kind: DeltaRule, rows: int, requests: int, positions: range, batch: AttentionBatch
+) -> tuple[Work, Callable[[], object]]:
+    """positions: of the rows of one request."""
+    of = StateSizes(kind.key_heads, kind.value_heads, kind.key_width, kind.value_width, kind.taps)
+    matrix = kind.value_heads * kind.key_width * kind.value_width
+    mixed, gates = (
+        products.random((rows, width), torch.float32, "cpu") for width in (of.channels, 2 * of.value_heads)
+    )
+    decay, bias = -torch.rand(of.value_heads), torch.rand(of.value_heads)
+    since = [position % CHUNK + 1 for position in positions]
+    kept = of.key_heads * of.key_width + of.value_heads * of.value_width
+    flops = 2 * (2 * rows * matrix + 2 * requests * sum(since) * kept)
+    read = 4 * requests * (matrix + since[-1] * kept)
+    run = partial(kernels.delta, mixed, gates, decay, bias, _states(of, requests), batch)
+    return Work(float(flops), 0.0, float(read)), run
+
+
+def _convolution(
+    kernels: Kernels, kind: ShortConvolution, rows: int, requests: int, batch: AttentionBatch
+) -> tuple[Work, Callable[[], object]]:
+    of = StateSizes.of_convolution(kind.channels, kind.taps)
+    given = products.random((rows, kind.channels), torch.float32, "cpu")
+    weight = torch.randn(kind.taps, kind.channels).t()
+    flops, read = 2 * rows * kind.taps * kind.channels, 4 * requests * (kind.taps - 1) * kind.channels
+    run = partial(kernels.convolve, given, weight, _states(of, requests), batch)
+    return Work(float(flops), 0.0, float(read)), run
 
 
 def _states(sizes: StateSizes, requests: int) -> LayerStates:

@@ -16,6 +16,9 @@ from moesaic.models.block import Projected
 from moesaic.models.layers import Projection
 from moesaic.models.loader import Loader, columns_of
 
+DECAY = "decay"
+"""The name in GGUF files of what is -exp(A_log)."""
+
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
@@ -67,9 +70,9 @@ def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: flo
     """Loads the tensors under `name`, for the key heads of the shard and the value heads that belong to them.
 
     Of Qwen3-Next's files, in_proj_qkvz has the parts of one key head after those of another. Qwen3.5's have
-    in_proj_qkv, in_proj_z, in_proj_b and in_proj_a.
+    in_proj_qkv, in_proj_z, in_proj_b and in_proj_a. GGUF files have the decay, and others its logarithm.
     """
-    joint = f"{name}.in_proj_qkvz.weight" in loader.checkpoint.names
+    joint = f"{name}.in_proj_qkv.weight" not in loader.checkpoint.names
     load_inputs = _by_head if joint else _by_part
     mixed, gate, gates = load_inputs(loader, name, sizes, hidden)
     values = _value_heads(loader, sizes)
@@ -82,7 +85,7 @@ def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: flo
         output_gate=gate,
         gates=gates,
         taps=_joined([taps[:, part] for part in _mixed_parts(loader, sizes)], 1).t(),
-        decay=-torch.exp(loader.exact(f"{name}.A_log", sizes.value_heads)[kept]),
+        decay=_decay(loader, name, sizes.value_heads)[kept],
         bias=loader.exact(f"{name}.dt_bias", sizes.value_heads)[kept],
         norm=loader.exact(f"{name}.norm.weight", sizes.value_width),
         out=loader.output_projection(
@@ -90,6 +93,13 @@ def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: flo
         ),
         epsilon=epsilon,
     )
+
+
+def _decay(loader: Loader, name: str, heads: int) -> torch.Tensor:
+    """[Hv], negative."""
+    if f"{name}.{DECAY}" in loader.checkpoint.names:
+        return loader.exact(f"{name}.{DECAY}", heads)
+    return -torch.exp(loader.exact(f"{name}.A_log", heads))
 
 
 def _value_heads(loader: Loader, sizes: StateSizes) -> range:

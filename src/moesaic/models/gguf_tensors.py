@@ -11,6 +11,7 @@ import torch
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint, Claims
+from moesaic.models.delta_net import DECAY
 from moesaic.models.loader import ExpertNames, Loader
 
 Tensors = dict[str, torch.Tensor]
@@ -31,6 +32,8 @@ def gguf_tensors(path: Path, prefix: str) -> Tensors:
         return checkpoint.tensor(name, *shape, dtype=torch.float32)
 
     found = {name: read(name, *shape) for name, shape in asked.shapes.items() if name.startswith(prefix)}
+    for name in [name for name in found if name.endswith(f".linear_attn.{DECAY}")]:
+        found[name.removesuffix(DECAY) + "A_log"] = torch.log(-found.pop(name))
     for layer in config.spec.moe_layers:
         if f"model.layers.{layer}." == prefix:
             names = file.expert_names(config, layer)

@@ -55,6 +55,8 @@ class Config:
     dense_layers: tuple[int, ...]
     max_position: int
     rope: rope.RopeConfig
+    extra_layers: int
+    """Layers of GGUF files that are not loaded, after the others. They predict several tokens at once."""
     multipliers: Multipliers = ONE_ADDED
 
     @property
@@ -74,6 +76,7 @@ class Config:
             sliding_windows=(None,) * self.num_layers,
             state_layers=self.linear_layers,
             states=self.states if self.linear_layers else None,
+            extra_layers=self.extra_layers,
         )
 
 
@@ -113,6 +116,7 @@ def parse(raw: dict[str, Any]) -> Config:
         dense_layers=fields.integers("mlp_only_layers"),
         max_position=max_position,
         rope=rope.read(fields, max_position, 10000.0, partial),
+        extra_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MOST_LAYERS),
     )
     fields.done()
     config.rope.rotated(config.heads.width)

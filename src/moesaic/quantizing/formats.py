@@ -76,7 +76,7 @@ class Format:
     def stored(self, coded: Coded, scales: str) -> tuple[bytes, bytes, bytes]:
         """The bytes of the three tensors."""
         shape = np.array(coded.codes.shape, dtype="<i8")
-        return self._words(coded.codes), _numbers(coded.scales, scales), shape.tobytes()
+        return self._words(coded.codes), as_bytes(coded.scales, scales), shape.tobytes()
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """The quantization_config of config.json. ignored: modules with a matrix that stays as it was."""
@@ -136,18 +136,19 @@ def chosen(name: str, group: int | None, columns: Iterable[int]) -> Format:
 
 def as_stored(scales: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float32]:
     """Scales rounded to a type of the file. One that would be zero is 1."""
-    rounded = np.frombuffer(_numbers(scales, kind), dtype={"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[kind])
+    rounded = np.frombuffer(as_bytes(scales, kind), dtype={"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[kind])
     if kind == "BF16":
         rounded = (rounded.astype(np.uint32) << 16).view(np.float32)
     found = rounded.astype(np.float32).reshape(scales.shape)
     return np.where(found == 0, np.float32(1), found)
 
 
-def _numbers(scales: npt.NDArray[np.float32], kind: str) -> bytes:
+def as_bytes(numbers: npt.NDArray[np.float32], kind: str) -> bytes:
+    """Numbers rounded to a type of the file, F32, F16 or BF16."""
     if kind == "F32":
-        return scales.astype("<f4").tobytes()
+        return numbers.astype("<f4").tobytes()
     if kind == "F16":
-        return scales.astype("<f2").tobytes()
-    bits = np.ascontiguousarray(scales, dtype=np.float32).view(np.uint32)
+        return numbers.astype("<f2").tobytes()
+    bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     return rounded.astype("<u2").tobytes()

@@ -17,7 +17,7 @@ class QuantizeOptions:
     """Write a checkpoint whose routed experts are int8 or int4, in the layout of compressed-tensors."""
 
     model: str
-    """A Hugging Face directory, a hub id, or demo. Its matrices must be stored in bf16, fp16 or float32."""
+    """A Hugging Face directory, a hub id, or demo. Its matrices must be in bf16, fp16, float32 or FP8."""
     directory: Path
     """Directory of the quantised checkpoint. It must not exist yet, be empty, or have been begun by the same
     command, which then goes on where it stopped."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moesaic.core.errors import ConfigError
+from moesaic.core.text_config import TEXT
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, fingerprint, registry
@@ -29,6 +30,7 @@ from moesaic.quantizing.texts import Reader, Texts, Tokens
 from moesaic.runtime.machine import cores
 
 MB = 10**6
+QUANTIZATION = "quantization_config"
 ROOM = 16 << 20
 """Bytes left for headers and small files when the free space of the disk is checked."""
 Few = list[tuple[int, int, int]]
@@ -143,8 +145,10 @@ class _Job:
 
     def _config(self) -> dict[str, Any]:
         config = files.read_config(self.path)
-        told = {"quantization_config": self.form.config(self.plan.ignored)}
-        return {**config, **told}
+        inner = config.get(TEXT)
+        if isinstance(inner, dict):  # which may say that it is in FP8
+            config = {**config, TEXT: {key: one for key, one in inner.items() if key != QUANTIZATION}}
+        return {**config, QUANTIZATION: self.form.config(self.plan.ignored)}
 
 
 def run(options: QuantizeOptions, show: Show) -> Cost:

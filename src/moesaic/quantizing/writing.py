@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moesaic.core.errors import CheckpointError
+from moesaic.models.headers import Place
 from moesaic.quantizing.calibrating import LayerRounder, Nearest, Rounded, Rounder
 from moesaic.quantizing.directory import Directory, ShardFile
-from moesaic.quantizing.formats import Coded, Format
+from moesaic.quantizing.formats import Coded, Format, as_bytes
 from moesaic.quantizing.plan import Expert, Plan, Shard, Weight
 from moesaic.quantizing.rounding import Rounding
 
@@ -51,6 +53,9 @@ class Writer:
             for tensor, place in shard.copied.items():
                 for size in file.copy(tensor, place.file, place.offset):
                     self._count(size)
+            for (tensor, weight), data in self._in_order(shard.converted.items(), _in_bf16):
+                file.put(tensor, data)
+                self._count(weight.size)
             self._experts(shard, file, rounder)
             for weight, coded in self._in_order(shard.others, self._nearest):
                 self._put(file, weight, coded)
@@ -69,14 +74,14 @@ class Writer:
         return self._rounding(weight).nearest(read(weight))
 
     def _rounding(self, weight: Weight) -> Rounding:
-        return Rounding(self._form, weight.place.dtype)
+        return Rounding(self._form, weight.kind)
 
     def _put(self, file: ShardFile, weight: Weight, coded: Coded) -> None:
-        scales = weight.place.dtype
+        scales = weight.kind
         tensors = self._form.tensors(weight.module, weight.rows, weight.columns, scales)
         for tensor, data in zip(tensors, self._form.stored(coded, scales), strict=True):
             file.put(tensor.name, data)
-        self._count(weight.place.size)
+        self._count(weight.size)
 
     def _count(self, size: int) -> None:
         self._done += size
@@ -109,6 +114,8 @@ def _in_mode(make: Callable[[Given], Made], item: Given) -> Made:
 def read(weight: Weight) -> torch.Tensor:
     """The numbers of a matrix [rows, columns], float32. Raises CheckpointError for NaN and infinite ones."""
     place = weight.place
+    if weight.fp8 is not None:
+        return torch.from_numpy(weight.fp8.matrix.floats(weight.fp8.headers.reader(_stored)))
     count = weight.rows * weight.columns
     stored = np.fromfile(place.file, dtype=KINDS[place.dtype], count=count, offset=place.offset)
     if len(stored) < count:
@@ -124,3 +131,16 @@ def read(weight: Weight) -> torch.Tensor:
             f"{place.file}: tensor {weight.module}.weight: got {got}; allowed: finite numbers"
         )
     return numbers
+
+
+def _in_bf16(item: tuple[str, Weight]) -> bytes:
+    """The numbers of a matrix, rounded to bf16."""
+    return as_bytes(read(item[1]).numpy(), "BF16")
+
+
+def _stored(place: Place) -> npt.NDArray[np.uint8]:
+    """The bytes of a place."""
+    found = np.fromfile(place.file, dtype=np.uint8, count=place.size, offset=place.offset)
+    if len(found) < place.size:
+        raise CheckpointError(f"{place.file}: the file ends within a tensor")
+    return found

@@ -59,6 +59,11 @@ class Architecture:
     permuted: bool = False
     """Whether the converter changed the order of the rows of queries and keys: numbers that are rotated as a
     pair stand side by side."""
+    one_added: bool = False
+    """Whether one was added to the weights of norms, other than that of linear attention's output."""
+    tiled: bool = False
+    """Whether the converter changed the order of linear attention's value heads: first one of each key head,
+    then the next of each."""
 
 
 def common(meta: Metadata) -> Config:
@@ -168,6 +173,46 @@ def _qwen2(meta: Metadata, has: Has) -> Config:
         "norm_topk_prob": meta.flag("expert_weights_norm", False),
         "qkv_bias": has("attn_q.bias"),
     }
+
+
+def _linear(meta: Metadata) -> Config:
+    """What Qwen3-Next and Qwen3.5 have in common: linear attention, gated attention, a shared expert."""
+    _one_group(meta)
+    rotated, heads = meta.integer("rope.dimension_count"), meta.integer("ssm.time_step_rank")
+    inner, layers = meta.integer("ssm.inner_size"), meta.integer("block_count")
+    if not heads or inner % heads:
+        raise meta.refused("ssm.inner_size", inner, f"a multiple of {heads} value heads")
+    every, attention = max(meta.integer("full_attention_interval", 4), 1), grouped(meta, rotated)
+    recurrent = meta.raw("attention.recurrent_layers", [(at + 1) % every > 0 for at in range(layers)])
+    if not isinstance(recurrent, list) or len(recurrent) != layers:
+        raise meta.refused("attention.recurrent_layers", recurrent, f"a list of {layers} layers")
+    kinds = ["linear_attention" if linear else "full_attention" for linear in recurrent]
+    dense, shared = meta.integer("feed_forward_length", 0), meta.integer("expert_shared_feed_forward_length")
+    return {
+        **attention,
+        **({"intermediate_size": dense} if dense else {}),
+        "partial_rotary_factor": rotated / max(attention["head_dim"], 1),
+        "linear_num_key_heads": meta.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": meta.integer("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": meta.integer("ssm.conv_kernel"),
+        "layer_types": kinds[: layers - meta.integer("nextn_predict_layers", 0)],
+        "num_experts": meta.integer("expert_count"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": shared,
+    }
+
+
+def _qwen3_next(meta: Metadata, has: Has) -> Config:
+    found = {"model_type": "qwen3_next", **_linear(meta), "attention_bias": has("attn_q.bias")}
+    return found | {"norm_topk_prob": meta.flag("expert_weights_norm", True)}
+
+
+def _qwen3_5(meta: Metadata, has: Has) -> Config:
+    meta.only("expert_weights_norm", True)
+    meta.raw("rope.dimension_sections", None)  # angles of images; text has the same in all
+    return {"model_type": "qwen3_5_moe_text", **_linear(meta), "attention_bias": has("attn_q.bias")}
 
 
 def _olmoe(meta: Metadata, has: Has) -> Config:
@@ -365,6 +410,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "minimax-m2": Architecture(_minimax, MIXED_NAMES),
     "olmoe": Architecture(_olmoe),
     "qwen2moe": Architecture(_qwen2, Names(shared="mlp.shared_expert")),
+    "qwen35moe": Architecture(_qwen3_5, Names(shared="mlp.shared_expert"), one_added=True, tiled=True),
     "qwen3moe": Architecture(_qwen3),
+    "qwen3next": Architecture(
+        _qwen3_next,
+        Names(
+            shared="mlp.shared_expert",
+            mixed=("linear_attn.in_proj_qkvz.mixed", "linear_attn.in_proj_qkvz.gate"),
+        ),
+        one_added=True,
+    ),
 }
 """general.architecture -> how it is read."""

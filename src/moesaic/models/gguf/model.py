@@ -97,6 +97,11 @@ class Model:
         if architecture.permuted:
             heads = found["num_attention_heads"], found["num_key_value_heads"]
             scheme |= {"permuted_heads": list(heads)}
+        if architecture.one_added:
+            scheme |= {"one_added": True}
+        if "linear_num_key_heads" in found:
+            sizes = ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")
+            scheme |= {"linear_heads": [found[size] for size in sizes], "tiled_heads": architecture.tiled}
         return found | {
             "vocab_size": every[_EMBEDDING].shape[0],
             "tie_word_embeddings": _HEAD not in every,

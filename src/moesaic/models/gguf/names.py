@@ -35,7 +35,20 @@ _INSIDE = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
+_WHOLE = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.decay",
+}
+"""Names without an ending of our own."""
 _PARTS = {"gate": 0, "up": 1, "down": 2}
 
 
@@ -53,6 +66,8 @@ class Names:
     """Of an expert's gate, up and down."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Parts of a layer that this family calls otherwise: the file's word -> after "model.layers.N."."""
+    mixed: tuple[str, str] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    """Projections of linear attention to query, key and value, and to the gate of the output."""
 
     def plain(self, name: str) -> str:
         """What moesaic calls the tensor `name`. A name that is not known stays as it is.
@@ -75,20 +90,22 @@ class Names:
             return (1, *shape)
         if name.endswith(".exp_probs_b.bias"):
             return (*(1,) * self.correction_axes, *shape)
-        if name.endswith(".shortconv.conv.weight") and len(shape) == 2:
-            return shape[0], 1, shape[1]
+        if name.endswith((".shortconv.conv.weight", ".ssm_conv1d.weight")) and len(shape) == 2:
+            return (shape[0], 1, shape[1])
         return shape
 
     def _inside(self, rest: str) -> str | None:
         word, _, ending = rest.rpartition(".")
-        if rest == "attn_sinks.weight":
-            return "self_attn.sinks"
+        if rest in _WHOLE:
+            return _WHOLE[rest]
         if rest == "exp_probs_b.bias":
             return self.correction
         if word == "ffn_gate_inp":
             return f"{self.gate}.{ending}"
         if word == "ffn_gate_up_exps" and ending == "weight":
             return f"{self.experts}.gate_up_proj"
+        if word in ("attn_qkv", "attn_gate"):
+            return f"{self.mixed[word == 'attn_gate']}.{ending}"
         if word in self.others or word in _INSIDE:
             return f"{self.others.get(word) or _INSIDE[word]}.{ending}"
         apart = re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", word)  # experts one by one, as in early files

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,11 @@ EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 BIASES = re.compile(r"(.+\.experts)\.(\d+)\.(gate_up|down)_proj_bias")
 FUSED = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 """Word of a matrix -> its place in a tensor with gates and ups."""
+OF_CHANNELS = (".linear_attn.in_proj_qkv", ".linear_attn.in_proj_z", ".linear_attn.conv1d")
+"""Tensors of linear attention whose last rows are those of value heads, one a channel."""
+OF_HEADS = tuple(f".linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "decay", "dt_bias"))
+"""Tensors of linear attention with one row for each value head."""
+Order = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -28,12 +34,20 @@ class Gguf:
 
     permuted: tuple[int, int] | None = None
     """Query and key heads, if the rows of these heads stand in another order in the file."""
+    one_added: bool = False
+    """Whether one was added to the weights of norms, other than that of linear attention's output."""
+    linear: tuple[int, int, int] | None = None
+    """Key heads and value heads of linear attention, and the width of a value head."""
+    tiled: bool = False
+    """Whether the file has first one value head of each key head, then the next of each."""
     dtype = "float32"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
         kind = kinds(f"{name}.weight")
         if kind is not None:
             return self._plain(name, rows, columns, kind)
+        if name.endswith(".in_proj_qkvz"):
+            return self._by_head(name, rows, columns, kinds)
         expert = EXPERT.fullmatch(name)
         if expert is not None:
             return self._expert(name, expert, rows, columns, kinds)
@@ -41,36 +55,74 @@ class Gguf:
             return self._halves(name, rows, columns, kinds)
         return None
 
-    def vector(self, name: str, size: int, kinds: Kinds, /) -> Matrix | None:
-        """The biases of an expert: those of gate and up in turn, or that of down. Those of permuted heads."""
-        heads = self._heads(name.removesuffix(".bias"))
-        kind = kinds(name) if heads is not None and name.endswith(".bias") else None
-        if kind in NUMBERS and heads is not None:
-            order = _own_order(name, size, heads)
-            part = Part(name, tuple(NUMBERS), (size,))
-            return Matrix(name, 1, size, "float32", (part,), partial(_make, "F32", order))
+    def other(self, name: str, shape: Sequence[int], kinds: Kinds, /) -> Matrix | None:
+        """A tensor that is no matrix, where the file has other numbers than ours, or another order.
+
+        The biases of an expert: those of gate and up in turn, or that of down. Those of permuted heads.
+        Norms, and what linear attention has for each value head or channel.
+        """
+        kind, size = kinds(name), math.prod(shape)
+        if kind in NUMBERS:
+            order = self._order(name.removesuffix(".weight").removesuffix(".bias"), shape[0])
+            less = self.one_added and name.endswith("norm.weight") and ".linear_attn." not in name
+            if order is None and not less:
+                return None
+            part = Part(name, tuple(NUMBERS), tuple(shape))
+            return Matrix(
+                name, 1, size, "float32", (part,), _less_one if less else partial(_make, "F32", order)
+            )
         found = BIASES.fullmatch(name)
         if found is None or kinds(f"{found[1]}.down_proj.bias") is None:
             return None
         words = ("gate_proj", "up_proj") if found[3] == "gate_up" else ("down_proj",)
-        shape, index = (-1, size // len(words)), (int(found[2]),)
-        parts = tuple(Part(f"{found[1]}.{word}.bias", tuple(NUMBERS), shape, index) for word in words)
+        half, index = (-1, size // len(words)), (int(found[2]),)
+        parts = tuple(Part(f"{found[1]}.{word}.bias", tuple(NUMBERS), half, index) for word in words)
         return Matrix(name, 1, size, "float32", parts, _in_turn)
 
-    def _heads(self, name: str) -> int | None:
-        """Heads of a projection whose rows stand in another order in the file; None for all others."""
-        if self.permuted is None or not name.endswith((".q_proj", ".k_proj")):
-            return None
-        return self.permuted[name.endswith(".k_proj")]
+    def _order(self, name: str, rows: int) -> Order | None:
+        """Where our rows of a tensor are in the file; None: in the same places."""
+        if self.permuted is not None and name.endswith((".q_proj", ".k_proj")):
+            return _own_order(name, rows, self.permuted[name.endswith(".k_proj")])
+        if self.tiled and name.endswith((*OF_CHANNELS, *OF_HEADS)):
+            return self._untiled(name, rows, name.endswith(OF_HEADS))
+        return None
+
+    def _untiled(self, name: str, rows: int, of_heads: bool = False) -> Order:
+        """Where our rows of value heads are in the file. They are the last ones. of_heads: one row a head."""
+        assert self.linear is not None
+        keys, values, width = self.linear
+        first = rows - values * (1 if of_heads else width)
+        if not keys or values % keys or first < 0:
+            raise CheckpointError(f"tensor {name}: got {rows} rows; allowed: those of {values} value heads")
+        last = np.arange(first, rows).reshape(values // keys, keys, -1).swapaxes(0, 1).reshape(-1)
+        return np.concatenate([np.arange(first), last])
 
     def _plain(self, name: str, rows: int, columns: int, kind: str) -> Matrix | None:
-        heads = self._heads(name)
-        if heads is None and kind in NUMBERS:
+        order, across = self._order(name, rows), None
+        if self.tiled and name.endswith(".linear_attn.out_proj"):
+            across = self._untiled(name, columns)
+        if order is None and across is None and kind in NUMBERS:
             return None
         part = Part(f"{name}.weight", (kind,), (rows, columns))
-        order = None if heads is None else _own_order(name, rows, heads)
-        dtype = "float32" if kind in NUMBERS else BLOCKS[kind].dtype
-        return Matrix(name, rows, columns, dtype, (part,), partial(_make, kind, order))
+        if across is not None:
+            make: Callable[..., Coded | Floats] = partial(_across, kind, across)
+        else:
+            make = partial(_make, kind, order)
+        dtype = "float32" if kind in NUMBERS or across is not None else BLOCKS[kind].dtype
+        return Matrix(name, rows, columns, dtype, (part,), make, in_bf16=kind == "BF16")
+
+    def _by_head(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
+        """Qwen3-Next's projection to query, key, value and gate, which newer files have in two tensors.
+
+        Ours has the rows of one key head after those of another.
+        """
+        mixed, gate = f"{name}.mixed.weight", f"{name}.gate.weight"
+        types = kinds(mixed), kinds(gate)
+        if types[0] is None or types[1] is None or self.linear is None:
+            return None
+        parts = Part(mixed, (types[0],), (-1, columns)), Part(gate, (types[1],), (-1, columns))
+        make = partial(_heads_joined, self.linear[0], rows, types[0], types[1])
+        return Matrix(name, rows, columns, "float32", parts, make, in_bf16=types == ("BF16", "BF16"))
 
     def _expert(
         self, name: str, found: re.Match[str], rows: int, columns: int, kinds: Kinds
@@ -96,14 +148,38 @@ class Gguf:
         return Matrix(name, rows, columns, "float32", parts, partial(_joined, rows, types[0], types[1]))
 
 
-def _make(kind: str, order: npt.NDArray[np.int64] | None, stored: Array) -> Coded | Floats:
+def _make(kind: str, order: Order | None, stored: Array) -> Coded | Floats:
     if kind in NUMBERS:
         return stored if order is None else stored[order]
     codes, scales, offsets = decoded(kind, stored if order is None else stored[order])
     return Coded(codes, scales, offsets)
 
 
-def _own_order(name: str, rows: int, heads: int) -> npt.NDArray[np.int64]:
+def _across(kind: str, order: Order, stored: Array) -> Floats:
+    """The numbers of a matrix whose columns stand in another order in the file."""
+    found: Floats = _numbers(kind, stored)[:, order]
+    return found
+
+
+def _less_one(stored: Array) -> Floats:
+    """Weights of a norm that one was added to. Adding it again gives the same bits."""
+    found: Floats = stored - np.float32(1.0)
+    return found
+
+
+def _heads_joined(heads: int, rows: int, of_mixed: str, of_gate: str, mixed: Array, gate: Array) -> Floats:
+    """mixed [queries + keys + values, h], gate [values, h] -> [rows, h], head by head."""
+    first, last = _numbers(of_mixed, mixed), _numbers(of_gate, gate)
+    width = (len(first) - len(last)) // 2
+    if not heads or len(first) + len(last) != rows or width < 0 or width % heads or len(last) % heads:
+        shapes = f"{list(first.shape)} and {list(last.shape)}"
+        raise CheckpointError(f"weight: got {shapes}; allowed: together {rows} rows of {heads} key heads")
+    parts = [*np.split(first, [width, 2 * width]), last]
+    by_head = [part.reshape(heads, -1, part.shape[1]) for part in parts]
+    return np.concatenate(by_head, axis=1).reshape(rows, -1)
+
+
+def _own_order(name: str, rows: int, heads: int) -> Order:
     """Where our rows are in the file. There the two of a pair are neighbours, here half a head is between."""
     if not heads or rows % (2 * heads):
         raise CheckpointError(f"tensor {name}: got {rows} rows; allowed: a multiple of {2 * heads}")
@@ -125,7 +201,7 @@ def _joined(rows: int, of_key: str, of_value: str, key: Array, value: Array) -> 
 
 
 def _numbers(kind: str, stored: Array) -> Floats:
-    """The numbers of a tensor [a, b, c] of any type."""
+    """The numbers of a tensor [.., c] of any type."""
     if kind in NUMBERS:
         found: Floats = stored
         return found
@@ -139,6 +215,12 @@ def _numbers(kind: str, stored: Array) -> Floats:
 def parse(fields: Fields) -> Gguf:
     """Reads the quantization_config that `model.Model.config` writes."""
     fields.ignore("quant_method")
-    heads: Any = fields.integers("permuted_heads")
+    heads, linear = fields.integers("permuted_heads"), fields.integers("linear_heads")
+    one_added, tiled = fields.flag("one_added", False), fields.flag("tiled_heads", False)
     fields.done()
-    return Gguf((heads[0], heads[1]) if len(heads) == 2 else None)
+    return Gguf(
+        permuted=(heads[0], heads[1]) if len(heads) == 2 else None,
+        one_added=one_added,
+        linear=(linear[0], linear[1], linear[2]) if len(linear) == 3 else None,
+        tiled=tiled,
+    )

@@ -84,10 +84,10 @@ def scheme_of(path: Path) -> Scheme | None:
 def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -> Matrix | None:
     """The tensor `name` [rows, columns] as a quantised matrix; None if the checkpoint has it as it is.
 
-    Vectors of a GGUF file may also be put together from others.
+    Vectors of a GGUF file may also be put together from others, or have other numbers than ours.
     """
-    if len(shape) == 1 and isinstance(scheme, gguf.Gguf):
-        return scheme.vector(name, shape[0], kinds)
+    if len(shape) != 2 and isinstance(scheme, gguf.Gguf):
+        return scheme.other(name, shape, kinds)
     if scheme is None or len(shape) != 2 or not name.endswith(".weight"):
         return None
     rows, columns = shape
