@@ -14,7 +14,8 @@ checkpoint; `decode` is all later tokens over the time after that; `GB/s` is the
 step reads (the distinct experts that moesaic routed to, counted, in the bytes that the engine stores
 them in) over its time, and `of memory` that over what a plain read of memory with as many threads
 reached just after, because that drifts as well; `peak` adds up all processes of an engine; `equal`
-counts the answers whose greedy tokens are moesaic's own.
+counts the answers whose greedy tokens are moesaic's own. With bf16, llama.cpp and vLLM round rows too.
+Over random weights few of their answers are equal then; `--llama-types f32` shows that the model is.
 """
 
 from __future__ import annotations
