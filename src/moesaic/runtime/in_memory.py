@@ -24,6 +24,7 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.drafting import speculation_of
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -63,7 +64,8 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     if layout is None:
         experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
         runner = _runner(context, stages, experts)
-        scheduler: Scheduler = LockstepScheduler(limits, blocks, config.scheduler.inflight_batches)
+        inflight = config.scheduler.inflight_batches
+        scheduler: Scheduler = LockstepScheduler(limits, blocks, inflight, speculation_of(config))
         return WorkerParts(
             loaded, kv_dtype, size, runner, scheduler, stages.memory, recorder=routed, observer=observer
         )
@@ -129,14 +131,16 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
 def _scheduler(context: WorkerContext, blocks: KVBlocks, layout: ExpertLayout) -> Scheduler:
     """The scheduler of a worker whose experts are on servers."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
+    speculation = speculation_of(context.config)
     if scheduling.schedule == "lockstep":
-        return LockstepScheduler(limits, blocks, scheduling.inflight_batches)
+        return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)
     if scheduling.schedule == "barrier":
-        return BarrierScheduler(limits, blocks)
+        return BarrierScheduler(limits, blocks, speculation)
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = policy_named(scheduling.queue_policy, urgency, history=history)
     threshold = RunThreshold(minimum_batch.rows(layout.num_experts, layout.top_k))
-    return AsyncScheduler(limits, blocks, policy, len(layout.layers), layout.top_k, threshold)
+    routed, top_k = len(layout.layers), layout.top_k
+    return AsyncScheduler(limits, blocks, policy, routed, top_k, threshold, speculation)
 
 
 def _remote(

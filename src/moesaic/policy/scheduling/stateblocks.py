@@ -112,6 +112,10 @@ class StateBlocks(KVBlocks):
         self._held[request_id] = held
         return cached
 
+    def reserve(self, request_id: int, num_tokens: int, drafted: int, spare: int) -> int:
+        """None: the inputs of the convolution that a seat keeps would be those of the last drafted row."""
+        return 0
+
     def commit(self, request_id: int, token_ids: IntArray, num_computed: int) -> None:
         super().commit(request_id, token_ids, num_computed)
         held = self._held[request_id]

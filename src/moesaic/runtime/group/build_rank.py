@@ -26,6 +26,7 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import memory_levels, offloaded, out_of_memory
 from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.drafting import speculation_of
 from moesaic.runtime.group import offloaded_group
 from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
@@ -223,7 +224,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, blocks),
+        LockstepScheduler(limits, blocks, speculation=speculation_of(config)),
         runner.memory,
         expert_stats=runner.stats,
         logit_rows=None if offload is None else offload.logit_rows,

@@ -1,0 +1,55 @@
+"""How long a step of so many rows takes, from a prior and from what was measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+
+SAMPLES = 9
+"""Durations that are kept of each number of rows. Their median counts."""
+WARM = 2
+"""First durations of each number of rows that are ignored: the step is recorded then."""
+
+
+class StepPrices:
+    """The price of a step by its rows. Only ratios of prices mean anything before a step was measured."""
+
+    def __init__(self, prior: Callable[[int], float]) -> None:
+        """prior: a price by rows, of which the ratios count, such as bytes that are read."""
+        self._prior = prior
+        self._samples: dict[int, deque[float]] = {}
+        self._seen: dict[int, int] = {}
+        self._rows: list[int] = []
+        """Numbers of rows that were measured, ascending."""
+        self._factors: list[float] = []
+        """The median duration of each over its prior."""
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        self._seen[rows] = self._seen.get(rows, 0) + 1
+        if self._seen[rows] <= WARM:
+            return
+        samples = self._samples.setdefault(rows, deque(maxlen=SAMPLES))
+        samples.append(seconds)
+        factor = sorted(samples)[len(samples) // 2] / self._prior(rows)
+        place = bisect_left(self._rows, rows)
+        if self._rows[place : place + 1] == [rows]:
+            self._factors[place] = factor
+        else:
+            self._rows.insert(place, rows)
+            self._factors.insert(place, factor)
+
+    def price(self, rows: int) -> float:
+        """The price of a step: the prior, times the factor that was measured, between the nearest ones."""
+        return self._prior(rows) * self._factor(rows)
+
+    def _factor(self, rows: int) -> float:
+        if not self._rows:
+            return 1.0
+        place = bisect_left(self._rows, rows)
+        if place == 0 or place == len(self._rows):
+            return self._factors[min(place, len(self._rows) - 1)]
+        low, high = self._rows[place - 1], self._rows[place]
+        share = (rows - low) / (high - low)
+        return (1 - share) * self._factors[place - 1] + share * self._factors[place]
