@@ -119,7 +119,7 @@ def test_a_replay_has_the_bits_of_the_step_itself(own: Kernels, threads: int) ->
         rows.copy_(eager.taken(inputs.rows, steps)), gates.copy_(eager.taken(inputs.gates, steps))
         wanted = theirs.compute(rows, gates, AttentionBatch.build(eager.batch(steps), BLOCK))
         if recording is None:
-            batch = AttentionBatch.of_decode(replayed.batch(steps), BLOCK, 1)
+            batch = AttentionBatch.copied(replayed.batch(steps), BLOCK, 1)
             recording = record(lambda b=batch: ours.compute(rows, gates, b))
             found = recording.result
         else:
