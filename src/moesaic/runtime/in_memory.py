@@ -22,6 +22,7 @@ from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
+from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.drafting import speculation_of
@@ -65,13 +66,22 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
         runner = _runner(context, stages, experts)
         inflight = config.scheduler.inflight_batches
-        scheduler: Scheduler = LockstepScheduler(limits, blocks, inflight, speculation_of(config))
+        speculation = speculation_of(config, loaded.model)
         return WorkerParts(
-            loaded, kv_dtype, size, runner, scheduler, stages.memory, recorder=routed, observer=observer
+            loaded,
+            kv_dtype,
+            size,
+            runner,
+            LockstepScheduler(limits, blocks, inflight, speculation),
+            stages.memory,
+            recorder=routed,
+            observer=observer,
+            speculation=speculation,
         )
     remote = _remote(context, layout, loaded, observer)
     runner = _runner(context, stages, remote)
-    scheduler = _scheduler(context, blocks, layout)
+    speculation = speculation_of(config, loaded.model, layout.num_bytes)
+    scheduler = _scheduler(context, blocks, layout, speculation)
     return WorkerParts(
         loaded,
         kv_dtype,
@@ -85,6 +95,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         recorder=routed,
         observer=observer,
         elsewhere=layout,
+        speculation=speculation,
     )
 
 
@@ -128,10 +139,11 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
     return RecordedRunner(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
 
 
-def _scheduler(context: WorkerContext, blocks: KVBlocks, layout: ExpertLayout) -> Scheduler:
+def _scheduler(
+    context: WorkerContext, blocks: KVBlocks, layout: ExpertLayout, speculation: Speculation
+) -> Scheduler:
     """The scheduler of a worker whose experts are on servers."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
-    speculation = speculation_of(context.config)
     if scheduling.schedule == "lockstep":
         return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)
     if scheduling.schedule == "barrier":

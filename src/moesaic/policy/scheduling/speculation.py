@@ -22,6 +22,8 @@ from moesaic.policy.scheduling.step_prices import StepPrices
 
 MOST_ROWS = 64
 """Rows of a step, at most, when it checks drafts. Their logits are in memory together."""
+REPORTED = (1, 8, 32)
+"""Numbers of requests for which `Speculation.described` says when drafts pay."""
 MARGIN = 1.02
 """Factor by which drafts must raise the tokens of a step over its price."""
 
@@ -40,6 +42,19 @@ class Speculation:
         self._most = most
         self._prices = prices or StepPrices(lambda rows: 1.0)
         self._counts = _Counts([0] * most)
+
+    def described(self) -> str:
+        """From which acceptance drafts pay, by the prices so far. Empty where nothing is drafted."""
+        if not self._most:
+            return ""
+        parts = []
+        for rows in REPORTED:
+            most = min(self._most, MOST_ROWS // rows - 1)
+            first, last = (break_even(self._prices, rows, drafted) for drafted in (1, most))
+            ends = ["never" if end is None else f"{end:.2f}" for end in (first, last)]
+            parts.append(f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} at {rows}")
+        tokens = "1 token" if self._most == 1 else f"1 to {self._most} tokens"
+        return f"{tokens}; acceptance from which they pay, by requests: {', '.join(parts)}"
 
     def stats(self) -> SpeculationStats:
         """Counts of drafts so far."""

@@ -6,10 +6,32 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
+from moesaic.policy.scheduling.minimum_batch import SHARED_ROWS
+
 SAMPLES = 9
 """Durations that are kept of each number of rows. Their median counts."""
 WARM = 2
 """First durations of each number of rows that are ignored: the step is recorded then."""
+
+
+def work_by_rows(others: float, experts: float, num_experts: int, top_k: int) -> Callable[[int], float]:
+    """A prior for the steps of a model: bytes that are read, and what is computed as so many bytes.
+
+    others, experts: bytes of all other weights and of all routed experts. Every row passes the former, and
+    top_k of num_experts of each layer. Equally likely experts are assumed. Computing SHARED_ROWS rows takes
+    as long as reading their weights.
+
+    >>> work = work_by_rows(100, 800, 8, 2)
+    >>> round(work(2) / work(1), 2)
+    1.57
+    """
+    share = top_k / num_experts if num_experts else 0.0
+
+    def work(rows: int) -> float:
+        touched = 1.0 - (1.0 - share) ** rows
+        return others * (1 + rows / SHARED_ROWS) + experts * (touched + share * rows / SHARED_ROWS)
+
+    return work
 
 
 class StepPrices:

@@ -219,18 +219,20 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     offload, cache = config.offload, config.cache
     padded = None if offload is None else offload.padded
     blocks = block_pool(cache, size, padded)
+    speculation = speculation_of(config, loaded.model)
     return WorkerParts(
         loaded,
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, blocks, speculation=speculation_of(config)),
+        LockstepScheduler(limits, blocks, speculation=speculation),
         runner.memory,
         expert_stats=runner.stats,
         logit_rows=None if offload is None else offload.logit_rows,
         linger=0.0 if offload is None else offloaded.LINGER,
         ranks=group.size,
         collectives=runner.collectives,
+        speculation=speculation,
     )
 
 
