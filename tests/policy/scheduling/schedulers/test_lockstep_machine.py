@@ -42,6 +42,10 @@ class Knowing:
         return [token if noise.random() < self._right else (token + 1) % VOCABULARY for token in behind]
 
 
+def speculation(most: int, right: float) -> Speculation:
+    return Speculation(Knowing(right), most)
+
+
 SHAPES = st.fixed_dictionaries(
     {
         "tokens": st.lists(st.integers(0, 1), min_size=1, max_size=14),
@@ -80,11 +84,7 @@ class LockstepMachine(RuleBasedStateMachine):
         self.limits = BatchLimits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
         self.drafts = drafts, right
-        self.executor = FakeExecutor(self.limits, *self.pool, self.speculation())
-
-    def speculation(self) -> Speculation:
-        most, right = self.drafts
-        return Speculation(Knowing(right), most)
+        self.executor = FakeExecutor(self.limits, *self.pool, speculation(drafts, right))
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4))
     def arrive(self, shapes: list[dict[str, object]]) -> None:
@@ -135,7 +135,7 @@ class LockstepMachine(RuleBasedStateMachine):
         self.executor.drain()
         self.executor.check_everybody()
         audit(self.executor.blocks)
-        twin = LockstepScheduler(self.limits, KVBlocks(*self.pool), speculation=self.speculation())
+        twin = LockstepScheduler(self.limits, KVBlocks(*self.pool), speculation=speculation(*self.drafts))
         assert replays(twin, self.executor.log)
         assert twin.stats() == self.executor.scheduler.stats()
 
