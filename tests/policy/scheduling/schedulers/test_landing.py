@@ -8,8 +8,10 @@ from tests.policy.scheduling.schedulers.test_lockstep_machine import speculation
 from tests.support.fake_executor import FakeExecutor
 from tests.support.toy_model import alone, request
 
+from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.schedulers.actions import StepDone
+from moesaic.policy.scheduling.speculation import Speculation
 
 LIMITS = BatchLimits(4, 40, 40)
 
@@ -62,3 +64,28 @@ def test_tokens_that_do_not_fit_the_plan_are_refused() -> None:
     subject.step()
     with pytest.raises(ValueError, match="step 1 with 2 tokens"):
         subject.scheduler.handle(StepDone(1, np.zeros(2, dtype=np.int64), np.array([1])), 9.0)
+
+
+class Once:
+    """A drafter that proposes wrong tokens once."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def propose(self, tokens: IntArray, most: int) -> list[int]:
+        self.left -= 1
+        return [9] * most if self.left == 0 else []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sequence_keeps_no_block_for_a_draft_that_is_over(fails: bool) -> None:
+    subject = FakeExecutor(LIMITS, 120, 1, speculation=Speculation(Once(), 4))
+    subject.arrive(request(0, [1], max_tokens=9))
+    subject.step()
+    assert len(subject.blocks.table(0)) == 6
+    if fails:
+        subject.fail()
+    else:
+        subject.step()
+    assert subject.under_way is not None and not len(subject.under_way.drafted)
+    assert len(subject.blocks.table(0)) == len(subject.clients[0].tokens) < 6
