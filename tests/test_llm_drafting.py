@@ -10,6 +10,7 @@ import pytest
 
 from moesaic import LLM, SamplingParams
 from moesaic.llm import Completion
+from moesaic.policy.scheduling.step_prices import StepPrices
 from tests.support import pairs
 from tests.support.drafting import Oracle
 
@@ -78,6 +79,12 @@ def engine(**settings: Any) -> LLM:
 def alone(sampling: str, rules: str) -> list[Answer]:
     """Without drafts."""
     return answers(engine().generate(PROMPTS, params(sampling, rules)))
+
+
+@pytest.fixture(autouse=True)
+def prices_of_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drafted then depends on no clock."""
+    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
 
 
 @pytest.fixture

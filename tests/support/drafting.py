@@ -18,9 +18,13 @@ class Oracle:
         equal proposals, as `Drafter` wants it."""
         self._known: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
         for prompt, tokens in answers:
-            self._known.setdefault(tuple(prompt), set()).add(tuple(tokens))
+            self.learn(prompt, tokens)
         self._right = right
         self._seed = seed
+
+    def learn(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """One more answer."""
+        self._known.setdefault(tuple(prompt), set()).add(tuple(tokens))
 
     def propose(self, tokens: IntArray, most: int) -> list[int]:
         """See `Drafter`. Nothing for tokens that belong to no known answer."""

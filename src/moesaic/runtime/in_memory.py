@@ -25,7 +25,7 @@ from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.drafting import speculation_of
+from moesaic.runtime.drafting import speculation_of, with_room_for_drafts
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -56,6 +56,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     _check(config)
     layout = _announce_layout(context) if config.remote_experts else None
     loaded = load_model(config.model, context.progress, layout, config.most_threads)
+    loaded = with_room_for_drafts(loaded, config)
     kv_dtype = kv_type(config.cache, loaded)
     size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
     blocks = block_pool(config.cache, size)

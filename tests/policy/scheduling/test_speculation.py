@@ -127,7 +127,7 @@ def test_counts() -> None:
     [one] = sequences(1, blocks)
     subject = Speculation(Counting(), 3, FREE)
     for accepted in (3, 0, 1):
-        one.acceptance = Acceptance()
+        one.acceptance = None
         subject.draft([one], 99, blocks, 0)
         subject.checked(one, accepted)
     subject.checked(sequences(1, KVBlocks(9, 2))[0], 0)  # one without a draft
@@ -161,3 +161,14 @@ def test_it_says_when_drafts_pay() -> None:
     assert text.startswith("1 to 4 tokens; acceptance from which they pay, by requests: 0.29 to ")
     assert text.endswith(" at 32") and " at 8, " in text
     assert Speculation().described() == ""
+
+
+def test_a_new_request_begins_with_the_acceptance_of_those_before() -> None:
+    blocks = KVBlocks(400, 2)
+    subject, prices = Speculation(Counting(), 4, FREE), []
+    for one in sequences(40, blocks):
+        one.acceptance = None
+        subject.draft([one], 99, blocks, 0)
+        subject.checked(one, 0)
+        prices.append(one.acceptance.rate if one.acceptance else -1.0)
+    assert prices == sorted(prices, reverse=True) and prices[-1] < 0.05

@@ -1,14 +1,16 @@
-"""What is known of the drafts of one request: how many were right."""
+"""How many drafted tokens were right: of one request, and of all requests of a worker."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FIRST = (4.0, 5.0)
-"""Accepted and checked tokens that a new request is taken to have had."""
-FADE = 0.9
-"""Factor of earlier counts at each check: about the last ten checks count."""
-FIRST_WAIT, LAST_WAIT = 32, 1024
+"""Accepted and checked tokens that a worker is taken to have had before its first request."""
+WEIGHT = 1.5
+"""Checked tokens that a new request is taken to have had, as many of them right as in the requests before."""
+FADE, SLOW_FADE = 0.85, 0.98
+"""Factors of earlier counts at each check, of one request and of all: about the last 7 and 50 count."""
+FIRST_WAIT, LAST_WAIT = 16, 1024
 """Tokens without a draft before one is tried, at first and at most."""
 
 
@@ -18,6 +20,7 @@ class Acceptance:
 
     accepted: float = FIRST[0]
     checked: float = FIRST[1]
+    fade: float = FADE
     wait: int = FIRST_WAIT
     """Tokens without a draft before one is tried."""
     waited: int = 0
@@ -30,7 +33,11 @@ class Acceptance:
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count a check of `drafted` tokens, of which the first `accepted` were right."""
-        self.accepted = FADE * self.accepted + accepted
-        self.checked = FADE * self.checked + accepted + (accepted < drafted)
+        self.accepted = self.fade * self.accepted + accepted
+        self.checked = self.fade * self.checked + accepted + (accepted < drafted)
         self.wait = FIRST_WAIT if accepted else min(LAST_WAIT, 2 * self.wait)
         self.waited = 0
+
+    def of_new_request(self) -> Acceptance:
+        """What a request begins with, behind the requests that were counted here."""
+        return Acceptance(WEIGHT * self.rate, WEIGHT)

@@ -70,7 +70,8 @@ class Sequence:
         self.waiting_since = now
         self.drafted: list[int] = []
         """Tokens that may follow, which the step under way checks. They belong to `tokens` once accepted."""
-        self.acceptance = Acceptance()
+        self.acceptance: Acceptance | None = None
+        """Of its drafted tokens. None before the first draft."""
 
     @property
     def num_tokens(self) -> int:

@@ -5,8 +5,9 @@ each drafted token up to the first wrong one. So the i-th drafted token gives a 
 where a is the request's acceptance. The policy takes the drafted tokens with the best chances as long as they
 raise the tokens of a step over its price. More rows read more experts.
 
-Acceptance is counted for each request, and old counts fade. A request whose drafts do not pay gets none. Then
-a single drafted token is tried from time to time, less and less often while it is wrong.
+Acceptance is counted for each request, and old counts fade. A new request begins with the acceptance of
+those before it. A request whose drafts do not pay gets none. Then a single drafted token is tried from time
+to time, less and less often while it is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from moesaic.core.metrics import SpeculationStats
+from moesaic.policy.scheduling.acceptance import SLOW_FADE, Acceptance
 from moesaic.policy.scheduling.drafters import Drafter, NoDrafter
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence
@@ -42,6 +44,8 @@ class Speculation:
         self._most = most
         self._prices = prices or StepPrices(lambda rows: 1.0)
         self._counts = _Counts([0] * most)
+        self._all = Acceptance(fade=SLOW_FADE)
+        """Of all requests together."""
 
     def described(self) -> str:
         """From which acceptance drafts pay, by the prices so far. Empty where nothing is drafted."""
@@ -76,7 +80,7 @@ class Speculation:
         room = min(room, MOST_ROWS - len(sequences))
         for sequence, most in zip(sequences, self._chosen(sequences, room), strict=True):
             if not most:
-                sequence.acceptance.waited += 1
+                self._of(sequence).waited += 1
                 continue
             proposed = self._drafter.propose(sequence.tokens.array, most)[:most]
             stops = (place for place, token in enumerate(proposed) if token in sequence.stop_ids)
@@ -89,7 +93,8 @@ class Speculation:
         drafted, counts = len(sequence.drafted), self._counts
         if not drafted:
             return
-        sequence.acceptance.add(drafted, accepted)
+        self._of(sequence).add(drafted, accepted)
+        self._all.add(drafted, accepted)
         counts.drafts += 1
         counts.drafted += drafted
         counts.accepted += accepted
@@ -101,7 +106,7 @@ class Speculation:
         rows, chosen = len(sequences), [0] * len(sequences)
         chances = []
         for index, sequence in enumerate(sequences):
-            rate, chance = sequence.acceptance.rate, 1.0
+            rate, chance = self._of(sequence).rate, 1.0
             for _ in range(self._limit(sequence)):
                 chance *= rate
                 chances.append((-chance, index))
@@ -115,10 +120,15 @@ class Speculation:
         for _, index in chances[:count]:
             chosen[index] += 1
         for index, sequence in enumerate(sequences):
-            due = sequence.acceptance.waited >= sequence.acceptance.wait
-            if due and not chosen[index] and sum(chosen) < room:
+            acceptance = self._of(sequence)
+            if acceptance.waited >= acceptance.wait and not chosen[index] and sum(chosen) < room:
                 chosen[index] = min(1, self._limit(sequence))
         return chosen
+
+    def _of(self, sequence: Sequence) -> Acceptance:
+        if sequence.acceptance is None:
+            sequence.acceptance = self._all.of_new_request()
+        return sequence.acceptance
 
     def _limit(self, sequence: Sequence) -> int:
         """The last token of an answer need not be drafted."""

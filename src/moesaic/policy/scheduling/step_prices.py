@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from moesaic.policy.scheduling.minimum_batch import SHARED_ROWS
 
-SAMPLES = 9
-"""Durations that are kept of each number of rows. Their median counts."""
+SAMPLES = 15
+"""Durations that are kept of each number of rows. Their lower quartile counts: other work only adds."""
 WARM = 2
 """First durations of each number of rows that are ignored: the step is recorded then."""
 
@@ -45,7 +45,7 @@ class StepPrices:
         self._rows: list[int] = []
         """Numbers of rows that were measured, ascending."""
         self._factors: list[float] = []
-        """The median duration of each over its prior."""
+        """The duration of each over its prior."""
 
     def measured(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
@@ -54,7 +54,7 @@ class StepPrices:
             return
         samples = self._samples.setdefault(rows, deque(maxlen=SAMPLES))
         samples.append(seconds)
-        factor = sorted(samples)[len(samples) // 2] / self._prior(rows)
+        factor = sorted(samples)[len(samples) // 4] / self._prior(rows)
         place = bisect_left(self._rows, rows)
         if self._rows[place : place + 1] == [rows]:
             self._factors[place] = factor
