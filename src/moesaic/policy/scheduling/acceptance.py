@@ -10,7 +10,7 @@ WEIGHT = 1.5
 """Checked tokens that a new request is taken to have had, as many of them right as in the requests before."""
 FADE, SLOW_FADE = 0.85, 0.98
 """Factors of earlier counts at each check, of one request and of all: about the last 7 and 50 count."""
-FIRST_WAIT, LAST_WAIT = 16, 1024
+FIRST_WAIT, LAST_WAIT = 48, 1024
 """Tokens without a draft before one is tried, at first and at most."""
 
 

@@ -15,18 +15,20 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
+import numpy as np
+
 from moesaic.core.metrics import SpeculationStats
 from moesaic.policy.scheduling.acceptance import SLOW_FADE, Acceptance
 from moesaic.policy.scheduling.drafters import Drafter, NoDrafter
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence
-from moesaic.policy.scheduling.step_prices import StepPrices
+from moesaic.policy.scheduling.step_prices import REFRESH, StepPrices
 
 MOST_ROWS = 64
 """Rows of a step, at most, when it checks drafts. Their logits are in memory together."""
 REPORTED = (1, 8, 32)
 """Numbers of requests for which `Speculation.described` says when drafts pay."""
-MARGIN = 1.02
+MARGIN = 1.05
 """Factor by which drafts must raise the tokens of a step over its price."""
 
 
@@ -46,6 +48,8 @@ class Speculation:
         self._counts = _Counts([0] * most)
         self._all = Acceptance(fade=SLOW_FADE)
         """Of all requests together."""
+        self._least: dict[int, float] = {}
+        """Number of requests -> `_least_rate`, by the prices of the last refresh."""
 
     def described(self) -> str:
         """From which acceptance drafts pay, by the prices so far. Empty where nothing is drafted."""
@@ -75,9 +79,9 @@ class Speculation:
 
         room: maximum number of drafted tokens. spare: KV blocks that must stay available.
         """
-        if not self._most:
-            return
         room = min(room, MOST_ROWS - len(sequences))
+        if not self._most or room <= 0 or not sequences:
+            return
         for sequence, most in zip(sequences, self._chosen(sequences, room), strict=True):
             if not most:
                 self._of(sequence).waited += 1
@@ -102,28 +106,55 @@ class Speculation:
             counts.positions[position] += 1
 
     def _chosen(self, sequences: Ordered[Sequence], room: int) -> list[int]:
-        """How many tokens to draft for each sequence: those that are worth the price of their rows."""
-        rows, chosen = len(sequences), [0] * len(sequences)
-        chances = []
-        for index, sequence in enumerate(sequences):
-            rate, chance = self._of(sequence).rate, 1.0
-            for _ in range(self._limit(sequence)):
-                chance *= rate
-                chances.append((-chance, index))
-        chances.sort()
-        gained, best, count = 0.0, MARGIN * rows / self._prices.price(max(1, rows)), 0
-        for number, (chance, _) in enumerate(chances[: max(0, room)], start=1):
-            gained -= chance
-            speed = (rows + gained) / self._prices.price(rows + number)
-            if speed > best:
-                best, count = speed, number
-        for _, index in chances[:count]:
-            chosen[index] += 1
-        for index, sequence in enumerate(sequences):
-            acceptance = self._of(sequence)
-            if acceptance.waited >= acceptance.wait and not chosen[index] and sum(chosen) < room:
-                chosen[index] = min(1, self._limit(sequence))
+        """How many tokens to draft for each sequence. With most batches where none pays, this is quick."""
+        known = [self._of(sequence) for sequence in sequences]
+        if max(one.rate for one in known) >= self._least_rate(len(known)):
+            return self._worthwhile(sequences, known, room)
+        chosen = [0] * len(known)
+        self._try_one(sequences, known, chosen)
         return chosen
+
+    def _least_rate(self, rows: int) -> float:
+        """An acceptance below which nothing pays, however many of `rows` requests have it."""
+        if self._prices.news >= REFRESH:
+            self._prices.refresh()
+            self._least.clear()
+        if rows not in self._least:
+            places = np.arange(max(0, MOST_ROWS - rows) + 1)[: rows * self._most]
+            prices = self._prices.table(rows, MOST_ROWS)
+            low, high = 0.0, 1.0
+            for _ in range(8):
+                middle = (low + high) / 2
+                tokens = rows + np.cumsum(middle ** (places // rows + 1))[: len(prices) - 1]
+                pays = bool((tokens / prices[1 : len(tokens) + 1] > MARGIN * rows / prices[0]).any())
+                low, high = (low, middle) if pays else (middle, high)
+            self._least[rows] = low
+        return self._least[rows]
+
+    def _worthwhile(self, sequences: Ordered[Sequence], known: Ordered[Acceptance], room: int) -> list[int]:
+        """The drafted tokens with the best chances, while they raise the tokens of a step over its price."""
+        limits = np.array([self._limit(sequence) for sequence in sequences])
+        rates = np.array([one.rate for one in known])
+        chances = np.cumprod(np.repeat(rates[:, None], self._most, axis=1), axis=1)
+        chances[np.arange(self._most) >= limits[:, None]] = 0.0
+        best = np.argsort(-chances, axis=None, kind="stable")[:room]  # so those of one sequence are in order
+        tokens = len(known) + np.concatenate([[0.0], np.cumsum(chances.ravel()[best])])
+        speeds = tokens / self._prices.table(len(known), MOST_ROWS)[: len(tokens)]
+        count = int(speeds.argmax())
+        if speeds[count] <= MARGIN * speeds[0]:
+            count = 0
+        taken = np.bincount(best[:count] // self._most, minlength=len(known)).clip(max=limits)
+        chosen: list[int] = taken.tolist()
+        if count < room:
+            self._try_one(sequences, known, chosen)
+        return chosen
+
+    def _try_one(self, sequences: Ordered[Sequence], known: Ordered[Acceptance], chosen: list[int]) -> None:
+        """Draft a token for the first sequence that had none for long, if there is one."""
+        for index, one in enumerate(known):
+            if one.waited >= one.wait and not chosen[index] and self._limit(sequences[index]):
+                chosen[index] = 1
+                return
 
     def _of(self, sequence: Sequence) -> Acceptance:
         if sequence.acceptance is None:

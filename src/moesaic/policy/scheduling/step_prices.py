@@ -6,12 +6,21 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from moesaic.policy.scheduling.minimum_batch import SHARED_ROWS
 
 SAMPLES = 15
 """Durations that are kept of each number of rows. Their lower quartile counts: other work only adds."""
 WARM = 2
 """First durations of each number of rows that are ignored: the step is recorded then."""
+
+SKIP = 4
+"""Only every fourth duration counts, once there are some of its number of rows."""
+REFRESH = 64
+"""Measurements after which the table of prices should be made anew."""
+FloatArray = npt.NDArray[np.float64]
 
 
 def work_by_rows(others: float, experts: float, num_experts: int, top_k: int) -> Callable[[int], float]:
@@ -46,11 +55,15 @@ class StepPrices:
         """Numbers of rows that were measured, ascending."""
         self._factors: list[float] = []
         """The duration of each over its prior."""
+        self._table: FloatArray = np.zeros(0)
+        self.news = 0
+        """Measurements since the last `refresh`."""
 
     def measured(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
-        self._seen[rows] = self._seen.get(rows, 0) + 1
-        if self._seen[rows] <= WARM:
+        seen = self._seen[rows] = self._seen.get(rows, 0) + 1
+        self.news += 1
+        if seen <= WARM or (seen > SAMPLES and seen % SKIP):
             return
         samples = self._samples.setdefault(rows, deque(maxlen=SAMPLES))
         samples.append(seconds)
@@ -65,6 +78,17 @@ class StepPrices:
     def price(self, rows: int) -> float:
         """The price of a step: the prior, times the factor that was measured, between the nearest ones."""
         return self._prior(rows) * self._factor(rows)
+
+    def refresh(self) -> None:
+        """Let `table` follow the measurements so far."""
+        self.news = 0
+        self._table = np.zeros(0)
+
+    def table(self, first: int, last: int) -> FloatArray:
+        """[last - first + 1] the prices of steps of `first` to `last` rows, as of the last `refresh`."""
+        if len(self._table) <= last:
+            self._table = np.array([self.price(max(1, rows)) for rows in range(last + 1)])
+        return self._table[first : last + 1]
 
     def _factor(self, rows: int) -> float:
         if not self._rows:
