@@ -167,9 +167,6 @@ def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> 
         allowed = f"auto, cgopipe, {'s2, s3, ' * gpu}s4, serial with --tensor-parallel-size"
         raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
     scheduler, cache = worker.scheduler, worker.cache
-    if scheduler.speculative_config is not None:
-        allowed = "nothing with --fast-memory"
-        raise ConfigError.field("--speculative-config", scheduler.speculative_config, allowed)
     for flag, value, left_out in (
         ("--max-num-seqs", scheduler.max_num_seqs, SchedulerConfig.max_num_seqs),
         (

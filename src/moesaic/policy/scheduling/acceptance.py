@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 FIRST = (4.0, 5.0)
 """Accepted and checked tokens that a worker is taken to have had before its first request."""
-WEIGHT = 1.5
+WEIGHT = 4.0
 """Checked tokens that a new request is taken to have had, as many of them right as in the requests before."""
-FADE, SLOW_FADE = 0.85, 0.98
-"""Factors of earlier counts at each check, of one request and of all: about the last 7 and 50 count."""
-FIRST_WAIT, LAST_WAIT = 48, 1024
-"""Tokens without a draft before one is tried, at first and at most."""
+FADE, SLOW_FADE = 0.9, 0.95
+"""Factors of earlier counts at each check, of one request and of all: about the last 10 and 20 count."""
+SOON, FIRST_WAIT, LAST_WAIT = 2, 24, 1024
+"""Tokens without a draft before one is tried: behind a right one, behind the first wrong one, and at most."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Acceptance:
     accepted: float = FIRST[0]
     checked: float = FIRST[1]
     fade: float = FADE
-    wait: int = FIRST_WAIT
+    wait: int = SOON
     """Tokens without a draft before one is tried."""
     waited: int = 0
     """Tokens since the last draft."""
@@ -35,7 +35,7 @@ class Acceptance:
         """Count a check of `drafted` tokens, of which the first `accepted` were right."""
         self.accepted = self.fade * self.accepted + accepted
         self.checked = self.fade * self.checked + accepted + (accepted < drafted)
-        self.wait = FIRST_WAIT if accepted else min(LAST_WAIT, 2 * self.wait)
+        self.wait = SOON if accepted else max(FIRST_WAIT, min(LAST_WAIT, 2 * self.wait))
         self.waited = 0
 
     def of_new_request(self) -> Acceptance:
