@@ -52,9 +52,9 @@ def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) ->
     Raises ConfigError for drafted tokens and for experts that cannot be streamed, before it measures or plans
     anything.
     """
-    if worker.scheduler.speculative_config is not None:
-        given = worker.scheduler.speculative_config
-        raise ConfigError.field("--speculative-config", given, "nothing with --fast-memory")
+    drafting = worker.scheduler.speculative_config
+    if drafting is not None:
+        raise ConfigError.field("--speculative-config", drafting, "nothing with --fast-memory")
     path = files.resolve(worker.model.model, worker.model.revision)
     allow, done = options.allow_special_tokens_in_content, answered(options.output_file)
     tokenizer = Tokenizer(path, options.chat_template, special_tokens_in_content=allow)
