@@ -172,3 +172,22 @@ def test_a_new_request_begins_with_the_acceptance_of_those_before() -> None:
         subject.checked(one, 0)
         prices.append(one.acceptance.rate if one.acceptance else -1.0)
     assert prices[:20] == sorted(prices[:20], reverse=True) and prices[-1] < 0.1
+
+
+def test_a_request_without_proposals_does_not_keep_others_from_a_try() -> None:
+    class OnlyOdd:
+        def propose(self, tokens: IntArray, most: int) -> list[int]:
+            return [0] if tokens[0] % 2 else []
+
+    blocks = KVBlocks(400, 2)
+    found = sequences(2, blocks, acceptance=0.0)
+    found[0].tokens.array[0] = 4
+    for one in found:
+        assert one.acceptance is not None
+        one.acceptance.waited = LAST_WAIT
+    subject = Speculation(OnlyOdd(), 2, StepPrices(float))
+    tried = []
+    for _ in range(2):
+        subject.draft(found, 9, blocks, 0)
+        tried.append([len(one.drafted) for one in found])
+    assert tried == [[0, 0], [0, 1]]

@@ -91,6 +91,8 @@ class Speculation:
             wanted = next(stops, len(proposed))  # behind the end of an answer there is nothing to draft
             fit = blocks.reserve(sequence.request_id, sequence.num_tokens, wanted, spare)
             sequence.drafted = proposed[:fit]
+            if not fit:
+                self._of(sequence).waited = 0  # so that another request is tried next
 
     def checked(self, sequence: Sequence, accepted: int) -> None:
         """A step has checked the sequence's draft, of which the first `accepted` tokens were right."""
@@ -106,7 +108,7 @@ class Speculation:
             counts.positions[position] += 1
 
     def _chosen(self, sequences: Ordered[Sequence], room: int) -> list[int]:
-        """How many tokens to draft for each sequence. With most batches where none pays, this is quick."""
+        """How many tokens to draft for each sequence. It is quick where no draft pays."""
         known = [self._of(sequence) for sequence in sequences]
         if max(one.rate for one in known) >= self._least_rate(len(known)):
             return self._worthwhile(sequences, known, room)
