@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.core.metrics import WorkerStats
 from moesaic.kernels import table
+from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.testing import byte_tokenizer
 from tests.support import model_configs, pairs, tiny_models
 from tests.support.cluster_driver import Answer
+from tests.support.drafting import Oracle
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,6 +26,7 @@ LONGEST = 490
 ENDS = (1, 40, 63, 64, 65, 100, 127, 128, 129, 192, 200, 256, 300)
 """Lengths of prompts: around multiples of 64, of the blocks, and off both."""
 FAMILIES = {"qwen3_next": model_configs.qwen3_next, "lfm2_moe": model_configs.lfm2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 STEMS = 3
 """Texts of which the prompts are prefixes."""
 
@@ -96,23 +101,31 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Engines(request.param, tmp_path_factory.mktemp("states"))
 
 
-def one_history(engines: Engines, seed: int) -> int:
-    """Several calls of one engine, each with some requests. Returns the preemptions."""
+def one_history(engines: Engines, seed: int) -> WorkerStats:
+    """Several calls of one engine, each with some requests. Returns its statistics."""
     draw = random.Random(seed)
-    model = engines.engine(**settings(draw))
+    oracle, drafting = Oracle([], right=0.5 + 0.2 * (seed % 3)), NGRAM if seed % 4 else None
+    with patch("moesaic.runtime.drafting.drafter_of", lambda config: oracle):
+        model = engines.engine(**settings(draw), speculative_config=drafting)
     for _ in range(draw.choice((1, 2, 4))):
         count = draw.choice((1, 3, 8))
         asked, how = prompts(draw, count), params(draw, count)
         wanted = [engines.wanted(*one) for one in zip(asked, how, strict=True)]
+        for prompt, (tokens, _) in zip(asked, wanted, strict=True):
+            oracle.learn(prompt, tokens)
         assert answers(model, asked, how) == wanted, f"history {seed}"
     stats = model.stats()
     states = stats.states
     assert states.seats_used == 0 and states.pages == states.pages_free + states.snapshots
-    return stats.preemptions
+    return stats
 
 
-def test_random_histories(engines: Engines) -> None:
-    assert sum(one_history(engines, seed) for seed in range(12)) > 2
+def test_random_histories(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)  # which depends on time
+    found = [one_history(engines, seed) for seed in range(12)]
+    assert sum(stats.preemptions for stats in found) > 2
+    drafts = [stats.speculation for stats in found]
+    assert 20 < sum(one.accepted_tokens for one in drafts) < sum(one.draft_tokens for one in drafts)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from moesaic.core.messages import Ready
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import RequestOutput, SamplingParams
 from moesaic.core.routing import RowSink
+from moesaic.core.speculation import SpeculativeConfig
 from moesaic.engine import Engine
 from moesaic.models import files
 from moesaic.runtime.build import build_worker
@@ -218,6 +219,9 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
     def names(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
 
+    drafting = settings.get("speculative_config")
+    if drafting is not None and not isinstance(drafting, str):
+        settings = {**settings, "speculative_config": SpeculativeConfig.of(drafting).to_json()}
     kinds = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
     known = {"offload"}.union(*map(names, kinds)) - {"model"}
     for name, value in settings.items():
@@ -239,7 +243,11 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
 def _check_routing(config: WorkerConfig) -> None:
     """Raises ConfigError for a worker that does not report the chosen experts."""
     ranks = config.parallel.tensor_parallel_size
-    refused = {"offload": config.offload is not None, f"tensor_parallel_size={ranks}": ranks > 1}
+    refused = {
+        "offload": config.offload is not None,
+        f"tensor_parallel_size={ranks}": ranks > 1,
+        "speculative_config": config.scheduler.speculative_config is not None,
+    }
     for setting, given in refused.items():
         if given:
             raise ConfigError(f"routing: got a function; allowed: None with {setting}")

@@ -227,6 +227,11 @@ def test_an_empty_file_starts_nothing(
             "6MiB",
             "--schedule: got 'barrier'; allowed: lockstep with --fast-memory",
         ),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+            "6MiB",
+            "--speculative-config: got .*; allowed: nothing with --fast-memory",
+        ),
         (["--combine", "partial"], "6MiB", "--combine: got 'partial'; allowed: exact with --fast-memory"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -119,7 +121,7 @@ def test_a_replay_has_the_bits_of_the_step_itself(own: Kernels, threads: int) ->
         rows.copy_(eager.taken(inputs.rows, steps)), gates.copy_(eager.taken(inputs.gates, steps))
         wanted = theirs.compute(rows, gates, AttentionBatch.build(eager.batch(steps), BLOCK))
         if recording is None:
-            batch = AttentionBatch.of_decode(replayed.batch(steps), BLOCK, 1)
+            batch = AttentionBatch.copied(replayed.batch(steps), BLOCK, 1)
             recording = record(lambda b=batch: ours.compute(rows, gates, b))
             found = recording.result
         else:
@@ -130,3 +132,29 @@ def test_a_replay_has_the_bits_of_the_step_itself(own: Kernels, threads: int) ->
             assert same_bits(getattr(replayed.states, name), getattr(eager.states, name)), name
         eager.advance(steps), replayed.advance(steps)
     assert eager.places[0][1] == eager.places[2][1] == CHUNK
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_rows_that_turn_out_not_to_count_change_no_bit(
+    own: Kernels, sizes: StateSizes, reference: bool
+) -> None:
+    """Each step computes up to three rows too many, but none across a multiple of CHUNK."""
+    inputs, kernels = Inputs(sizes, [LENGTH]), REFERENCE if reference else own
+    wanted = Layer(kernels, inputs).run(0, [LENGTH])
+    guessed = Inputs(replace(sizes, drafted=3), [LENGTH])
+    guessed.weight, guessed.decay, guessed.bias = inputs.weight, inputs.decay, inputs.bias
+    layer, found, step = Layer(kernels, guessed), [], 0
+    while layer.done[0] < LENGTH:
+        done, step = layer.done[0], step + 1
+        count = min(1 + step % 3, LENGTH - done)
+        extra = min(3, CHUNK - 1 - (done + count) % CHUNK, LENGTH - done - count)
+        for right, guess in ((inputs.rows, guessed.rows), (inputs.gates, guessed.gates)):
+            guess[0][done : done + count] = right[0][done : done + count]
+        rows = layer.step([(0, count + extra)])[0]
+        layer.done[0] -= extra
+        found.append(rows[:count])
+    if reference:  # whose bits depend on the number of rows
+        torch.testing.assert_close(torch.cat(found), wanted)
+    else:
+        assert same_bits(torch.cat(found), wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moesaic.core import messages
-from moesaic.core.metrics import WorkerStats
+from moesaic.core.metrics import SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.engine import EngineStats
 from moesaic.server.metrics import Distribution, EngineCollector, Meter, registry_of
@@ -63,6 +63,8 @@ def test_names_are_vllms_with_our_prefix() -> None:
             "state_pages",
             *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
             *("prompt_tokens", "generation_tokens", "request_success", "corrupted_requests"),
+            *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+            "spec_decode_num_accepted_tokens_per_pos",
             *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
             *(
                 "collective_bytes",
@@ -74,4 +76,23 @@ def test_names_are_vllms_with_our_prefix() -> None:
             *("e2e_request_latency_seconds", "request_queue_time_seconds"),
             *("request_prefill_time_seconds", "request_decode_time_seconds"),
         )
+    }
+
+
+def test_drafted_tokens_are_counted_by_place() -> None:
+    stats = WorkerStats(speculation=SpeculationStats(5, 12, 7, (4, 2, 1)))
+    collector = EngineCollector(lambda: EngineStats(0, stats), Meter(), "m")
+    found = {
+        (sample.name.removeprefix("moesaic:spec_decode_"), sample.labels.get("position")): sample.value
+        for family in registry_of(collector).collect()
+        for sample in family.samples
+        if "spec_decode" in sample.name
+    }
+    assert found == {
+        ("num_drafts_total", None): 5,
+        ("num_draft_tokens_total", None): 12,
+        ("num_accepted_tokens_total", None): 7,
+        ("num_accepted_tokens_per_pos_total", "0"): 4,
+        ("num_accepted_tokens_per_pos_total", "1"): 2,
+        ("num_accepted_tokens_per_pos_total", "2"): 1,
     }

@@ -20,6 +20,7 @@ from moesaic.config import (
     WorkerConfig,
 )
 from moesaic.core.errors import ConnectionLost
+from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import TokenLogprob
 from moesaic.launch import Launched, launch
 
@@ -69,6 +70,11 @@ class Cluster:
         [pid] = [member.pid for member in self.supervisor.status() if member.name == name]
         assert pid is not None
         return pid
+
+    @property
+    def stats(self) -> WorkerStats:
+        """The last statistics of all workers. They come a moment after the tokens that they count."""
+        return self._launched.engine.stats().worker
 
     @property
     def broken_off(self) -> int:
@@ -153,6 +159,7 @@ def cluster(
     threads: int | None = 1,
     max_model_len: int | None = None,
     queues: QueueConfig = QueueConfig(),
+    speculative_config: str | None = None,
     **more: Any,
 ) -> Iterator[Cluster]:
     """A cluster that serves until the context ends. more: further settings of ClusterConfig."""
@@ -166,6 +173,7 @@ def cluster(
             inflight_batches=inflight_batches,
             queue_policy=queue_policy,  # type: ignore[arg-type]
             combine=combine,  # type: ignore[arg-type]
+            speculative_config=speculative_config,
         ),
         queues=queues,
     )

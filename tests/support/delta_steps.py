@@ -34,7 +34,7 @@ def empty_states(sizes: StateSizes, pages: int, seats: int, garbage: float = flo
         keys=make(seats, sizes.key_heads, CHUNK, sizes.key_width),
         updates=make(seats, heads, CHUNK, sizes.value_width),
         decays=make(seats, heads, CHUNK),
-        tails=make(seats, kept, sizes.channels),
+        tails=make(seats, sizes.ring, sizes.channels),
     )
     states.pages[0], states.page_tails[0] = 0, 0
     return states
@@ -118,6 +118,7 @@ class Layer:
     def state(self, index: int) -> list[torch.Tensor]:
         """What a later step of this sequence would read."""
         (read, _, _, seat), states = self.places[index], self.states
-        since = self.done[index] % CHUNK
+        since, kept = self.done[index] % CHUNK, states.sizes.taps - 1
+        tail = states.tails[seat, torch.arange(self.done[index] - kept, self.done[index]) % states.sizes.ring]
         of_seat = [each[seat, :, :since] for each in (states.keys, states.updates, states.decays)]
-        return [states.pages[read], states.page_tails[read], states.tails[seat], *of_seat]
+        return [states.pages[read], states.page_tails[read], tail, *of_seat]

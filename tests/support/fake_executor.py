@@ -28,7 +28,20 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.speculation import Speculation
 from tests.support.toy_model import EMPTY, alone, hashes, mix, sample
+
+
+def checked(client: Client, drafted: list[int]) -> list[int]:
+    """The tokens that a request gets behind those it has: the slow, obvious way, one by one."""
+    tokens: list[int] = []
+    for proposed in [*drafted, None]:
+        early = len(client.generated) + len(tokens) < client.request.params.min_tokens
+        masked = client.request.stop_ids if early else frozenset()
+        tokens.append(sample(hashes(client.tokens + tokens)[-1], masked))
+        if tokens[-1] != proposed:
+            break
+    return tokens
 
 
 @dataclass
@@ -52,16 +65,23 @@ class FakeExecutor:
     """A scheduler, its simulated cache, and all requests."""
 
     def __init__(
-        self, limits: BatchLimits, num_blocks: int, block_size: int, prefix_reuse: bool = True
+        self,
+        limits: BatchLimits,
+        num_blocks: int,
+        block_size: int,
+        prefix_reuse: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         self.limits = limits
         self.blocks = KVBlocks(num_blocks, block_size, prefix_reuse)
-        self.scheduler = LockstepScheduler(limits, self.blocks)
+        self.scheduler = LockstepScheduler(limits, self.blocks, speculation=speculation)
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.clients: dict[int, Client] = {}
         self.held: set[int] = set()
         self.under_way: StepPlan | None = None
         self.last: StepPlan | None = None
+        self.owners: list[int] = []
+        """The sequence in `last` of each token that it gave."""
         self.steps = 0
         self.now = 0.0
         self.preempted = 0
@@ -87,7 +107,14 @@ class FakeExecutor:
         assert plan is not None
         tokens = self._run(plan)
         self.under_way, self.last = None, plan
-        return self.tell(StepDone(plan.step, np.array(tokens, dtype=np.int64)))
+        return self.tell(self.done(plan, tokens))
+
+    def done(self, plan: StepPlan, tokens: list[list[int]]) -> StepDone:
+        """The event for these tokens of each sampled request. Without drafts there are no counts."""
+        self.owners = [i for i, one in zip(plan.sampled.tolist(), tokens, strict=True) for _ in one]
+        flat = np.array([token for one in tokens for token in one], dtype=np.int64)
+        counts = np.array([len(one) for one in tokens], dtype=np.int64) if len(plan.drafted) else None
+        return StepDone(plan.step, flat, counts)
 
     def fail(self) -> list[Action]:
         """Breaks off the current step after some of its rows were written. The next step gets its number."""
@@ -141,13 +168,13 @@ class FakeExecutor:
 
     def _emit(self, emit: Emit) -> None:
         assert self.last is not None
-        assert len(emit.request_ids) == len(set(emit.request_ids)) == len(emit.tokens)
+        assert len(emit.request_ids) == len(emit.tokens)
         for request_id, token, at, finish in zip(
             emit.request_ids, emit.tokens, emit.samples, emit.finish, strict=True
         ):
             client = self.clients[request_id]
             assert not client.cancelled and client.finish is None
-            assert self.last.request_ids[self.last.sampled[at]] == request_id
+            assert self.last.request_ids[self.owners[at]] == request_id
             assert request_id in self.held
             client.generated.append(token)
             client.finish = finish
@@ -192,11 +219,16 @@ class FakeExecutor:
             first, last = batch.query_starts[i : i + 2].tolist()
             begin, end = client.computed, client.computed + last - first
             assert request_id in self.held and plan.epochs[i] == client.epoch
-            assert last - first <= (limits.max_prefill_chunk or batch.num_rows) and begin < end
+            known = min(last - first, len(client.tokens) - begin)
+            assert 0 < known <= (limits.max_prefill_chunk or batch.num_rows)
             assert batch.positions[first:last].tolist() == list(range(begin, end))
-            assert batch.token_ids[first:last].tolist() == client.tokens[begin:end]
+            drafted = max(0, end - len(client.tokens))
+            assert end <= self.limits.max_model_len - (drafted > 0)
+            assert batch.token_ids[first : last - drafted].tolist() == client.tokens[begin:end]
             assert batch.context_lens[i] == end
-            assert (i in plan.sampled) == (end == len(client.tokens))
+            assert (i in plan.sampled) == (end >= len(client.tokens))
+            counted = dict(zip(plan.sampled.tolist(), plan.drafted.tolist(), strict=False)).get(i, 0)
+            assert counted == drafted and not (drafted and last - first != 1 + drafted)
             owned = self.blocks.table(request_id).tolist()
             assert len(owned) == len(set(owned)) >= self.blocks.blocks_for(end)
             assert batch.block_tables[i].tolist()[: len(owned)] == owned
@@ -210,7 +242,12 @@ class FakeExecutor:
     def _wanted_rows(self, plan: StepPlan) -> list[int]:
         """The logit rows by the definition in StepPlan. Checks `scored` too."""
         starts = plan.batch.query_starts.tolist()
-        rows = {starts[i + 1] - 1 for i in plan.sampled.tolist()}
+        counts = plan.drafted.tolist() or [0] * len(plan.sampled)
+        rows = {
+            starts[i + 1] - 1 - back
+            for i, count in zip(plan.sampled.tolist(), counts, strict=True)
+            for back in range(count + 1)
+        }
         for i in plan.scored.tolist():
             client = self.clients[int(plan.request_ids[i])]
             positions = plan.batch.positions[starts[i] : starts[i + 1]].tolist()
@@ -223,8 +260,8 @@ class FakeExecutor:
 
     # ---- the "model"
 
-    def _run(self, plan: StepPlan) -> list[int]:
-        """Writes the step's hashes through the block tables, and samples."""
+    def _run(self, plan: StepPlan) -> list[list[int]]:
+        """Writes the step's hashes through the block tables, and samples until a drafted token is wrong."""
         batch = plan.batch
         for i, request_id in enumerate(plan.request_ids.tolist()):
             client = self.clients[request_id]
@@ -234,13 +271,21 @@ class FakeExecutor:
                 self._write(batch.block_tables[i], int(batch.positions[row]), int(batch.token_ids[row]))
         tokens = []
         for i, request_id in enumerate(plan.request_ids.tolist()):
-            client = self.clients[request_id]
-            client.computed = int(batch.context_lens[i])
-            seen = self._check_cache(batch.block_tables[i], client.tokens[: client.computed])
+            client, end = self.clients[request_id], int(batch.context_lens[i])
+            drafted = self.drafted(plan, i)
+            client.computed = end - len(drafted)
+            self._check_cache(batch.block_tables[i], client.tokens[: client.computed] + drafted)
             if i in plan.sampled:
-                early = len(client.generated) < client.request.params.min_tokens
-                tokens.append(sample(seen, client.request.stop_ids if early else frozenset()))
+                tokens.append(checked(client, drafted))
+                client.computed += len(tokens[-1]) - 1
         return tokens
+
+    def drafted(self, plan: StepPlan, i: int) -> list[int]:
+        """The drafted tokens of sequence i of the step."""
+        client, stop = self.clients[int(plan.request_ids[i])], int(plan.batch.query_starts[i + 1])
+        count = max(0, int(plan.batch.context_lens[i]) - len(client.tokens))
+        drafted: list[int] = plan.batch.token_ids[stop - count : stop].tolist()
+        return drafted
 
     def _write(self, table: np.ndarray, position: int, token: int) -> None:
         size = self.blocks.block_size

@@ -30,14 +30,14 @@ from moesaic.policy.scheduling.schedulers.actions import (
     RowSource,
     RunSegment,
     SegmentDone,
-    StepDone,
     StepFailed,
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
-from tests.support.fake_executor import Client, FakeExecutor
-from tests.support.toy_model import EMPTY, VOCABULARY, alone, hashes, mix, sample
+from moesaic.policy.scheduling.speculation import Speculation
+from tests.support.fake_executor import Client, FakeExecutor, checked
+from tests.support.toy_model import EMPTY, VOCABULARY, alone, hashes, mix
 
 Row = tuple[int, int, int]
 """(request id, epoch, position)"""
@@ -77,14 +77,15 @@ class FakeLayered(FakeExecutor):
         layers: int = 2,
         top_k: int = 2,
         gather: RunThreshold | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         super().__init__(limits, num_blocks, block_size, prefix_reuse)
         self.layers, self.top_k = layers, top_k
-        self.asynchronous = AsyncScheduler(limits, self.blocks, policy, layers, top_k, gather)
+        self.asynchronous = AsyncScheduler(limits, self.blocks, policy, layers, top_k, gather, speculation)
         self.scheduler = self.asynchronous  # type: ignore[assignment]
         self.caches = [np.full((num_blocks, block_size), -1, dtype=np.int64) for _ in range(layers + 1)]
         self.action: RunSegment | None = None
-        self.computed: list[int] | None = None
+        self.computed: list[list[int]] | None = None
         """The tokens of the current run, once its rows are written and its experts are asked."""
         self.asked: dict[int, Asked] = {}
         self.out: dict[int, list[int]] = {}
@@ -114,11 +115,14 @@ class FakeLayered(FakeExecutor):
         if action.segment < self.layers:
             return self.tell(SegmentDone(action.plan.step))
         self.last = plan = action.plan
-        for request_id, end in zip(plan.request_ids.tolist(), plan.batch.context_lens.tolist(), strict=True):
-            self.clients[request_id].computed = end
-        return self.tell(StepDone(action.plan.step, np.array(tokens, dtype=np.int64)))
+        found = dict(zip(plan.sampled.tolist(), tokens, strict=True))
+        for i, request_id in enumerate(plan.request_ids.tolist()):
+            client = self.clients[request_id]
+            known = int(plan.batch.context_lens[i]) - len(self.drafted(plan, i))
+            client.computed = known + max(0, len(found.get(i, [])) - 1)
+        return self.tell(self.done(plan, tokens))
 
-    def compute(self) -> list[int]:
+    def compute(self) -> list[list[int]]:
         """Executes the current run without reporting it. Its experts may answer before it ends."""
         assert self.action is not None
         if self.computed is None:
@@ -255,7 +259,7 @@ class FakeLayered(FakeExecutor):
 
     # ---- the "model"
 
-    def _compute(self, action: RunSegment) -> list[int]:
+    def _compute(self, action: RunSegment) -> list[list[int]]:
         """Writes the run's hashes through the block tables. Samples at the last segment."""
         plan, batch, cache = action.plan, action.plan.batch, self.caches[action.segment]
         last = action.segment == self.layers
@@ -265,7 +269,8 @@ class FakeLayered(FakeExecutor):
             client, table = self.clients[request_id], batch.block_tables[i]
             first, stop = batch.query_starts[i : i + 2].tolist()
             end = int(batch.context_lens[i])
-            right = hashes([token + shift for token in client.tokens[:end]])
+            drafted = self.drafted(plan, i)
+            right = hashes([token + shift for token in (client.tokens + drafted)[:end]])
             begin = end - (stop - first)
             assert _read(cache, table, begin) == right[:begin], "the KV cache holds another sequence's values"
             for row, position in zip(range(first, stop), range(begin, end), strict=True):
@@ -274,8 +279,8 @@ class FakeLayered(FakeExecutor):
                 gated.append(mix(before, self.carried[row] + shift))
                 cache[table[block], offset] = gated[-1]
             if last and i in plan.sampled:
-                early = len(client.generated) < client.request.params.min_tokens
-                tokens.append(sample(gated[-1], client.request.stop_ids if early else frozenset()))
+                assert gated[-1] == right[-1]
+                tokens.append(checked(client, drafted))
         if not last:
             self.asked[plan.step].gated = gated
         return tokens

@@ -155,6 +155,7 @@ def as_table(name: str, info: WorkerInfo) -> Table:
         **({"collectives": info.collectives} if info.ranks > 1 else {}),
         "context length": f"{info.max_model_len} tokens",
         "batch": f"{info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens per step",
+        **({"drafts": info.speculation} if info.speculation else {}),
         "KV cache": in_bytes(info.kv_bytes),
         **({"states": in_bytes(info.state_bytes)} if info.state_bytes else {}),
     }

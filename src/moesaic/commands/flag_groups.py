@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--fast-memory", "--hardware", "--profile", "--offload-schedule", "--micro-batch-size"),
         *("--micro-batches", "--pad"),
     ),
-    "Batching": ("--max-num-seqs", "--max-num-batched-tokens", "--max-queue"),
+    "Batching": ("--max-num-seqs", "--max-num-batched-tokens", "--max-queue", "--speculative-config"),
     "Experts as services": (
         *("--attention-workers", "--expert-servers", "--expert-capacities", "--schedule"),
         *("--inflight-batches", "--combine", "--queue-policy", "--queue-urgency", "--queue-history"),

@@ -16,6 +16,7 @@ from moesaic.commands import descriptors, hardware, offload_report
 from moesaic.commands.plan import find_hardware
 from moesaic.commands.tracing import announced
 from moesaic.config import OffloadConfig, WorkerConfig
+from moesaic.core.errors import ConfigError
 from moesaic.models import files
 from moesaic.planning import Planned, longest_request, plan
 from moesaic.runtime.model_loading import gpus_of
@@ -48,8 +49,12 @@ def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json
 def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) -> Planned | None:
     """Plan the lines without results on this machine, and print the plan on stderr. None if there are none.
 
-    Raises ConfigError for experts that cannot be streamed, before it measures or plans anything.
+    Raises ConfigError for drafted tokens and for experts that cannot be streamed, before it measures or plans
+    anything.
     """
+    drafting = worker.scheduler.speculative_config
+    if drafting is not None:
+        raise ConfigError.field("--speculative-config", drafting, "nothing with --fast-memory")
     path = files.resolve(worker.model.model, worker.model.revision)
     allow, done = options.allow_special_tokens_in_content, answered(options.output_file)
     tokenizer = Tokenizer(path, options.chat_template, special_tokens_in_content=allow)

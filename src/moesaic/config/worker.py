@@ -25,6 +25,7 @@ from moesaic.config.values import (
 )
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
+from moesaic.core.speculation import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ class SchedulerConfig:
     """What expert servers answer. exact: one row for each token and expert, which gives the bits of one
     process. partial: one weighted sum for each token and server, which is fewer bytes and equal up to
     rounding."""
+    speculative_config: str | None = None
+    """Draft tokens and check several of them in a step, as JSON, such as {"method": "ngram",
+    "num_speculative_tokens": 4}. ngram also takes prompt_lookup_max and prompt_lookup_min. No answer changes.
+    None: one token of a request in a step."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +288,8 @@ class WorkerConfig:
             allowed = "lockstep with --inflight-batches 2"
             raise ConfigError.field("--schedule", self.scheduler.schedule, allowed)
         one_of("--schedule", self.scheduler.schedule, get_args(Schedule))
+        if self.scheduler.speculative_config is not None:
+            self._check_speculation(self.scheduler.speculative_config)
         one_of("--combine", self.scheduler.combine, get_args(Combine))
         one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
         self.queues.check(self.scheduler.schedule, self.scheduler.queue_policy)
@@ -299,6 +306,13 @@ class WorkerConfig:
             raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --placement")
         if self.cache.kv_cache_memory != "auto":
             parse_bytes("--kv-cache-memory", self.cache.kv_cache_memory)
+
+    def _check_speculation(self, given: str) -> None:
+        """Raises ConfigError for a wrong setting, and for what drafted tokens cannot go with."""
+        SpeculativeConfig.of(given)
+        for flag, other in (("--fast-memory", self.offload), ("--record-routing", self.record)):
+            if other is not None:
+                raise ConfigError.field("--speculative-config", given, f"nothing with {flag}")
 
     def to_json(self) -> str:
         """The settings as JSON, for the command line of a worker process."""

@@ -95,6 +95,8 @@ class WorkerInfo:
     torch_code: str = ""
     """What torch's own operations on the CPU are compiled for, such as AVX512. It decides the last bits of
     log-probabilities and of sampling, as `kernels` does of everything else. Empty on a GPU."""
+    speculation: str = ""
+    """How many tokens are drafted, and from which acceptance that pays. Empty where none are drafted."""
 
     @property
     def kv_tokens(self) -> int:

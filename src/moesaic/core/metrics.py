@@ -144,6 +144,20 @@ class ExpertServerStats:
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """Drafted tokens; all 0 where none are drafted."""
+
+    drafts: int = 0
+    """Checks so far, of one request's drafted tokens each."""
+    draft_tokens: int = 0
+    """Drafted tokens that were checked so far."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were right, as were all before them in their draft."""
+    accepted_per_pos: tuple[int, ...] = ()
+    """accepted_tokens by their place in the draft."""
+
+
+@dataclass(frozen=True)
 class WorkerStats:
     """One attention worker."""
 
@@ -154,9 +168,10 @@ class WorkerStats:
     prefill_tokens: int = 0
     """Rows computed so far that were prompt tokens, or tokens computed again."""
     decode_tokens: int = 0
-    """Rows computed so far that were a generated token."""
+    """Rows computed so far that were a generated or a drafted token."""
     step_seconds: float = 0.0
     """Seconds spent in steps so far."""
     blocks: BlockStats = BlockStats()
     states: StateStats = StateStats()
     experts: ExpertStats = ExpertStats()
+    speculation: SpeculationStats = SpeculationStats()

@@ -67,9 +67,8 @@ class AttentionBatch:
         return cls(batch, block_size, device, _move(slots, device))
 
     @classmethod
-    def of_decode(cls, batch: TokenBatch, block_size: int, max_blocks: int) -> AttentionBatch:
-        """A copy of a step with one row for each sequence. Its arrays can hold any other such step of the
-        same size."""
+    def copied(cls, batch: TokenBatch, block_size: int, max_blocks: int) -> AttentionBatch:
+        """A copy of a step. Its arrays can hold any other step with as many rows and sequences."""
         tables = np.zeros((batch.num_sequences, max_blocks), dtype=np.int64)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         names = ("token_ids", "positions", "query_starts", "context_lens", "logit_rows")
@@ -78,12 +77,8 @@ class AttentionBatch:
         return cls.build(TokenBatch(block_tables=tables, states=states, **copies), block_size)
 
     def fill_slots(self) -> None:
-        """Recompute the slots after the arrays of `batch`, which has one row for each sequence, have
-        changed."""
-        rows = self.batch
-        block, offset = np.divmod(rows.positions, self.block_size)
-        held = rows.block_tables[rows.query_starts[:-1], block]
-        np.add(held * self.block_size, offset, out=self.slots.numpy())
+        """Recompute the slots after the arrays of `batch` have changed."""
+        np.copyto(self.slots.numpy(), _slots(self.batch, np.diff(self.batch.query_starts), self.block_size))
 
     @cached_property
     def decode(self) -> tuple[DecodeGroup, ...]:

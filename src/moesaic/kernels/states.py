@@ -18,6 +18,9 @@ Before it, a short convolution mixes each channel with those of the rows just be
 Layers of LFM2 have such a convolution alone (`models/short_convolution.py`), and their states have nothing
 else.
 
+Rows with drafted tokens may turn out not to count. Then the next step begins at an earlier position and
+writes over what they left in the seat. They never pass a multiple of CHUNK, so no page has anything of them.
+
 The matrices lie in *pages*. A sequence reads one page and writes another one, or the same, when it passes a
 multiple of CHUNK. So a page that is not written any more is a snapshot of a prefix. Page 0 has zeros, the
 state before the first token. The rows after a multiple lie in the *seat* of the sequence.
@@ -45,6 +48,8 @@ class StateSizes:
     value_width: int
     taps: int
     """Width of the convolution, with the row itself."""
+    drafted: int = 0
+    """Rows that a step may compute and that may not count: the most drafted tokens of a sequence."""
     alone: int = 0
     """Channels of a short convolution without the delta rule. There are no heads then; 0 if there are."""
 
@@ -59,6 +64,12 @@ class StateSizes:
         return self.alone + 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
+    def ring(self) -> int:
+        """Inputs of the convolution that a seat keeps. Behind the rows that do not count it still has those
+        just before them."""
+        return self.taps - 1 + self.drafted
+
+    @property
     def page_numbers(self) -> int:
         """Float32 numbers of one page."""
         return self.value_heads * self.key_width * self.value_width + (self.taps - 1) * self.channels
@@ -67,7 +78,7 @@ class StateSizes:
     def seat_numbers(self) -> int:
         """Float32 numbers of one seat."""
         row = self.key_heads * self.key_width + self.value_heads * (self.value_width + 1)
-        return CHUNK * row + (self.taps - 1) * self.channels
+        return CHUNK * row + self.ring * self.channels
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class LayerStates:
     decays: torch.Tensor
     """[seats, value_heads, CHUNK] sum of the logarithms of the decay since the last multiple."""
     tails: torch.Tensor
-    """[seats, taps - 1, channels] the last inputs of the convolution."""
+    """[seats, ring, channels] the last inputs of the convolution. That of position p is in place p % ring."""
 
 
 @dataclass(frozen=True)

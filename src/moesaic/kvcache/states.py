@@ -20,14 +20,14 @@ class StateCache:
         self, sizes: StateSizes, num_layers: int, seats: int, snapshots: int, device: torch.device
     ) -> None:
         """seats: sequences that run at once. snapshots: pages that may be kept of prefixes."""
-        pages, tail = 1 + seats + snapshots, (sizes.taps - 1, sizes.channels)
+        pages = 1 + seats + snapshots
         shapes = (
             (pages, sizes.value_heads, sizes.key_width, sizes.value_width),
-            (pages, *tail),
+            (pages, sizes.taps - 1, sizes.channels),
             (seats, sizes.key_heads, CHUNK, sizes.key_width),
             (seats, sizes.value_heads, CHUNK, sizes.value_width),
             (seats, sizes.value_heads, CHUNK),
-            (seats, *tail),
+            (seats, sizes.ring, sizes.channels),
         )
         parts = (zeros((num_layers, *shape), torch.float32, device, at_once=False) for shape in shapes)
         self._layers = tuple(LayerStates(sizes, *tensors) for tensors in zip(*parts, strict=True))

@@ -109,6 +109,7 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         ranks=parts.ranks,
         collectives=parts.collectives,
         torch_code=torch_code() if loaded.device.type == "cpu" else "",
+        speculation=parts.speculation.described(),
     )
 
 

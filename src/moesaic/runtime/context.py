@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ from moesaic.kvcache.memory import CacheSize, LayerMemory
 from moesaic.models.checkpoint import Progress
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
+from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.model_loading import LoadedModel, context_length
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.runtime.routing_recorder import RoutingRecorder
@@ -83,3 +84,5 @@ class WorkerParts:
     """Number of processes that are this worker."""
     collectives: str = ""
     """Name of their collective layout, for display."""
+    speculation: Speculation = field(default_factory=Speculation)
+    """Drafts tokens for the scheduler."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch
 
 from moesaic.core import messages
 from moesaic.core.request import NO_TOKEN, Request, TokenLogprob
-from moesaic.core.tokens import IntArray
 from moesaic.experts.client import ExpertServers
 from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
@@ -32,6 +32,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
 )
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.runtime.routing_recorder import RoutingRecorder
+from moesaic.runtime.sampling.checking import Sampled, joined, sample_step
 from moesaic.runtime.sampling.sampler import Sampler, not_finite, token_logprobs
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Step, StepResult, StepRunner
@@ -203,39 +204,35 @@ class Executor:
         self._observer.sampling()
         for sequence in plan.scored:
             self._score(plan, int(sequence), result.hidden)
-        tokens = np.zeros(0, dtype=np.int64)
+        found = Sampled(np.zeros(0, dtype=np.int64), [])
         if len(plan.sampled):
-            tokens, logprobs = self._sample(plan, result)
-            self._report_broken(plan, tokens)
-            if logprobs:
-                self._logprobs[plan.step] = logprobs
-        self._observer.sampled(len(plan.sampled))
-        return StepDone(plan.step, tokens)
+            found = self._sample(plan, result)
+            self._report_broken(plan, found)
+            if found.logprobs:
+                self._logprobs[plan.step] = found.logprobs
+        self._observer.sampled(len(found.tokens))
+        return StepDone(plan.step, found.tokens, found.counts)
 
-    def _sample(self, plan: StepPlan, result: StepResult) -> tuple[IntArray, list[TokenLogprob | None]]:
-        """The next token of each sampled sequence, and their log-probabilities.
-
-        The second list is empty if no request wants log-probabilities.
-        """
-        ids = plan.request_ids[plan.sampled]
-        if result.logits is not None and len(ids) == len(result.logits):
-            return self._sampler.sample(ids, result.logits)
-        hidden, most = self._sampled_rows(plan, result.hidden), self._logit_rows or len(ids)
-        if len(ids) <= most:
-            return self._sampler.sample(ids, self._model.logits(hidden))
-        tokens: list[IntArray] = []
-        logprobs: list[TokenLogprob | None] = []
-        for begin in range(0, len(ids), most):
+    def _sample(self, plan: StepPlan, result: StepResult) -> Sampled:
+        """The next tokens of each sampled sequence, and their log-probabilities."""
+        if result.logits is not None and len(plan.sampled) == len(result.logits):
+            return sample_step(self._sampler, plan, result.logits)
+        hidden = self._sampled_rows(plan, result.hidden)
+        most = self._logit_rows or len(hidden)
+        if len(hidden) <= most:
+            return sample_step(self._sampler, plan, self._model.logits(hidden))
+        assert not len(plan.drafted), "a draft's rows are sampled together"
+        parts: list[Sampled] = []
+        for begin in range(0, len(hidden), most):
             part = slice(begin, begin + most)
-            found, report = self._sampler.sample(ids[part], self._model.logits(hidden[part]))
-            tokens.append(found)
-            logprobs += report or [None] * len(found)
-        return np.concatenate(tokens), logprobs if any(logprobs) else []
+            some = replace(plan, sampled=plan.sampled[part])
+            parts.append(sample_step(self._sampler, some, self._model.logits(hidden[part])))
+        return joined(parts)
 
-    def _report_broken(self, plan: StepPlan, tokens: IntArray) -> None:
+    def _report_broken(self, plan: StepPlan, found: Sampled) -> None:
         """Say of which requests the logits were not finite, and where that began."""
-        for sample in np.flatnonzero(tokens == NO_TOKEN).tolist():
-            sequence = int(plan.sampled[sample])
+        owners = plan.sampled if found.counts is None else np.repeat(plan.sampled, found.counts)
+        for sequence in owners[found.tokens == NO_TOKEN].tolist():
             request_id, layer = int(plan.request_ids[sequence]), None
             if self._memory is not None:
                 blocks = plan.batch.block_tables[sequence]
@@ -246,11 +243,10 @@ class Executor:
 
     def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """The rows of `hidden` that a token is sampled from: in most steps all of them."""
-        batch = plan.batch
-        if len(plan.sampled) == len(batch.logit_rows):
+        rows, every = plan.sample_rows, plan.batch.logit_rows
+        if len(rows) == len(every):
             return hidden
-        last = np.searchsorted(batch.logit_rows, batch.query_starts[plan.sampled + 1] - 1)
-        return hidden[torch.from_numpy(last).to(self._device)]
+        return hidden[torch.from_numpy(np.searchsorted(every, rows)).to(self._device)]
 
     def _emit(self, action: Emit) -> None:
         found = self._logprobs.pop(action.step, None)

@@ -25,8 +25,10 @@ from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
+from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.drafting import speculation_of, with_room_for_drafts
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -58,6 +60,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     _check(config)
     layout = _announce_layout(context) if config.remote_experts else None
     loaded = load_model(config.model, context.progress, layout, config.most_threads)
+    loaded = with_room_for_drafts(loaded, config)
     kv_dtype = kv_type(config.cache, loaded)
     size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
     blocks = block_pool(config.cache, size)
@@ -67,9 +70,18 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     if layout is None:
         experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
         runner = _runner(context, stages, experts)
-        scheduler: Scheduler = LockstepScheduler(limits, blocks, config.scheduler.inflight_batches)
+        inflight = config.scheduler.inflight_batches
+        speculation = speculation_of(config, loaded.model)
         return WorkerParts(
-            loaded, kv_dtype, size, runner, scheduler, stages.memory, recorder=routed, observer=observer
+            loaded,
+            kv_dtype,
+            size,
+            runner,
+            LockstepScheduler(limits, blocks, inflight, speculation),
+            stages.memory,
+            recorder=routed,
+            observer=observer,
+            speculation=speculation,
         )
     wakeup = Wakeup()
     pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
@@ -77,7 +89,8 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     runner = _runner(context, stages, remote)
     if pacing is not None:
         runner = PacedRunner(runner, pacing.devices.attention, pacing.pace)
-    scheduler = _scheduler(context, blocks, layout)
+    speculation = speculation_of(config, loaded.model, layout.num_bytes)
+    scheduler = _scheduler(context, blocks, layout, speculation)
     return WorkerParts(
         loaded,
         kv_dtype,
@@ -93,6 +106,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         recorder=routed,
         observer=observer,
         elsewhere=layout,
+        speculation=speculation,
     )
 
 
@@ -136,17 +150,20 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
     return RecordedRunner(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
 
 
-def _scheduler(context: WorkerContext, blocks: KVBlocks, layout: ExpertLayout) -> Scheduler:
+def _scheduler(
+    context: WorkerContext, blocks: KVBlocks, layout: ExpertLayout, speculation: Speculation
+) -> Scheduler:
     """The scheduler of a worker whose experts are on servers."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":
-        return LockstepScheduler(limits, blocks, scheduling.inflight_batches)
+        return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)
     if scheduling.schedule == "barrier":
-        return BarrierScheduler(limits, blocks)
+        return BarrierScheduler(limits, blocks, speculation)
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = policy_named(scheduling.queue_policy, urgency, history=history)
     threshold = RunThreshold(minimum_batch.rows(layout.num_experts, layout.top_k))
-    return AsyncScheduler(limits, blocks, policy, len(layout.layers), layout.top_k, threshold)
+    routed, top_k = len(layout.layers), layout.top_k
+    return AsyncScheduler(limits, blocks, policy, routed, top_k, threshold, speculation)
 
 
 def _remote(

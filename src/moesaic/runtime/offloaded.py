@@ -60,6 +60,7 @@ def check(config: WorkerConfig) -> None:
         ("--inflight-batches", scheduler.inflight_batches, 1),
         ("--combine", scheduler.combine, "exact"),
         ("--record-routing", config.record, None),
+        ("--speculative-config", scheduler.speculative_config, None),
     ):
         if value != allowed:
             allowed_text = "nothing" if allowed is None else str(allowed)

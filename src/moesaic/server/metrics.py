@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from moesaic.core import messages
-from moesaic.core.metrics import BlockStats, GroupStats, StateStats
+from moesaic.core.metrics import BlockStats, GroupStats, SpeculationStats, StateStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.engine import EngineStats
 
@@ -190,6 +190,7 @@ class EngineCollector(Collector):
             "Requests that ended because the model's logits were NaN or infinite.",
             meter.finished[FinishReason.ERROR],
         )
+        yield from self._speculation(worker.speculation)
         yield from self._group(worker.experts.group)
         itl = meter.inter_token_latency
         first = meter.time_to_first_token
@@ -221,6 +222,21 @@ class EngineCollector(Collector):
         for state, count in counts.items():
             family.add_metric([self._model_name, state], count)
         return family
+
+    def _speculation(self, counts: SpeculationStats) -> Iterator[CounterMetricFamily]:
+        """Metrics of drafted tokens. They are 0 where none are drafted."""
+        for name, text, value in (
+            ("num_drafts", "Checks of one request's drafted tokens.", counts.drafts),
+            ("num_draft_tokens", "Drafted tokens that were checked.", counts.draft_tokens),
+            ("num_accepted_tokens", "Drafted tokens that were right.", counts.accepted_tokens),
+        ):
+            yield self._counter(f"spec_decode_{name}", text, value)
+        text = "Drafted tokens that were right, by their place in the draft, from 0."
+        name = "moesaic:spec_decode_num_accepted_tokens_per_pos"
+        family = CounterMetricFamily(name, text, labels=["model_name", "position"])
+        for position, value in enumerate(counts.accepted_per_pos):
+            family.add_metric([self._model_name, str(position)], value)
+        yield family
 
     def _group(self, group: GroupStats) -> Iterator[CounterMetricFamily]:
         """Metrics of a worker that is a group of ranks. They are 0 for other workers."""

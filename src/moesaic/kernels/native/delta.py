@@ -31,11 +31,13 @@ def convolve(
         raise ValueError(f"taps: got {taps}; allowed: 2 to {MOST_TAPS}")
     by_tap = weight.t().is_contiguous()
     checks.exact(weight.t() if by_tap else weight, *((taps, channels) if by_tap else (channels, taps)))
-    tails = [checks.exact(each, len(each), taps - 1, channels) for each in (states.page_tails, states.tails)]
+    pages, ring = states.page_tails, states.sizes.ring
+    tails = [checks.exact(pages, len(pages), taps - 1, channels)]
+    tails.append(checks.exact(states.tails, len(states.tails), ring, channels))
     out = MEMORY.empty(n, channels)
     _native.convolve(
         rows.data_ptr(), rows.stride(0), weight.data_ptr(), *((1, channels) if by_tap else (taps, 1)), *tails,
-        out.data_ptr(), n, channels, taps, activate, *_sequences(batch),
+        out.data_ptr(), n, channels, taps, ring, activate, *_sequences(batch),
     )  # fmt: skip
     return out
 

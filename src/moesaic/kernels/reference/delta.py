@@ -28,13 +28,15 @@ def convolve(
     for part in state_rows(batch.batch):
         count = part.stop - part.start
         begin = part.first // CHUNK * CHUNK
-        before = states.page_tails[part.page(begin)] if part.first == begin else states.tails[part.seat]
+        ring, seat = states.sizes.ring, states.tails[part.seat]
+        places = torch.arange(part.first - kept, part.first + count, device=rows.device) % ring
+        before = states.page_tails[part.page(begin)] if part.first == begin else seat[places[:kept]]
         joined = torch.cat((before, rows[part.start : part.stop]))
         mixed = joined[:count] * weight[:, 0]
         for tap in range(1, weight.shape[1]):
             mixed.addcmul_(joined[tap : tap + count], weight[:, tap])
         out[part.start : part.stop] = functional.silu(mixed) if activate else mixed
-        states.tails[part.seat] = joined[count:]
+        seat[places[-ring:]] = joined[-ring:]
         if begin + CHUNK <= part.first + count:
             passed = (part.first + count) // CHUNK * CHUNK - part.first  # rows up to the last multiple
             states.page_tails[part.write] = joined[passed : passed + kept]

@@ -31,6 +31,7 @@ from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import Request
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence, Stage
+from moesaic.policy.scheduling.speculation import Speculation
 
 Chunk = tuple[Sequence, int]
 """A sequence, and how many of its rows, from num_computed on, a step computes."""
@@ -80,7 +81,8 @@ class ScheduledStep:
 class ContinuousBatching:
     """The queues of running and waiting requests. It owns the stage of every sequence."""
 
-    def __init__(self, limits: BatchLimits, blocks: KVBlocks) -> None:
+    def __init__(self, limits: BatchLimits, blocks: KVBlocks, speculation: Speculation | None = None) -> None:
+        """speculation: drafts tokens for steps without prompts. None: none are drafted."""
         if blocks.num_blocks * blocks.block_size < limits.max_model_len:
             raise ConfigError.field(
                 "max_model_len",
@@ -89,6 +91,7 @@ class ContinuousBatching:
             )
         self.limits = limits
         self.blocks = blocks
+        self.speculation = speculation or Speculation()
         self.running: dict[int, Sequence] = {}
         """Running sequences by request id, in order of arrival."""
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
@@ -129,7 +132,9 @@ class ContinuousBatching:
 
     def failed(self, sequence: Sequence) -> None:
         """Record that a step with rows of this sequence has failed. Its rows are pending again."""
+        sequence.drafted = []
         if sequence.stage is Stage.RUNNING:
+            self.blocks.trim(sequence.request_id, sequence.num_tokens)
             sequence.num_computed = self.blocks.rewind(sequence.request_id, sequence.num_computed)
 
     @property
@@ -142,7 +147,11 @@ class ContinuousBatching:
         self.blocks.free(sequence.request_id, valid=not sequence.failed)
 
     def schedule(
-        self, now: float, busy: Collection[int] = frozenset(), most_rows: int | None = None
+        self,
+        now: float,
+        busy: Collection[int] = frozenset(),
+        most_rows: int | None = None,
+        most_with_drafts: int | None = None,
     ) -> ScheduledStep:
         """Choose the rows of the next step.
 
@@ -150,8 +159,10 @@ class ContinuousBatching:
 
         busy: requests whose rows are being computed. They get no more rows and keep their blocks.
         most_rows: replaces max_num_batched_tokens when rows that are being computed leave room for fewer.
+        most_with_drafts: replaces most_rows for a step with drafted tokens.
         """
         rows = self.limits.max_num_batched_tokens if most_rows is None else most_rows
+        most = rows if most_with_drafts is None else most_with_drafts
         preempted, stalled = self._make_room(now, busy)
         running = [s for s in self.running.values() if s.request_id not in busy and s not in stalled]
         chunks = [(sequence, 1) for sequence in running if sequence.num_pending == 1][: max(0, rows)]
@@ -163,7 +174,18 @@ class ContinuousBatching:
         admitted: list[Sequence] = []
         if not preempted and rows and self.waiting:
             admitted = self._admit(chunks, rows)
-        return ScheduledStep(chunks, admitted, preempted)
+        return ScheduledStep(self._with_drafts(chunks, most - len(chunks)), admitted, preempted)
+
+    def _with_drafts(self, chunks: list[Chunk], room: int) -> list[Chunk]:
+        """The chunks with rows for drafted tokens, if all of them are the rows of next tokens.
+
+        A draft takes no block that a running request may need for its next token.
+        """
+        sequences = [sequence for sequence, _ in chunks]
+        if room <= 0 or not all(one.num_pending == 1 and one.num_generated for one in sequences):
+            return chunks
+        self.speculation.draft(sequences, room, self.blocks, spare=len(self.running))
+        return [(sequence, 1 + len(sequence.drafted)) for sequence in sequences]
 
     def _chunk(self, sequence: Sequence, rows: int) -> int:
         """How many rows of the sequence a step computes that has room for `rows`."""

@@ -37,6 +37,12 @@ class IntVector:
         self._data[self._size : end] = values
         self._size = end
 
+    def shorten(self, size: int) -> IntArray:
+        """Drop the values from `size` on and return them. The result is valid until the next change."""
+        dropped = self._data[size : self._size]
+        self._size = min(size, self._size)
+        return dropped
+
     def _reserve(self, size: int) -> None:
         if size > len(self._data):
             grown = np.empty(max(size, 2 * len(self._data), 16), dtype=np.int64)

@@ -173,6 +173,20 @@ class KVBlocks:
         blocks.extend([self._take() for _ in range(missing)])
         return True
 
+    def reserve(self, request_id: int, num_tokens: int, drafted: int, spare: int) -> int:
+        """How many of the drafted tokens behind `num_tokens` tokens may be computed. They have blocks then.
+
+        At least `spare` blocks stay available. `trim` frees the blocks that are not needed after all.
+        """
+        room = self.capacity(request_id) + max(0, self.available - spare) * self.block_size - num_tokens
+        fit = max(0, min(drafted, room))
+        return fit if self.extend(request_id, num_tokens + fit) else 0
+
+    def trim(self, request_id: int, num_tokens: int) -> None:
+        """Free the blocks behind those of `num_tokens` tokens. They were reserved for drafted ones."""
+        for block in self._tables[request_id].blocks.shorten(self.blocks_for(num_tokens))[::-1].tolist():
+            self._release(block)
+
     def commit(self, request_id: int, token_ids: IntArray, num_computed: int) -> None:
         """Make the full blocks of the first `num_computed` tokens known. Their KV must be written in every
         layer.

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import enum
 
+import numpy as np
+
 from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, FinishReason, Request
+from moesaic.core.tokens import IntArray
+from moesaic.policy.scheduling.acceptance import Acceptance
 from moesaic.policy.scheduling.intvector import IntVector
 
 
@@ -28,6 +32,8 @@ class Sequence:
     """The state of one request. While it runs, 0 <= num_computed < num_tokens <= max_len."""
 
     __slots__ = (
+        "acceptance",
+        "drafted",
         "epoch",
         "failed",
         "max_len",
@@ -62,6 +68,10 @@ class Sequence:
         self.num_scored = 0
         """Prompt rows whose logits were returned for prompt log-probabilities, over all epochs."""
         self.waiting_since = now
+        self.drafted: list[int] = []
+        """Tokens that may follow, which the step under way checks. They belong to `tokens` once accepted."""
+        self.acceptance: Acceptance | None = None
+        """Of its drafted tokens. None before the first draft."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +85,13 @@ class Sequence:
     def num_pending(self) -> int:
         """Rows to compute before the next token can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    def next_rows(self, count: int) -> IntArray:
+        """[count] the tokens of the next rows: those to compute, and then those drafted."""
+        start = self.num_computed
+        known = self.tokens.array[start : start + count]
+        behind = self.drafted[: count - len(known)]
+        return np.concatenate([known, np.array(behind, dtype=np.int64)]) if behind else known
 
     @property
     def generated(self) -> list[int]:

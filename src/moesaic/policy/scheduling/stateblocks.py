@@ -112,6 +112,10 @@ class StateBlocks(KVBlocks):
         self._held[request_id] = held
         return cached
 
+    def reserve(self, request_id: int, num_tokens: int, drafted: int, spare: int) -> int:
+        """Up to the next multiple of STATE_CHUNK: no page may have rows that turn out not to count."""
+        return super().reserve(request_id, num_tokens, min(drafted, -(num_tokens + 1) % STATE_CHUNK), spare)
+
     def commit(self, request_id: int, token_ids: IntArray, num_computed: int) -> None:
         super().commit(request_id, token_ids, num_computed)
         held = self._held[request_id]

@@ -26,6 +26,7 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import memory_levels, offloaded, out_of_memory
 from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.drafting import speculation_of, with_room_for_drafts
 from moesaic.runtime.group import offloaded_group
 from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
@@ -144,6 +145,7 @@ def load_rank(
     layout, shard = layout_of(config.model), Shard(group.rank, group.size)
     copied = offloaded.over_disk(config)
     loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
+    loaded = with_room_for_drafts(loaded, config)
     if config.offload is not None:
         return loaded
     path = files.resolve(config.model.model, config.model.revision)
@@ -218,18 +220,20 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     offload, cache = config.offload, config.cache
     padded = None if offload is None else offload.padded
     blocks = block_pool(cache, size, padded)
+    speculation = speculation_of(config, loaded.model)
     return WorkerParts(
         loaded,
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, blocks),
+        LockstepScheduler(limits, blocks, speculation=speculation),
         runner.memory,
         expert_stats=runner.stats,
         logit_rows=None if offload is None else offload.logit_rows,
         linger=0.0 if offload is None else offloaded.LINGER,
         ranks=group.size,
         collectives=runner.collectives,
+        speculation=speculation,
     )
 
 

@@ -14,7 +14,7 @@ logit, and it costs one sum over the row. The other rows are sampled as they wou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,36 @@ class Sampler:
     def request(self, request_id: int) -> Request:
         return self._rows[request_id].request
 
+    def in_order(self, request_id: int) -> bool:
+        """Whether a token of this request depends on more than its row, its seed and its position."""
+        row = self._rows[request_id]
+        return row.adjustment is not None or row.constraint is not None or request_id in self._broken
+
+    def sample_ahead(
+        self, request_ids: Sequence[int], offsets: Sequence[int], logits: torch.Tensor
+    ) -> tuple[IntArray, list[TokenLogprob | None]]:
+        """As `sample`, `offsets` positions behind the next one of each request, which `advance` counts.
+
+        Raises ValueError if one of them is `in_order`.
+        """
+        if any(map(self.in_order, request_ids)):
+            raise ValueError(f"requests {list(request_ids)}: one needs its tokens in order")
+        rows = [
+            replace(self._rows[request_id], length=self._rows[request_id].length + offset)
+            for request_id, offset in zip(request_ids, offsets, strict=True)
+        ]
+        raw = _log_softmax_where(logits, [row.request.params.logprobs is not None for row in rows])
+        result = _chosen(logits, rows)
+        report = _report(raw, rows, result)
+        for line in not_finite(logits):
+            result[line] = NO_TOKEN
+            report[line : line + 1] = [None] * bool(report)
+        return result, report
+
+    def advance(self, request_id: int, count: int) -> None:
+        """Count tokens of `sample_ahead` that the request got."""
+        self._rows[request_id].length += count
+
     def sample(
         self, request_ids: IntArray, logits: torch.Tensor
     ) -> tuple[IntArray, list[TokenLogprob | None]]:
@@ -99,10 +129,7 @@ class Sampler:
         bound = {line: row.constraint for line, row in enumerate(rows) if row.constraint is not None}
         if self._constraints is not None and bound:
             self._constraints.apply(logits, list(bound), list(bound.values()))
-        result = _argmax(logits)
-        noisy = [index for index, row in enumerate(rows) if not row.request.params.greedy]
-        if noisy:
-            result[noisy] = _draw(logits[noisy], [rows[index] for index in noisy]).cpu().numpy()
+        result = _chosen(logits, rows)
         report = _report(raw, rows, result)
         for row, token in zip(rows, result, strict=True):
             row.length += 1
@@ -149,6 +176,15 @@ def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) ->
         TokenLogprob(token, value, list(zip(top_ids, top_values, strict=True))[:count])
         for token, value, (top_ids, top_values) in zip(tokens, chosen, best, strict=True)
     ]
+
+
+def _chosen(logits: torch.Tensor, rows: list[_Row]) -> IntArray:
+    """[p] the token of each row of logits [p, vocab]."""
+    result = _argmax(logits)
+    noisy = [index for index, row in enumerate(rows) if not row.request.params.greedy]
+    if noisy:
+        result[noisy] = _draw(logits[noisy], [rows[index] for index in noisy]).cpu().numpy()
+    return result
 
 
 def _argmax(logits: torch.Tensor) -> IntArray:

@@ -25,6 +25,8 @@ from moesaic.runtime.step.running_step import (
 
 RECORDED_ROWS = 64
 """Decode steps of more rows are not recorded: Python's share of their time is small."""
+RECORDED_CHECKS = 32
+"""The same for steps with drafted tokens. There is a recording for each number of rows and sequences."""
 
 
 class RecordedRunner:
@@ -50,10 +52,13 @@ class RecordedRunner:
         """Recordings that no step under way uses: two steps must not share memory."""
 
     def begin(self, batch: TokenBatch) -> RunningStep:
-        """Begin a step. The first decode step of each number of rows is recorded."""
+        """Begin a step. The first decode step of each number of rows and sequences is recorded.
+
+        A decode step is one whose rows all give logits: those of next tokens, and of drafted ones.
+        """
         rows = batch.num_rows
-        decode = rows == batch.num_sequences == len(batch.logit_rows)
-        if not (decode and 0 < rows <= RECORDED_ROWS):
+        most = RECORDED_ROWS if rows == batch.num_sequences else RECORDED_CHECKS
+        if not (0 < rows == len(batch.logit_rows) and rows <= most):
             return self._eager.begin(batch)
         memory = self._free.pop() if self._free else _SharedMemory(self._make_recorder())
         return RunningStep(self._eager.experts, self._decode(batch, memory))
@@ -63,7 +68,7 @@ class RecordedRunner:
         return self._eager.begin_at_segment(segment, batch, hidden)
 
     def _decode(self, batch: TokenBatch, memory: _SharedMemory) -> StepGenerator:
-        recorded = memory.steps.get(batch.num_rows)
+        recorded = memory.steps.get((batch.num_rows, batch.num_sequences))
         try:
             if recorded is None:
                 result = yield from self._record(batch, memory)
@@ -76,7 +81,7 @@ class RecordedRunner:
         return result
 
     def _record(self, batch: TokenBatch, memory: _SharedMemory) -> StepGenerator:
-        attention = AttentionBatch.of_decode(batch, self._eager.stages.block_size, self._table_width)
+        attention = AttentionBatch.copied(batch, self._eager.stages.block_size, self._table_width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
         generator = self._eager.stages.run(token_ids, positions, attention)
@@ -89,7 +94,7 @@ class RecordedRunner:
             item = parts[-1].result
             if isinstance(item, StepResult):
                 result = replace(item, expert_ids=[np.asarray(ids) for ids in item.expert_ids])
-                memory.steps[batch.num_rows] = _RecordedStep(attention, parts, result)
+                memory.steps[batch.num_rows, batch.num_sequences] = _RecordedStep(attention, parts, result)
                 return result
             answer = yield item
 
@@ -160,6 +165,7 @@ class _RecordedStep:
         inputs = self.attention.batch
         np.copyto(inputs.token_ids, batch.token_ids)
         np.copyto(inputs.positions, batch.positions)
+        np.copyto(inputs.query_starts, batch.query_starts)
         np.copyto(inputs.context_lens, batch.context_lens)
         np.copyto(inputs.states, batch.states)
         inputs.block_tables[:, : batch.block_tables.shape[1]] = batch.block_tables
@@ -171,5 +177,5 @@ class _SharedMemory:
     """Recorded steps that share their memory, so that one of them runs at a time."""
 
     recorder: OperationRecorder
-    steps: dict[int, _RecordedStep] = field(default_factory=dict)
-    """By number of rows."""
+    steps: dict[tuple[int, int], _RecordedStep] = field(default_factory=dict)
+    """By numbers of rows and of sequences."""

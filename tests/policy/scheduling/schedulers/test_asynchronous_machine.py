@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.policy.scheduling.schedulers.test_lockstep_machine import SHAPES
+from tests.policy.scheduling.schedulers.test_lockstep_machine import SHAPES, speculation
 from tests.policy.scheduling.test_kvblocks_machine import audit
 from tests.support.fake_layerwise_executor import FakeLayered
 from tests.support.scheduler_replay import replays
@@ -53,6 +53,8 @@ class AsynchronousMachine(RuleBasedStateMachine):
         layers=st.integers(1, 4),
         top_k=st.sampled_from([1, 2, 6, 8]),
         worth=st.sampled_from([0, 3, 99]),
+        drafts=st.integers(0, 4),
+        right=st.sampled_from([0.0, 0.6, 1.0]),
     )
     def start(
         self,
@@ -67,12 +69,21 @@ class AsynchronousMachine(RuleBasedStateMachine):
         layers: int,
         top_k: int,
         worth: int,
+        drafts: int,
+        right: float,
     ) -> None:
         self.limits = BatchLimits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
         self.policy, self.model = policy, (layers, top_k, RunThreshold(worth))
+        self.drafts = drafts, right
         self.executor = FakeLayered(
-            self.limits, *self.pool, policy=policy(), layers=layers, top_k=top_k, gather=RunThreshold(worth)
+            self.limits,
+            *self.pool,
+            policy=policy(),
+            layers=layers,
+            top_k=top_k,
+            gather=RunThreshold(worth),
+            speculation=speculation(drafts, right),
         )
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), known=st.sampled_from([0, 0, 0, 2, 9]))
@@ -152,7 +163,9 @@ class AsynchronousMachine(RuleBasedStateMachine):
         self.executor.drain()
         self.executor.check_everybody()
         audit(self.executor.blocks)
-        twin = AsyncScheduler(self.limits, KVBlocks(*self.pool), self.policy(), *self.model)
+        twin = AsyncScheduler(
+            self.limits, KVBlocks(*self.pool), self.policy(), *self.model, speculation(*self.drafts)
+        )
         assert replays(twin, self.executor.log)
         assert twin.stats() == self.executor.scheduler.stats()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,11 +18,33 @@ from hypothesis.stateful import (
 from tests.policy.scheduling.test_kvblocks_machine import audit
 from tests.support.fake_executor import FakeExecutor
 from tests.support.scheduler_replay import replays
-from tests.support.toy_model import request
+from tests.support.toy_model import VOCABULARY, hashes, request, sample
 
+from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.speculation import Speculation
+
+
+class Knowing:
+    """A drafter that knows the toy model, and errs with a probability. It knows no min_tokens."""
+
+    def __init__(self, right: float) -> None:
+        self._right = right
+
+    def propose(self, tokens: IntArray, most: int) -> list[int]:
+        known: list[int] = tokens.tolist()
+        noise = random.Random(hash(tuple(known)))
+        for _ in range(most):
+            known.append(sample(hashes(known)[-1], frozenset()))
+        behind = known[len(known) - most :]
+        return [token if noise.random() < self._right else (token + 1) % VOCABULARY for token in behind]
+
+
+def speculation(most: int, right: float) -> Speculation:
+    return Speculation(Knowing(right), most)
+
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -42,6 +66,8 @@ class LockstepMachine(RuleBasedStateMachine):
         extra_rows=st.integers(0, 12),
         chunk=st.one_of(st.none(), st.integers(1, 5)),
         reuse=st.sampled_from([True, True, True, False]),
+        drafts=st.integers(0, 4),
+        right=st.sampled_from([0.0, 0.6, 1.0]),
     )
     def start(
         self,
@@ -52,10 +78,13 @@ class LockstepMachine(RuleBasedStateMachine):
         extra_rows: int,
         chunk: int | None,
         reuse: bool,
+        drafts: int,
+        right: float,
     ) -> None:
         self.limits = BatchLimits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
-        self.executor = FakeExecutor(self.limits, *self.pool)
+        self.drafts = drafts, right
+        self.executor = FakeExecutor(self.limits, *self.pool, speculation(drafts, right))
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4))
     def arrive(self, shapes: list[dict[str, object]]) -> None:
@@ -94,6 +123,9 @@ class LockstepMachine(RuleBasedStateMachine):
         audit(self.executor.blocks)
         stats = self.executor.scheduler.stats()
         assert stats.running <= self.limits.max_num_seqs
+        drafts = stats.speculation
+        assert 0 <= drafts.accepted_tokens <= drafts.draft_tokens
+        assert sum(drafts.accepted_per_pos) == drafts.accepted_tokens
         if self.executor.under_way is None:
             assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
 
@@ -103,7 +135,7 @@ class LockstepMachine(RuleBasedStateMachine):
         self.executor.drain()
         self.executor.check_everybody()
         audit(self.executor.blocks)
-        twin = LockstepScheduler(self.limits, KVBlocks(*self.pool))
+        twin = LockstepScheduler(self.limits, KVBlocks(*self.pool), speculation=speculation(*self.drafts))
         assert replays(twin, self.executor.log)
         assert twin.stats() == self.executor.scheduler.stats()
 

@@ -309,13 +309,16 @@ class ConvolveOf {
         if (count == 0) return;
         int64_t position = all.context_lens[s] - count, index = position % kPeriod;
         const int64_t* states = all.states + 4 * s;
-        float* seat = tail_of(job_.tails, states[3], channel);
+        float* seat = job_.tails + states[3] * job_.ring * job_.channels + channel;
+        // Where the row of position `position + r` lies in the seat. Rows before the first token have places, too.
+        auto kept = [&](int64_t r) { return seat + (position + r + job_.ring) % job_.ring * job_.channels; };
         float* written = tail_of(job_.page_tails, states[2], channel);
         float* read = position - index == states[1] ? tail_of(job_.page_tails, states[0], channel) : written;
         int64_t width = std::min(kBlock, job_.channels - channel);
         float* before = worker_scratch(worker, (kept_ + job_.taps) * kBlock);
-        const float* tail = index == 0 ? read : seat;
-        for (int64_t i = 0; i < kept_; i++) copy(tail + i * job_.channels, width, before + i * kBlock);
+        for (int64_t i = 0; i < kept_; i++) {
+            copy(index == 0 ? read + i * job_.channels : kept(i - kept_), width, before + i * kBlock);
+        }
         // Row r of the sequence in this step. Rows before it are negative.
         auto row = [&](int64_t r) {
             return r < 0 ? before + (kept_ + r) * kBlock : job_.rows + (start + r) * job_.row_stride + channel;
@@ -327,7 +330,7 @@ class ConvolveOf {
             for (int64_t tap = 0; tap < job_.taps; tap++) taps[tap] = row(r - kept_ + tap);
             mix(taps, weights, width, job_.out + (start + r) * job_.channels + channel);
         }
-        for (int64_t i = 0; i < kept_; i++) copy(row(count - kept_ + i), width, seat + i * job_.channels);
+        for (int64_t r = std::max(-kept_, count - job_.ring); r < count; r++) copy(row(r), width, kept(r));
         if (index + count < kPeriod) return;
         int64_t passed = (position + count) / kPeriod * kPeriod - position;  // rows up to the last multiple
         for (int64_t i = 0; i < kept_; i++) copy(row(passed - kept_ + i), width, written + i * job_.channels);

@@ -254,11 +254,11 @@ void mask_tokens(Address logits, Address lines, Address masks, int64_t n, int64_
 }
 
 void convolve(Address rows, int64_t row_stride, Address weight, int64_t weight_channel, int64_t weight_tap,
-              Address page_tails, Address tails, Address out, int64_t n, int64_t channels, int64_t taps, bool activate,
-              Address query_starts, Address context_lens, Address states, int64_t sequences) {
+              Address page_tails, Address tails, Address out, int64_t n, int64_t channels, int64_t taps, int64_t ring,
+              bool activate, Address query_starts, Address context_lens, Address states, int64_t sequences) {
     perform(active->convolve,
             Convolve{at<float>(rows), row_stride, at<float>(weight), weight_channel, weight_tap, at<float>(page_tails),
-                     at<float>(tails), at<float>(out), n, channels, taps, activate,
+                     at<float>(tails), at<float>(out), n, channels, taps, ring, activate,
                      {at<int64_t>(query_starts), at<int64_t>(context_lens), at<int64_t>(states), sequences}});
 }
 

@@ -220,10 +220,10 @@ struct Convolve {
     const float* weight;  // [channels, taps], one of the strides is 1; the last tap is for the row itself
     int64_t weight_channel, weight_tap;
     float* page_tails;  // [pages, taps - 1, channels]
-    float* tails;       // [seats, taps - 1, channels]
+    float* tails;       // [seats, ring, channels] the row of position p is in place p % ring
     float* out;         // [n, channels]
-    int64_t n, channels, taps;
-    bool activate;  // whether silu is applied to the sums
+    int64_t n, channels, taps, ring;  // ring: at least taps - 1
+    bool activate;                    // whether silu is applied to the sums
     Sequences sequences;
 };
 

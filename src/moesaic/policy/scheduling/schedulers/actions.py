@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.tokens import IntArray, TokenBatch
@@ -45,7 +47,10 @@ class StepDone:
 
     step: int
     tokens: IntArray
-    """[p] the sampled token of each entry of StepPlan.sampled; NO_TOKEN ends its request."""
+    """[t] the new tokens of each entry of StepPlan.sampled, entry after entry; NO_TOKEN ends its request."""
+    counts: IntArray | None = None
+    """[p] how many of the tokens each entry has: its drafted tokens up to the first wrong one, and one more.
+    None: one each."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,29 @@ class StepPlan:
     these sequences are in batch.logit_rows. Over the life of a request each row is scored once. So rows that
     are computed again after a preemption are not listed again, but rows of a failed step are.
     """
+    drafted: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[p] how many of the last rows of each entry of `sampled` are drafted tokens. The row before them is
+    that of its newest token. Empty if no entry has any."""
+
+    @property
+    def sample_rows(self) -> IntArray:
+        """[p + drafted] the rows from which tokens may be sampled, entry after entry: see `drafted`."""
+        return sample_rows(self.batch.query_starts, self.sampled, self.drafted)
+
+
+def sample_rows(query_starts: IntArray, sampled: IntArray, drafted: IntArray) -> IntArray:
+    """The last 1 + drafted[i] rows of each sequence sampled[i]. drafted: [p], or empty for zeros.
+
+    >>> sample_rows(np.array([0, 3, 4]), np.array([0, 1]), np.array([1, 0])).tolist()
+    [1, 2, 3]
+    """
+    last = query_starts[sampled + 1] - 1
+    if not len(drafted):
+        return last
+    lengths = drafted + 1
+    behind = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths), lengths)  # from -length to -1
+    rows: IntArray = np.repeat(last, lengths) + 1 + behind
+    return rows
 
 
 @dataclass(frozen=True)
@@ -169,12 +197,15 @@ class Forget:
 
 @dataclass(frozen=True)
 class Emit:
-    """Report new tokens of the finished step to the engine. Parallel lists."""
+    """Report new tokens of the finished step to the engine. Parallel lists.
+
+    A request may have several tokens, which are in their order.
+    """
 
     request_ids: list[int]
     tokens: list[int]
     samples: list[int]
-    """Index of each token into the step's StepPlan.sampled, which also gives its log-probabilities."""
+    """Index of each token into the step's StepDone.tokens, which also gives its log-probabilities."""
     finish: list[FinishReason | None]
     step: int = field(default=0, compare=False)
     """The step that sampled the tokens."""

@@ -30,7 +30,6 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Arrived,
     Cancelled,
-    Emit,
     Event,
     PartsArrived,
     Release,
@@ -39,11 +38,13 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepFailed,
     StepPlan,
 )
+from moesaic.policy.scheduling.schedulers.landing import land
 from moesaic.policy.scheduling.schedulers.ready_queues import ReadyQueues, RunThreshold
 from moesaic.policy.scheduling.schedulers.runs import Runs
 from moesaic.policy.scheduling.schedulers.step_plan import admit
 from moesaic.policy.scheduling.schedulers.unit import Unit
 from moesaic.policy.scheduling.sequence import Stage
+from moesaic.policy.scheduling.speculation import Speculation
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ class AsyncScheduler:
         routed_layers: int,
         top_k: int,
         gather: RunThreshold | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """routed_layers: layers with routed experts. There is one segment more.
 
         gather: when a run may begin while rows are with the experts. The default lets every run begin.
+        speculation: drafts tokens. None: none are drafted.
         """
         self._limits = limits
-        self._batching = ContinuousBatching(limits, blocks)
+        self._batching = ContinuousBatching(limits, blocks, speculation)
         self._blocks = blocks
         self._policy = policy
         self._segments = routed_layers + 1
@@ -88,7 +91,7 @@ class AsyncScheduler:
         self._rows = 0
         """Rows of all units."""
         self._decodes = 0
-        """Number of units with one row."""
+        """Number of units that are not chunks of prompts."""
         self._flight: _Flight | None = None
         self._runs = Runs(blocks, top_k)
         self._prefill_tokens = self._decode_tokens = 0
@@ -105,8 +108,8 @@ class AsyncScheduler:
                 actions = self._arrived(parts, now)
             case SegmentDone(run):
                 actions = self._segment_done(run, now)
-            case StepDone(run, tokens):
-                actions = self._step_done(run, tokens, now)
+            case StepDone():
+                actions = self._step_done(event, now)
             case StepFailed(run):
                 actions = self._failed(run)
             case _:
@@ -127,6 +130,7 @@ class AsyncScheduler:
             step_seconds=self._run_seconds,
             blocks=self._blocks.stats(),
             states=self._blocks.state_stats(),
+            speculation=self._batching.speculation.stats(),
         )
 
     # ---- events
@@ -158,7 +162,7 @@ class AsyncScheduler:
         """Remove the request's unit and return it."""
         unit = self._units.pop(request_id)
         self._rows -= unit.rows
-        self._decodes -= unit.rows == 1
+        self._decodes -= unit.decode
         self._ready.discard(unit)
         return unit
 
@@ -181,28 +185,19 @@ class AsyncScheduler:
         released = [unit.sequence.request_id for unit in flight.cancelled]
         return actions + ([Release(released)] if released else [])
 
-    def _step_done(self, run: int, tokens: IntArray, now: float) -> list[Action]:
+    def _step_done(self, done: StepDone, now: float) -> list[Action]:
         """End a run at the last segment.
 
         Its units passed all layers: commit their KV and emit the sampled tokens.
         """
-        flight = self._land(run)
+        flight = self._land(done.step)
         self._run_seconds += now - flight.started
         for unit in flight.units:
             self._count(unit)
-            unit.sequence.advance(unit.rows)
-            request_id = unit.sequence.request_id
-            self._blocks.commit(request_id, unit.sequence.tokens.array, unit.sequence.num_computed)
-            self._end(request_id)
-        emit = Emit([], [], [], [], run)
-        sampled = [flight.units[index].sequence for index in flight.plan.sampled.tolist()]
-        for sample, (sequence, token) in enumerate(zip(sampled, tokens.tolist(), strict=True)):
-            if sequence.stage is not Stage.FINISHED:
-                finish = sequence.append(token)
-                if finish is not None:
-                    self._batching.remove(sequence.request_id)
-                emit.add(sequence.request_id, token, sample, finish)
-        ended = [unit.sequence for unit in flight.units if unit.sequence.stage is Stage.FINISHED]
+            self._end(unit.sequence.request_id)
+        chunks = [(unit.sequence, unit.rows) for unit in flight.units]
+        emit = land(flight.plan, chunks, done, self._batching)
+        ended = [sequence for sequence, _ in chunks if sequence.stage is Stage.FINISHED]
         for sequence in ended:
             self._batching.free(sequence)
         actions: list[Action] = [emit] if emit.request_ids else []
@@ -231,7 +226,7 @@ class AsyncScheduler:
 
     def _count(self, unit: Unit) -> None:
         if unit.sequence.num_pending == 1 and unit.sequence.num_generated > 0:
-            self._decode_tokens += 1
+            self._decode_tokens += unit.rows
         else:
             self._prefill_tokens += unit.rows
 
@@ -244,10 +239,13 @@ class AsyncScheduler:
         if room <= 0 or (all_have_units and not self._batching.may_admit):
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
-        units = [Unit(sequence, rows) for sequence, rows in schedule.chunks]
+        units = [
+            Unit(sequence, rows, decode=rows == 1 + len(sequence.drafted))
+            for sequence, rows in schedule.chunks
+        ]
         self._units.update((unit.sequence.request_id, unit) for unit in units)
         self._rows += sum(unit.rows for unit in units)
-        self._decodes += sum(unit.rows == 1 for unit in units)
+        self._decodes += sum(unit.decode for unit in units)
         self._ready.add(units, now)
         actions: list[Action] = []
         if schedule.preempted:

@@ -19,6 +19,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepFailed,
 )
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.speculation import Speculation
 
 
 class BarrierScheduler(LockstepScheduler):
@@ -27,8 +28,8 @@ class BarrierScheduler(LockstepScheduler):
     The barrier opens when every worker has arrived and at least one of them has work.
     """
 
-    def __init__(self, limits: BatchLimits, blocks: KVBlocks) -> None:
-        super().__init__(limits, blocks)
+    def __init__(self, limits: BatchLimits, blocks: KVBlocks, speculation: Speculation | None = None) -> None:
+        super().__init__(limits, blocks, speculation=speculation)
         self._open = False
         self._reported: bool | None = None
         """The value of `work` that this worker reported at the barrier of this step. None before it arrived.

@@ -16,14 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesaic.core.metrics import WorkerStats
-from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits, Chunk, ContinuousBatching
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Arrived,
     Cancelled,
-    Emit,
     Event,
     Release,
     RunStep,
@@ -31,8 +29,10 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepFailed,
     StepPlan,
 )
+from moesaic.policy.scheduling.schedulers.landing import land
 from moesaic.policy.scheduling.schedulers.step_plan import admit, step_plan
 from moesaic.policy.scheduling.sequence import Stage
+from moesaic.policy.scheduling.speculation import Speculation
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,15 @@ class LockstepScheduler:
     experts (double batching in Expert-as-a-Service).
     """
 
-    def __init__(self, limits: BatchLimits, blocks: KVBlocks, inflight: int = 1) -> None:
-        """inflight: number of steps that run at once."""
-        self._batching = ContinuousBatching(limits, blocks)
+    def __init__(
+        self,
+        limits: BatchLimits,
+        blocks: KVBlocks,
+        inflight: int = 1,
+        speculation: Speculation | None = None,
+    ) -> None:
+        """inflight: number of steps that run at once. speculation: drafts tokens. None: none are drafted."""
+        self._batching = ContinuousBatching(limits, blocks, speculation)
         self._blocks = blocks
         self._inflight = inflight
         self._flights: dict[int, _Flight] = {}
@@ -71,8 +77,8 @@ class LockstepScheduler:
                 actions: list[Action] = []
             case Cancelled(request_ids):
                 actions = self._cancelled(request_ids)
-            case StepDone(step, tokens):
-                actions = self._step_done(step, tokens, now)
+            case StepDone():
+                actions = self._step_done(event, now)
             case StepFailed(step):
                 actions = self._step_failed(step)
             case _:
@@ -90,6 +96,7 @@ class LockstepScheduler:
             step_seconds=self._step_seconds,
             blocks=self._blocks.stats(),
             states=self._blocks.state_stats(),
+            speculation=self._batching.speculation.stats(),
         )
 
     # ---- events
@@ -106,13 +113,10 @@ class LockstepScheduler:
                 released.append(request_id)
         return [Release(released)] if released else []
 
-    def _step_done(self, step: int, tokens: IntArray, now: float) -> list[Action]:
-        flight = self._land(step, len(tokens))
+    def _step_done(self, done: StepDone, now: float) -> list[Action]:
+        flight = self._land(done.step)
         self._count(flight, now)
-        for sequence, rows in flight.chunks:
-            sequence.advance(rows)
-            self._blocks.commit(sequence.request_id, sequence.tokens.array, sequence.num_computed)
-        emit = self._append(flight, tokens.tolist())
+        emit = land(flight.plan, flight.chunks, done, self._batching)
         actions: list[Action] = [emit] if emit.request_ids else []
         return actions + self._free_finished(flight)
 
@@ -122,11 +126,11 @@ class LockstepScheduler:
             self._batching.failed(sequence)
         return self._free_finished(flight)
 
-    def _land(self, step: int, num_tokens: int | None = None) -> _Flight:
+    def _land(self, step: int) -> _Flight:
         """End a running step and return it. The rows of a failed step are still pending."""
         flight = self._flights.pop(step, None)
-        if flight is None or num_tokens not in (None, len(flight.plan.sampled)):
-            raise ValueError(f"step {step} with {num_tokens} tokens is not in flight")
+        if flight is None:
+            raise ValueError(f"step {step} is not in flight")
         return flight
 
     def _free_finished(self, flight: _Flight) -> list[Action]:
@@ -136,25 +140,15 @@ class LockstepScheduler:
             self._batching.free(sequence)
         return [Release([sequence.request_id for sequence in ended])] if ended else []
 
-    def _append(self, flight: _Flight, tokens: list[int]) -> Emit:
-        """Give each sampled sequence its token. Requests that were cancelled meanwhile get none."""
-        emit = Emit([], [], [], [], flight.plan.step)
-        for sample, (index, token) in enumerate(zip(flight.plan.sampled.tolist(), tokens, strict=True)):
-            sequence = flight.chunks[index][0]
-            if sequence.stage is Stage.FINISHED:
-                continue
-            finish = sequence.append(token)
-            if finish is not None:
-                self._batching.remove(sequence.request_id)
-            emit.add(sequence.request_id, token, sample, finish)
-        return emit
-
     def _count(self, flight: _Flight, now: float) -> None:
-        decodes = sum(s.num_pending == 1 and s.num_generated > 0 for s, _ in flight.chunks)
+        rows, seconds = flight.plan.batch.num_rows, now - flight.started
+        decodes = sum(n for s, n in flight.chunks if s.num_pending == 1 and s.num_generated > 0)
+        if rows and decodes == rows:
+            self._batching.speculation.measured(rows, seconds)
         self._steps += 1
         self._decode_tokens += decodes
-        self._prefill_tokens += flight.plan.batch.num_rows - decodes
-        self._step_seconds += now - flight.started
+        self._prefill_tokens += rows - decodes
+        self._step_seconds += seconds
 
     # ---- the next step
 
@@ -183,7 +177,8 @@ class LockstepScheduler:
         return max(1, -(-min(rows, most) // self._inflight))
 
     def _next_step(self, now: float) -> list[Action]:
-        schedule = self._batching.schedule(now, self._busy, self._share())
+        most = self._batching.limits.max_num_batched_tokens // self._inflight
+        schedule = self._batching.schedule(now, self._busy, self._share(), most)
         actions: list[Action] = []
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))

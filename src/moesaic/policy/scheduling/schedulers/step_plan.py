@@ -10,7 +10,7 @@ import numpy as np
 from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
 from moesaic.policy.scheduling.batching import Chunk
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.schedulers.actions import Admit, StepPlan
+from moesaic.policy.scheduling.schedulers.actions import Admit, StepPlan, sample_rows
 from moesaic.policy.scheduling.sequence import Sequence
 
 
@@ -28,20 +28,23 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     starts = [sequence.num_computed for sequence in sequences]
     ends = [sequence.num_computed + rows for sequence, rows in chunks]
     query_starts = _ints([0, *accumulate(counts)])
-    sampled = _ints([i for i, sequence in enumerate(sequences) if ends[i] == sequence.num_tokens])
+    newest = [end - len(sequence.drafted) for sequence, end in zip(sequences, ends, strict=True)]
+    sampled = _ints([i for i, sequence in enumerate(sequences) if newest[i] == sequence.num_tokens])
+    drafted = _ints([len(sequences[i].drafted) for i in sampled.tolist()])
     scored = _ints([i for i, sequence in enumerate(sequences) if sequence.scored_now])
     batch = TokenBatch(
-        token_ids=np.concatenate([s.tokens.array[s.num_computed : s.num_computed + n] for s, n in chunks]),
+        token_ids=np.concatenate([sequence.next_rows(rows) for sequence, rows in chunks]),
         positions=_ints([row for start, end in zip(starts, ends, strict=True) for row in range(start, end)]),
         query_starts=query_starts,
         context_lens=_ints(ends),
         block_tables=_block_tables([blocks.table(sequence.request_id) for sequence in sequences]),
-        logit_rows=_logit_rows(query_starts, sampled, scored),
+        logit_rows=_logit_rows(query_starts, sampled, scored, drafted),
         states=_states([blocks.states(sequence.request_id) for sequence in sequences]),
     )
     request_ids = _ints([sequence.request_id for sequence in sequences])
     epochs = _ints([sequence.epoch for sequence in sequences])
-    return StepPlan(step, batch, request_ids, epochs, sampled, scored)
+    drafted = drafted if drafted.any() else drafted[:0]
+    return StepPlan(step, batch, request_ids, epochs, sampled, scored, drafted)
 
 
 def _nothing(step: int) -> StepPlan:
@@ -68,14 +71,15 @@ def _states(lines: list[tuple[int, ...]]) -> IntArray:
     return np.array([line for line in lines if line], dtype=np.int64).reshape(-1, STATE_FIELDS)
 
 
-def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray) -> IntArray:
-    """The last row of each sampled sequence and all rows of each scored one, ascending,
+def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray, drafted: IntArray) -> IntArray:
+    """The rows that tokens may be sampled from and all rows of each scored sequence, ascending,
     without duplicates.
     """
+    found = sample_rows(query_starts, sampled, drafted)
     if not len(scored):
-        return query_starts[sampled + 1] - 1
+        return found
     wanted = np.zeros(query_starts[-1], dtype=bool)
-    wanted[query_starts[sampled + 1] - 1] = True
+    wanted[found] = True
     for sequence in scored:
         wanted[query_starts[sequence] : query_starts[sequence + 1]] = True
     return np.flatnonzero(wanted)

@@ -13,7 +13,7 @@ from moesaic.policy.scheduling.tokenpool import Units
 
 @dataclass(eq=False)
 class Unit:
-    """One row of a decode, or a chunk of a prompt."""
+    """The row of a next token, with those of its drafted tokens, or a chunk of a prompt."""
 
     sequence: Sequence
     rows: int
@@ -21,6 +21,8 @@ class Unit:
     """The run that computed its rows last. None before segment 0."""
     start: int = 0
     """Index of its first row in that run."""
+    decode: bool = False
+    """Whether it is not a chunk of a prompt."""
 
     @property
     def segment(self) -> int:

@@ -1,0 +1,82 @@
+"""The setting --speculative-config: how a request's next tokens are drafted. Its names are those of vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from moesaic.core.errors import ConfigError
+
+METHODS = ("ngram",)
+MOST_DRAFTED = 32
+"""Maximum of num_speculative_tokens."""
+LOOKUP = 5
+"""prompt_lookup_max and prompt_lookup_min where neither is given."""
+FLAG = "--speculative-config"
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How tokens are drafted that a step then checks together.
+
+    Raises ConfigError, naming the field, when a value is not allowed.
+    """
+
+    method: str
+    """ngram: the tokens that followed the last ones where these stood before, in the prompt or the answer."""
+    num_speculative_tokens: int
+    """Maximum number of drafted tokens of one request in a step."""
+    prompt_lookup_max: int | None = None
+    """Maximum length of the last tokens that are looked up. None: prompt_lookup_min, or else 5."""
+    prompt_lookup_min: int | None = None
+    """Their minimum length. None: prompt_lookup_max, or else 5."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError.field(f"{FLAG}: method", self.method, ", ".join(METHODS))
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
+            value, most = getattr(self, name), MOST_DRAFTED if name == "num_speculative_tokens" else 1 << 20
+            if value is None and name != "num_speculative_tokens":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ConfigError.field(f"{FLAG}: {name}", value, f"an integer from 1 to {most}")
+        shortest, longest = self.lookup
+        if shortest > longest:
+            allowed = f"at most prompt_lookup_max, {longest}"
+            raise ConfigError.field(f"{FLAG}: prompt_lookup_min", shortest, allowed)
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """The minimum and the maximum number of tokens that are looked up.
+
+        >>> SpeculativeConfig("ngram", 4, prompt_lookup_max=3).lookup
+        (3, 3)
+        """
+        shortest = self.prompt_lookup_min or self.prompt_lookup_max or LOOKUP
+        return shortest, self.prompt_lookup_max or shortest
+
+    def to_json(self) -> str:
+        """The setting as JSON, as --speculative-config takes it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, given: object) -> SpeculativeConfig:
+        """The setting from a mapping, or from its JSON. Raises ConfigError."""
+        value: Any = given
+        if isinstance(given, str):
+            try:
+                value = json.loads(given)
+            except ValueError:
+                value = given
+        names = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping):
+            raise ConfigError.field(FLAG, given, f"a JSON object with {', '.join(names)}")
+        for name in value:
+            if name not in names:
+                raise ConfigError(f"{FLAG}: unknown key {name!r}; allowed: {', '.join(names)}")
+        for name in names[:2]:
+            if name not in value:
+                raise ConfigError(f"{FLAG}: {name} is missing")
+        return cls(**value)

@@ -1,0 +1,193 @@
+"""How many tokens are drafted for which request, and what became of them.
+
+A step that checks d drafted tokens of a request has d + 1 rows of it. It gives one token, and one more for
+each drafted token up to the first wrong one. So the i-th drafted token gives a token with probability a^i,
+where a is the request's acceptance. The policy takes the drafted tokens with the best chances as long as they
+raise the tokens of a step over its price. More rows read more experts.
+
+Acceptance is counted for each request, and old counts fade. A new request begins with the acceptance of
+those before it. A request whose drafts do not pay gets none. Then a single drafted token is tried from time
+to time, less and less often while it is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.core.metrics import SpeculationStats
+from moesaic.policy.scheduling.acceptance import SLOW_FADE, Acceptance
+from moesaic.policy.scheduling.drafters import Drafter, NoDrafter
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.sequence import Sequence
+from moesaic.policy.scheduling.step_prices import REFRESH, StepPrices
+
+MOST_ROWS = 64
+"""Rows of a step, at most, when it checks drafts. Their logits are in memory together."""
+REPORTED = (1, 8, 32)
+"""Numbers of requests for which `Speculation.described` says when drafts pay."""
+MARGIN = 1.05
+"""Factor by which drafts must raise the tokens of a step over its price."""
+
+
+class Speculation:
+    """Drafts tokens for the sequences of a step. The default drafts nothing."""
+
+    def __init__(
+        self, drafter: Drafter | None = None, most: int = 0, prices: StepPrices | None = None
+    ) -> None:
+        """most: maximum number of drafted tokens of a request in a step; 0: nothing is drafted.
+
+        prices: of steps by rows. None: every step has the same price, so that as much is drafted as may be.
+        """
+        self._drafter: Drafter = drafter or NoDrafter()
+        self._most = most
+        self._prices = prices or StepPrices(lambda rows: 1.0)
+        self._counts = _Counts([0] * most)
+        self._all = Acceptance(fade=SLOW_FADE)
+        """Of all requests together."""
+        self._least: dict[int, float] = {}
+        """Number of requests -> `_least_rate`, by the prices of the last refresh."""
+
+    def described(self) -> str:
+        """From which acceptance drafts pay, by the prices so far. Empty where nothing is drafted."""
+        if not self._most:
+            return ""
+        parts = []
+        for rows in REPORTED:
+            most = min(self._most, MOST_ROWS // rows - 1)
+            first, last = (break_even(self._prices, rows, drafted) for drafted in (1, most))
+            ends = ["never" if end is None else f"{end:.2f}" for end in (first, last)]
+            parts.append(f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} at {rows}")
+        tokens = "1 token" if self._most == 1 else f"1 to {self._most} tokens"
+        return f"{tokens}; acceptance from which they pay, by requests: {', '.join(parts)}"
+
+    def stats(self) -> SpeculationStats:
+        """Counts of drafts so far."""
+        counts = self._counts
+        return SpeculationStats(counts.drafts, counts.drafted, counts.accepted, tuple(counts.positions))
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """A step whose rows were only new and drafted tokens took so long."""
+        if self._most:
+            self._prices.measured(rows, seconds)
+
+    def draft(self, sequences: Ordered[Sequence], room: int, blocks: KVBlocks, spare: int) -> None:
+        """Draft tokens for sequences that lack one row. Each sequence keeps its draft until `checked`.
+
+        room: maximum number of drafted tokens. spare: KV blocks that must stay available.
+        """
+        room = min(room, MOST_ROWS - len(sequences))
+        if not self._most or room <= 0 or not sequences:
+            return
+        for sequence, most in zip(sequences, self._chosen(sequences, room), strict=True):
+            if not most:
+                self._of(sequence).waited += 1
+                continue
+            proposed = self._drafter.propose(sequence.tokens.array, most)[:most]
+            stops = (place for place, token in enumerate(proposed) if token in sequence.stop_ids)
+            wanted = next(stops, len(proposed))  # behind the end of an answer there is nothing to draft
+            fit = blocks.reserve(sequence.request_id, sequence.num_tokens, wanted, spare)
+            sequence.drafted = proposed[:fit]
+            if not fit:
+                self._of(sequence).waited = 0  # so that another request is tried next
+
+    def checked(self, sequence: Sequence, accepted: int) -> None:
+        """A step has checked the sequence's draft, of which the first `accepted` tokens were right."""
+        drafted, counts = len(sequence.drafted), self._counts
+        if not drafted:
+            return
+        self._of(sequence).add(drafted, accepted)
+        self._all.add(drafted, accepted)
+        counts.drafts += 1
+        counts.drafted += drafted
+        counts.accepted += accepted
+        for position in range(accepted):
+            counts.positions[position] += 1
+
+    def _chosen(self, sequences: Ordered[Sequence], room: int) -> list[int]:
+        """How many tokens to draft for each sequence. It is quick where no draft pays."""
+        known = [self._of(sequence) for sequence in sequences]
+        if max(one.rate for one in known) >= self._least_rate(len(known)):
+            return self._worthwhile(sequences, known, room)
+        chosen = [0] * len(known)
+        self._try_one(sequences, known, chosen)
+        return chosen
+
+    def _least_rate(self, rows: int) -> float:
+        """An acceptance below which nothing pays, however many of `rows` requests have it."""
+        if self._prices.news >= REFRESH:
+            self._prices.refresh()
+            self._least.clear()
+        if rows not in self._least:
+            places = np.arange(max(0, MOST_ROWS - rows) + 1)[: rows * self._most]
+            prices = self._prices.table(rows, MOST_ROWS)
+            low, high = 0.0, 1.0
+            for _ in range(8):
+                middle = (low + high) / 2
+                tokens = rows + np.cumsum(middle ** (places // rows + 1))[: len(prices) - 1]
+                pays = bool((tokens / prices[1 : len(tokens) + 1] > MARGIN * rows / prices[0]).any())
+                low, high = (low, middle) if pays else (middle, high)
+            self._least[rows] = low
+        return self._least[rows]
+
+    def _worthwhile(self, sequences: Ordered[Sequence], known: Ordered[Acceptance], room: int) -> list[int]:
+        """The drafted tokens with the best chances, while they raise the tokens of a step over its price."""
+        limits = np.array([self._limit(sequence) for sequence in sequences])
+        rates = np.array([one.rate for one in known])
+        chances = np.cumprod(np.repeat(rates[:, None], self._most, axis=1), axis=1)
+        chances[np.arange(self._most) >= limits[:, None]] = 0.0
+        best = np.argsort(-chances, axis=None, kind="stable")[:room]  # so those of one sequence are in order
+        tokens = len(known) + np.concatenate([[0.0], np.cumsum(chances.ravel()[best])])
+        speeds = tokens / self._prices.table(len(known), MOST_ROWS)[: len(tokens)]
+        count = int(speeds.argmax())
+        if speeds[count] <= MARGIN * speeds[0]:
+            count = 0
+        taken = np.bincount(best[:count] // self._most, minlength=len(known)).clip(max=limits)
+        chosen: list[int] = taken.tolist()
+        if count < room:
+            self._try_one(sequences, known, chosen)
+        return chosen
+
+    def _try_one(self, sequences: Ordered[Sequence], known: Ordered[Acceptance], chosen: list[int]) -> None:
+        """Draft a token for the first sequence that had none for long, if there is one."""
+        for index, one in enumerate(known):
+            if one.waited >= one.wait and not chosen[index] and self._limit(sequences[index]):
+                chosen[index] = 1
+                return
+
+    def _of(self, sequence: Sequence) -> Acceptance:
+        if sequence.acceptance is None:
+            sequence.acceptance = self._all.of_new_request()
+        return sequence.acceptance
+
+    def _limit(self, sequence: Sequence) -> int:
+        """The last token of an answer need not be drafted."""
+        return max(0, min(self._most, sequence.max_len - sequence.num_tokens - 1))
+
+
+@dataclass
+class _Counts:
+    positions: list[int]
+    """Drafted tokens that were right, by their place in the draft."""
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def break_even(prices: StepPrices, rows: int, drafted: int) -> float | None:
+    """The acceptance from which drafting pays: `rows` requests with `drafted` tokens each. None: never.
+
+    Solves (1 + a + ... + a^d) / price(rows (1 + d)) = 1 / price(rows) for a.
+    """
+    wanted = prices.price(rows * (1 + drafted)) / prices.price(rows)
+    if wanted > 1 + drafted:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        reached = sum(middle**place for place in range(1 + drafted)) >= wanted
+        low, high = (low, middle) if reached else (middle, high)
+    return high

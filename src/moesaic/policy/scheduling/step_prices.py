@@ -1,0 +1,101 @@
+"""How long a step of so many rows takes, from a prior and from what was measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.policy.scheduling.minimum_batch import SHARED_ROWS
+
+SAMPLES = 15
+"""Durations that are kept of each number of rows. Their lower quartile counts: other work only adds."""
+WARM = 2
+"""First durations of each number of rows that are ignored: the step is recorded then."""
+
+SKIP = 4
+"""Only every fourth duration counts, once there are some of its number of rows."""
+REFRESH = 64
+"""Measurements after which the table of prices should be made anew."""
+FloatArray = npt.NDArray[np.float64]
+
+
+def work_by_rows(others: float, experts: float, num_experts: int, top_k: int) -> Callable[[int], float]:
+    """A prior for the steps of a model: bytes that are read, and what is computed as so many bytes.
+
+    others, experts: bytes of all other weights and of all routed experts. Every row passes the former, and
+    top_k of num_experts of each layer. Equally likely experts are assumed. Computing SHARED_ROWS rows takes
+    as long as reading their weights.
+
+    >>> work = work_by_rows(100, 800, 8, 2)
+    >>> round(work(2) / work(1), 2)
+    1.57
+    """
+    share = top_k / num_experts if num_experts else 0.0
+
+    def work(rows: int) -> float:
+        touched = 1.0 - (1.0 - share) ** rows
+        return others * (1 + rows / SHARED_ROWS) + experts * (touched + share * rows / SHARED_ROWS)
+
+    return work
+
+
+class StepPrices:
+    """The price of a step by its rows. Only ratios of prices mean anything before a step was measured."""
+
+    def __init__(self, prior: Callable[[int], float]) -> None:
+        """prior: a price by rows, of which the ratios count, such as bytes that are read."""
+        self._prior = prior
+        self._samples: dict[int, deque[float]] = {}
+        self._seen: dict[int, int] = {}
+        self._rows: list[int] = []
+        """Numbers of rows that were measured, ascending."""
+        self._factors: list[float] = []
+        """The duration of each over its prior."""
+        self._table: FloatArray = np.zeros(0)
+        self.news = 0
+        """Measurements since the last `refresh`."""
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        seen = self._seen[rows] = self._seen.get(rows, 0) + 1
+        self.news += 1
+        if seen <= WARM or (seen > SAMPLES and seen % SKIP):
+            return
+        samples = self._samples.setdefault(rows, deque(maxlen=SAMPLES))
+        samples.append(seconds)
+        factor = sorted(samples)[len(samples) // 4] / self._prior(rows)
+        place = bisect_left(self._rows, rows)
+        if self._rows[place : place + 1] == [rows]:
+            self._factors[place] = factor
+        else:
+            self._rows.insert(place, rows)
+            self._factors.insert(place, factor)
+
+    def price(self, rows: int) -> float:
+        """The price of a step: the prior, times the factor that was measured, between the nearest ones."""
+        return self._prior(rows) * self._factor(rows)
+
+    def refresh(self) -> None:
+        """Let `table` follow the measurements so far."""
+        self.news = 0
+        self._table = np.zeros(0)
+
+    def table(self, first: int, last: int) -> FloatArray:
+        """[last - first + 1] the prices of steps of `first` to `last` rows, as of the last `refresh`."""
+        if len(self._table) <= last:
+            self._table = np.array([self.price(max(1, rows)) for rows in range(last + 1)])
+        return self._table[first : last + 1]
+
+    def _factor(self, rows: int) -> float:
+        if not self._rows:
+            return 1.0
+        place = bisect_left(self._rows, rows)
+        if place == 0 or place == len(self._rows):
+            return self._factors[min(place, len(self._rows) - 1)]
+        low, high = self._rows[place - 1], self._rows[place]
+        share = (rows - low) / (high - low)
+        return (1 - share) * self._factors[place - 1] + share * self._factors[place]

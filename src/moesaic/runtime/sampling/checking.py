@@ -1,0 +1,125 @@
+"""Checks drafted tokens: one is right if it is the token that its request would have got without a draft.
+
+A row's logits do not depend on the other rows of its step, and a token depends only on its row's logits, its
+request's seed and its position. So no token differs from those of a run without drafts, greedy or sampled.
+
+Requests with penalties, bans or the masks of a structured output need their tokens in order. Their rows are
+sampled round by round: first the row of the newest token, then that of the first drafted token if it was
+right, and so on. All rows of the other requests are sampled at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import torch
+
+from moesaic.core.request import TokenLogprob
+from moesaic.core.tokens import IntArray
+from moesaic.policy.scheduling.schedulers.actions import StepPlan
+from moesaic.runtime.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The new tokens of the requests of a step, request after request."""
+
+    tokens: IntArray
+    logprobs: list[TokenLogprob | None]
+    """One per token; empty if no request wants any."""
+    counts: IntArray | None = None
+    """[p] new tokens of each request. None: one each."""
+
+
+@dataclass(eq=False)
+class _Check:
+    """The rows of one request, and the tokens that it gets."""
+
+    request_id: int
+    start: int
+    """Its first row among those that tokens may be sampled from."""
+    proposed: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+    def take(self, token: int, logprob: TokenLogprob | None) -> bool:
+        """Add the token of the next row. Returns whether it was drafted, so that there is a row behind it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        place = len(self.tokens)
+        return place <= len(self.proposed) and token == self.proposed[place - 1]
+
+
+def sample_step(sampler: Sampler, plan: StepPlan, logits: torch.Tensor) -> Sampled:
+    """The next tokens of each sampled sequence: its right drafted tokens, and one more.
+
+    logits: [p + drafted, vocab] of plan.sample_rows. They may be changed in place.
+    """
+    if not len(plan.drafted):
+        return Sampled(*sampler.sample(plan.request_ids[plan.sampled], logits))
+    checks = _checks(plan)
+    _at_once(sampler, [one for one in checks if not sampler.in_order(one.request_id)], logits)
+    _in_rounds(sampler, [one for one in checks if not one.tokens], logits)
+    logprobs = list(chain(*(one.logprobs for one in checks)))
+    tokens = np.array(list(chain(*(one.tokens for one in checks))), dtype=np.int64)
+    counts = np.array([len(one.tokens) for one in checks], dtype=np.int64)
+    return Sampled(tokens, logprobs if any(logprobs) else [], counts)
+
+
+def joined(parts: Sequence[Sampled]) -> Sampled:
+    """The tokens of several calls of `sample_step` without drafts."""
+    tokens = np.concatenate([part.tokens for part in parts])
+    logprobs = [entry for part in parts for entry in part.logprobs or [None] * len(part.tokens)]
+    return Sampled(tokens, logprobs if any(logprobs) else [])
+
+
+def _checks(plan: StepPlan) -> list[_Check]:
+    """One for each sampled sequence."""
+    ids, counts = plan.batch.token_ids, plan.drafted.tolist()
+    stops = plan.batch.query_starts[plan.sampled + 1].tolist()
+    starts = (np.cumsum(plan.drafted + 1) - plan.drafted - 1).tolist()
+    return [
+        _Check(request_id, start, ids[stop - count : stop].tolist())
+        for request_id, start, stop, count in zip(
+            plan.request_ids[plan.sampled].tolist(), starts, stops, counts, strict=True
+        )
+    ]
+
+
+def _at_once(sampler: Sampler, checks: Sequence[_Check], logits: torch.Tensor) -> None:
+    """Sample every row of these requests, and take the tokens up to the first one that was not drafted."""
+    if not checks:
+        return
+    places = [(one, offset) for one in checks for offset in range(1 + len(one.proposed))]
+    lines = [one.start + offset for one, offset in places]
+    ids, offsets = [one.request_id for one, _ in places], [offset for _, offset in places]
+    tokens, report = sampler.sample_ahead(ids, offsets, _rows(logits, lines))
+    going = True
+    for place, (one, offset) in enumerate(places):
+        if going or offset == 0:
+            going = one.take(int(tokens[place]), report[place] if report else None)
+    for one in checks:
+        sampler.advance(one.request_id, len(one.tokens))
+
+
+def _in_rounds(sampler: Sampler, checks: Sequence[_Check], logits: torch.Tensor) -> None:
+    """Sample these requests row by row."""
+    while checks:
+        ids = np.array([one.request_id for one in checks], dtype=np.int64)
+        rows = _rows(logits, [one.start + len(one.tokens) for one in checks])
+        tokens, report = sampler.sample(ids, rows)
+        checks = [
+            one
+            for place, one in enumerate(checks)
+            if one.take(int(tokens[place]), report[place] if report else None)
+        ]
+
+
+def _rows(logits: torch.Tensor, lines: list[int]) -> torch.Tensor:
+    """These rows, ascending. Consecutive ones are not copied."""
+    if lines[-1] - lines[0] == len(lines) - 1:
+        return logits[lines[0] : lines[-1] + 1]
+    return logits[torch.tensor(lines, device=logits.device)]

@@ -1,0 +1,98 @@
+"""Drafted tokens in a cluster: the bits of one process without drafts, also while processes are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any, get_args
+
+import pytest
+
+from moesaic import SamplingParams
+from moesaic.config import Schedule
+from tests.cluster.test_identity import alone
+from tests.support.cluster_driver import Cluster, cluster
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+SHAPES: dict[str, dict[str, Any]] = {
+    "2 workers, 2 servers, chunks": {
+        "attention_workers": 2,
+        "expert_servers": 2,
+        "min_replicas": 2,
+        "max_num_batched_tokens": 16,
+    },
+    "two batches in flight": {"expert_servers": 2, "inflight_batches": 2},
+    "barrier": {"schedule": "barrier", "attention_workers": 2, "expert_servers": 2},
+    "async": {"schedule": "async", "attention_workers": 2, "expert_servers": 3, "queue_policy": "mtfs"},
+    "async, chunks": {"schedule": "async", "expert_servers": 2, "max_num_batched_tokens": 16},
+}
+
+
+RANKS = {"expert_servers": 0, "tensor_parallel_size": 2}
+"""Which add up numbers in another order than one process."""
+
+
+def repetitive() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that repeat a phrase, and answers of few different tokens, of which some are penalised."""
+    numbers = random.Random(3)
+    prompts = [[numbers.randrange(300, 900) for _ in range(4 + i)] * 3 for i in range(8)]
+    params = [
+        SamplingParams(
+            max_tokens=40,
+            temperature=0.6 * (i % 2),
+            seed=i,
+            logprobs=0,
+            ignore_eos=True,
+            allowed_token_ids=prompts[i][:3],
+            presence_penalty=0.2 * (i % 3),
+        )
+        for i in range(8)
+    ]
+    return prompts, params
+
+
+def accepted(served: Cluster) -> None:
+    """Waits for the statistics to say so."""
+    served.until(lambda: served.stats.speculation.accepted_tokens > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_bits_as_without_drafts(shape: str) -> None:
+    with cluster(**SHAPES[shape], speculative_config=NGRAM) as served:
+        served.submit(*repetitive())
+        assert served.finish() == alone(*repetitive())
+        accepted(served)
+
+
+@pytest.mark.slow
+def test_ranks_have_the_same_bits_as_without_drafts() -> None:
+    found = []
+    for drafting in (None, NGRAM):
+        with cluster(**RANKS, speculative_config=drafting) as served:  # type: ignore[arg-type]
+            served.submit(*repetitive())
+            found.append(served.finish())
+            if drafting is not None:
+                accepted(served)
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_the_same_bits_through_kills(schedule: str) -> None:
+    killed: list[str] = []
+    shape = {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2}
+    with cluster(schedule=schedule, **shape, speculative_config=NGRAM) as served:  # type: ignore[arg-type]
+        served.connected()
+
+        def kill(tokens: int) -> None:
+            for name, after in (("expert server 0", 40), ("attention worker 0", 120)):
+                if tokens >= after and name not in killed:
+                    killed.append(name)
+                    os.kill(served.pid(name), signal.SIGKILL)
+
+        served.submit(*repetitive())
+        assert served.finish(kill) == alone(*repetitive())
+        accepted(served)
+    assert len(killed) == 2
