@@ -65,6 +65,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
               **SHARED,
         ),
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        model_configs.lfm2(
+            moe_intermediate_size=64, intermediate_size=96, layer_types=["conv", "full_attention", "conv"],
+            **SHARED,
+        ),
+    ),
 }  # fmt: skip
 ONLY_EXPERTS = r".*(self_attn|shared_experts|mlp\.(gate|up|down)_proj).*"
 """What Kimi K2's files have as it is."""
@@ -145,6 +152,7 @@ PUBLISHED = [
     ("qwen2_moe", "gptq", "two ranks over a disk"),
     ("mixtral", "fp8 matrix, static", "on demand"),
     ("glm4_moe", "fp8 blocks", "a reused prefix"),
+    ("lfm2_moe", "awq", "two ranks"),
     *(
         pytest.param(*one, marks=pytest.mark.full)
         for one in (
@@ -155,6 +163,8 @@ PUBLISHED = [
             ("hy_v3", "fp8 blocks", "expert servers, async"),
             ("qwen2_moe", "awq", "padded, on demand"),
             ("minimax_m2", "awq", "two ranks"),
+            ("lfm2_moe", "gptq", "on demand"),
+            ("lfm2_moe", "packed int4", "expert servers, async"),
         )
     ),
 ]

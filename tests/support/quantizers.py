@@ -21,7 +21,7 @@ Quantizer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 """Name and matrix [rows, columns] -> the tensors in the file, and the dequantised matrix in float32."""
 MATRICES = re.compile(
     r".*\.(q_proj|k_proj|v_proj|o_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj"
-    r"|gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+    r"|gate_proj|up_proj|down_proj|w1|w2|w3|conv\.in_proj|out_proj)\.weight"
 )
 COLUMNS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 """Experts of gpt-oss, which have no other quantised matrices."""
