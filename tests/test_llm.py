@@ -265,8 +265,9 @@ def test_chat_and_texts(checkpoint: Path) -> None:
     [
         ({"offload": Offload(1 << 30, "cgopipe", 2, 4, prefill_rows=19)}, "offload"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
     ],
-    ids=["offload", "tensor parallelism"],
+    ids=["offload", "tensor parallelism", "drafted tokens"],
 )
 def test_routing_is_refused_where_no_worker_would_report_it(
     checkpoint: Path, settings: dict[str, Any], named: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,11 @@ def test_json_carries_the_file() -> None:
     layout = ExpertLayout({0: "a"}, "gate", "up", "down", 4, 4, 2, 1, "float32")
     server = ExpertServerConfig("m", layout, "unix:x", trace="t.json")
     assert ExpertServerConfig.from_json(server.to_json()).trace == "t.json"
+
+
+def test_drafted_rows_are_counted_apart(track: Track, spans: Callable[[], Any]) -> None:
+    """One decode with three drafted tokens, and one without."""
+    timeline, step = StepPieces(track), replace(plan(4, 4, 1), drafted=np.array([3, 0]))
+    timeline.begin(step, "step")
+    timeline.end()
+    assert spans()[0].args == {"step": 4, "rows": 5, "decode": 2, "prefill": 0, "drafted": 3}

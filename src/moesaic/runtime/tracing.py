@@ -217,9 +217,13 @@ class StepPieces:
         piece = self._piece
         if piece is None:
             return
-        batch = piece.plan.batch
-        decodes = int(np.count_nonzero(np.diff(batch.query_starts) == 1))
-        rows = {"rows": batch.num_rows, "decode": decodes, "prefill": batch.num_rows - decodes}
+        batch, counts = piece.plan.batch, np.diff(piece.plan.batch.query_starts)
+        drafted = piece.plan.drafted
+        decodes = int(np.count_nonzero(counts == 1) + np.count_nonzero(drafted))
+        rest = batch.num_rows - decodes - int(drafted.sum())
+        rows = {"rows": batch.num_rows, "decode": decodes, "prefill": rest}
+        if len(drafted):
+            rows["drafted"] = int(drafted.sum())
         self._track.span(piece.name, piece.begin, end, step=piece.plan.step, **rows)
         for name, inner_begin, inner_end, arguments in piece.inner:
             self._track.span(name, inner_begin, inner_end, **arguments)

@@ -47,3 +47,16 @@ def test_more_rows_read_more_experts_until_all_are_read() -> None:
     steps = [work(rows + 1) - work(rows) for rows in (1, 2, 5, 60)]
     assert steps == sorted(steps, reverse=True) and steps[-1] > 0
     assert work_by_rows(100.0, 0.0, 0, 0)(6) == pytest.approx(200.0)
+
+
+def test_the_table_grows_with_the_rows_whatever_was_measured() -> None:
+    prices = StepPrices(lambda rows: float(rows))
+    measured(prices, 2, 4.0)
+    measured(prices, 4, 1.0)
+    found = prices.table(1, 5).tolist()
+    assert found[1] == prices.price(2) == 4.0
+    assert found[3] == pytest.approx(4.0 * 2**0.25) and found == sorted(found)
+    measured(prices, 4, 64.0, times=20)
+    assert prices.table(4, 4).tolist() == [pytest.approx(found[3])]
+    prices.refresh()
+    assert prices.table(4, 4).tolist() == [prices.price(4)] == [64.0]

@@ -28,7 +28,7 @@ MOST_ROWS = 64
 """Rows of a step, at most, when it checks drafts. Their logits are in memory together."""
 REPORTED = (1, 8, 32)
 """Numbers of requests for which `Speculation.described` says when drafts pay."""
-MARGIN = 1.05
+MARGIN = 1.1
 """Factor by which drafts must raise the tokens of a step over its price."""
 
 

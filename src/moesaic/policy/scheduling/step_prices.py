@@ -18,6 +18,8 @@ WARM = 2
 
 SKIP = 4
 """Only every fourth duration counts, once there are some of its number of rows."""
+LEAST_GROWTH = 0.25
+"""Power of the prior's growth with the rows. Prices grow at least as fast."""
 REFRESH = 64
 """Measurements after which the table of prices should be made anew."""
 FloatArray = npt.NDArray[np.float64]
@@ -85,9 +87,17 @@ class StepPrices:
         self._table = np.zeros(0)
 
     def table(self, first: int, last: int) -> FloatArray:
-        """[last - first + 1] the prices of steps of `first` to `last` rows, as of the last `refresh`."""
+        """[last - first + 1] the prices of steps of `first` to `last` rows, as of the last `refresh`.
+
+        Each grows with the rows by at least a part of what the prior says, whatever was measured on a busy
+        machine.
+        """
         if len(self._table) <= last:
-            self._table = np.array([self.price(max(1, rows)) for rows in range(last + 1)])
+            prices = [self.price(1), self.price(1)]  # that of no rows is never read
+            for rows in range(2, last + 1):
+                least = prices[-1] * (self._prior(rows) / self._prior(rows - 1)) ** LEAST_GROWTH
+                prices.append(max(self.price(rows), least))
+            self._table = np.array(prices)
         return self._table[first : last + 1]
 
     def _factor(self, rows: int) -> float:
