@@ -16,7 +16,8 @@ from tests.support import model_configs, tiny_models
 from tests.support.cluster_driver import Answer, cluster
 
 pytestmark = pytest.mark.slow
-LENGTHS = (300, 200, 128, 65, 300, 10)
+LENGTHS = (200, 129, 128, 65, 200, 10)
+NEW = 40
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [tiny_models.prompt(n, model_configs.VOCAB, seed=i % 4) for i, n in enumerate(LENGTHS)]
     params = [
-        SamplingParams(max_tokens=80, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
+        SamplingParams(max_tokens=NEW, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
         for i in range(len(prompts))
     ]
     return prompts, params
@@ -46,7 +47,7 @@ def alone(checkpoint: Path) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("after", [0, 150])
+@pytest.mark.parametrize("after", [0, 80])
 @pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_a_killed_workers_requests_go_on(
     schedule: str, after: int, checkpoint: Path, alone: list[Answer]
