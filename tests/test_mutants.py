@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from scripts.mutants import __main__ as program
-from scripts.mutants import mutations, reach, tree
+from scripts.mutants import entered, mutations, reach, tree
 
 ROOT = Path(__file__).parent.parent
 
@@ -81,6 +81,38 @@ def test_a_seed_draws_the_same_mutants_again() -> None:
     assert one == again != other
     assert mutations.choose(reversed(every), 1, 3) == one[:3]
     assert {len({m.line for m in mutations.choose(every, seed, 9)}) for seed in range(9)} == {4}
+
+
+def test_the_same_change_is_found_in_another_tree() -> None:
+    one, other = (
+        [one for one in mutations.find("x.py", text) if one.after == "(0)"]
+        for text in ("a = 1\nb = 1\na = 1\n", "c = 3\nc = 3\na = 1\n\na = 1\n")
+    )
+    assert [found.line for found in mutations.standing_in(one, other)] == [3, 3]
+    assert [found.line for found in mutations.standing_in(other, one)] == [3, 3]
+
+
+NESTED = """a = 1
+
+class B:
+    b = 2
+    def c(
+        self, d=4,
+    ):
+        async def e(f=5):
+
+            return f
+        return e
+g = 6
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [(1, None), (4, None), (6, None), (8, "x.py:5"), (10, "x.py:8"), (11, "x.py:5"), (12, None)],
+)
+def test_a_line_belongs_to_the_innermost_function_with_it(line: int, key: str | None) -> None:
+    assert entered.key_of("x.py", NESTED, line) == key
 
 
 LARGER = "def larger(a, b):\n    return a if a > b else b\n"
@@ -189,6 +221,72 @@ def test_a_mistake_is_caught_and_what_changes_nothing_survives(sample: Path, tmp
         outcome = trial.judge(found[after])
         assert (outcome.caught, outcome.by) == verdict
     assert (copied.root / "src/sample/numbers.py").read_text() == LARGER
+
+
+RECORDED = """
+import subprocess
+import sys
+import threading
+
+import pytest
+from sample import numbers
+
+numbers.at_import()
+
+
+@pytest.fixture(scope="module")
+def made():
+    return numbers.in_a_fixture()
+
+
+def test_first(made):
+    pass
+
+
+def test_second(made):
+    numbers.outer()
+
+
+def test_thread():
+    thread = threading.Thread(target=numbers.in_a_thread)
+    thread.start()
+    thread.join()
+
+
+def test_program():
+    subprocess.run([sys.executable, "-c", "from sample import numbers; numbers.in_a_program()"], check=True)
+"""
+ENTERED = {
+    "at_import": None,
+    "in_a_fixture": ["test_first", "test_second"],
+    "outer": ["test_second"],
+    "inner": [],
+    "in_a_thread": ["test_thread"],
+    "in_a_program": [""],
+    "unused": [],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_which_tests_enter_a_function(tmp_path: Path, tmp_path_factory: Any, workers: int) -> None:
+    names = [name for name in ENTERED if name != "inner"]
+    source = "".join(f'def {name}():\n    """Text."""\n' for name in names)
+    source = source.replace("def outer():\n", "def outer():\n    def inner():\n        return 1\n")
+    for name, text in {"src/sample/numbers.py": source, "tests/test_x.py": RECORDED}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).with_name("__init__.py").touch()
+    copied = tree.copy(tmp_path, tmp_path_factory.mktemp("copy"), "sample")
+    with copied.recording() as functions:
+        assert copied.pytest([], "", workers, 120).good
+    lines = {
+        line[:-3].split()[-1]: number for number, line in enumerate(source.splitlines(), 1) if "def" in line
+    }
+    for name, tests in ENTERED.items():
+        wanted = tests and [f"tests/test_x.py::{one}".removesuffix("::") for one in tests]
+        assert functions.chosen(f"src/sample/numbers.py:{lines[name]}") == wanted, name
+    assert not list((copied.root / "src").rglob("*.pyc")) and copied.pytest([], "", 1, 120).good
 
 
 @pytest.mark.slow
