@@ -111,7 +111,7 @@ def one_history(engines: Engines, seed: int) -> int:
 
 
 def test_random_histories(engines: Engines) -> None:
-    assert sum(one_history(engines, seed) for seed in range(12)) > 2
+    assert sum(one_history(engines, seed) for seed in range(6)) > 1
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_a_thousand_histories(engines: Engines, first: range) -> None:
 
 def test_many_sequences_leave_no_state_behind(engines: Engines) -> None:
     draw = random.Random(7)
-    asked, how = prompts(draw, 64), params(draw, 64)
-    model = engines.engine(max_num_seqs=64, kv_cache_memory="64MiB")
+    asked, how = prompts(draw, 32), params(draw, 32)
+    model = engines.engine(max_num_seqs=32, kv_cache_memory="64MiB")
     assert answers(model, asked, how) == [engines.wanted(*one) for one in zip(asked, how, strict=True)]
     states = model.stats().states
-    assert (states.seats, states.seats_used) == (64, 0)
+    assert (states.seats, states.seats_used) == (32, 0)
     assert states.pages == states.pages_free + states.snapshots and states.snapshots > 0
 
 
