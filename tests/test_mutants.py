@@ -214,13 +214,26 @@ def test_tests_with_the_name_come_first_and_then_the_nearest(path: str, first: l
 def test_a_mistake_is_caught_and_what_changes_nothing_survives(sample: Path, tmp_path_factory: Any) -> None:
     copied = tree.copy(sample, tmp_path_factory.mktemp("copy"), "sample")
     trial = program.Trial(copied, reach.read(copied.root, "sample"), "", workers=1)
-    assert trial.measure().failed == ["tests/test_others.py::test_that_fails_already"]
+    assert trial.measure([]).failed == ["tests/test_others.py::test_that_fails_already"]
     found = {one.after: one for one in program.found(sample, "sample", "")}
     for after, verdict in VERDICTS.items():
         trial.limit = 2 if after == ENDLESS else 120
         outcome = trial.judge(found[after])
         assert (outcome.caught, outcome.by) == verdict
     assert (copied.root / "src/sample/numbers.py").read_text() == LARGER
+
+
+@pytest.mark.slow
+def test_on_request_only_the_nearest_files_run(
+    sample: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "FEW", 1)
+    copied = tree.copy(sample, tmp_path_factory.mktemp("copy"), "sample")
+    trial = program.Trial(copied, reach.read(copied.root, "sample"), "", workers=1, near_only=True)
+    [mutation] = [one for one in program.found(sample, "sample", "") if one.after == "(n * 2)"]
+    trial.measure([mutation])
+    assert set().union(*trial.functions.tests.values()) == {"tests/test_others.py::test_it"}
+    assert trial.judge(mutation).by == "tests/test_others.py::test_it"
 
 
 RECORDED = """

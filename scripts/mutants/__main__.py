@@ -5,6 +5,7 @@
     python -m scripts.mutants --count 30 --list          what would be changed
     python -m scripts.mutants --only src/moesaic/kvcache mutants of these files
     python -m scripts.mutants --root ../older            another tree's package with that tree's tests
+    python -m scripts.mutants --near --tier test         only tests in the files nearest to each mutant
     python -m scripts.mutants --also-in ../older         mutants that can be made in the other tree too
     python -m scripts.mutants --survivors-of a.json      survivors of an earlier run, also of another tree
 
@@ -58,11 +59,14 @@ class Trial:
     workers: int
     limit: float = SPARE
     functions: entered.Functions = field(default_factory=entered.Functions)
+    near_only: bool = False
+    """Whether only the test files nearest to a mutant count."""
 
-    def measure(self) -> tree.Run:
-        """Run the whole tier once without a change. Tests that fail already are left out afterwards."""
+    def measure(self, mutants: list[mutations.Mutation]) -> tree.Run:
+        """Run the tests once without a change. Tests that fail already are left out afterwards."""
+        files = sorted({file for one in mutants for file in self._near(one)}) if self.near_only else []
         with self.copied.recording() as self.functions:
-            done = self.copied.pytest([], self.marks, self.workers, 3 * 3600)
+            done = self.copied.pytest(files, self.marks, self.workers, 3 * 3600)
         if done.code not in (0, 1):
             how = f"pytest -m {self.marks!r} ended with {done.code}: {done.last_line}"
             raise SystemExit(f"the tests do not run in a copy of the tree: {how}")
@@ -72,8 +76,8 @@ class Trial:
 
     def judge(self, mutation: mutations.Mutation) -> Outcome:
         start = time.monotonic()
-        tests = self.graph.tests_of(mutation.path)
-        near = reach.nearest(mutation.path, self.copied.package, tests)
+        near = self._near(mutation)
+        tests = near if self.near_only else self.graph.tests_of(mutation.path)
         only = self._only(mutation)
         if only is not None:
             files = {name.partition("::")[0] for name in only}
@@ -84,6 +88,10 @@ class Trial:
                     return Outcome(mutation, True, by, time.monotonic() - start)
         by = "" if only is None or only else "no test enters the function"
         return Outcome(mutation, False, by, time.monotonic() - start)
+
+    def _near(self, mutation: mutations.Mutation) -> list[Path]:
+        tests = self.graph.tests_of(mutation.path)
+        return reach.nearest(mutation.path, self.copied.package, tests)
 
     def _only(self, mutation: mutations.Mutation) -> list[str] | None:
         source = (self.copied.root / mutation.path).read_text("utf-8")
@@ -136,8 +144,9 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> Iterator[O
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copied = tree.copy(arguments.root, Path(folder), arguments.package)
         marks = arguments.marks or TIERS[arguments.tier]
-        trial = Trial(copied, reach.read(copied.root, arguments.package), marks, arguments.workers)
-        before = trial.measure()
+        graph = reach.read(copied.root, arguments.package)
+        trial = Trial(copied, graph, marks, arguments.workers, near_only=arguments.near)
+        before = trial.measure(mutants)
         say(f"unchanged: {before.seconds:.0f} s; left out since they fail in the copy: {before.failed}")
         for number, mutation in enumerate(mutants, start=1):
             outcome = trial.judge(mutation)
@@ -169,6 +178,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="beginning of the paths of files, as in src/moesaic/core")
     parser.add_argument("--also-in", type=Path, help="a tree in which the same lines have to stand")
     parser.add_argument("--survivors-of", type=Path, help="a file of --json, whose survivors are judged")
+    parser.add_argument("--near", action="store_true", help="run only tests in the files nearest to a mutant")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file as they come")
     parser.add_argument("--workers", type=int, default=2, help="processes of tests; %(default)s by default")
