@@ -148,6 +148,9 @@ FILES = {
     "src/sample/__init__.py": "",
     "src/sample/numbers.py": LARGER,
     "src/sample/texts.py": HALF,
+    "src/sample/more/__init__.py": "from sample.more.deep import DEEP\n",
+    "src/sample/more/deep.py": "DEEP = 1\n",
+    "src/sample/user.py": "from sample.more import DEEP\n",
     "src/sample/alone.py": "while 0 > 0:\n    pass\n",
     "tests/__init__.py": "",
     "tests/help.py": "from sample.texts import half\n",
@@ -182,6 +185,14 @@ def test_tests_are_found_by_what_they_import(sample: Path) -> None:
     assert names("src/sample/numbers.py") == ["test_numbers.py", "test_others.py", "test_programs.py"]
     assert names("src/sample/texts.py") == ["test_others.py", "test_programs.py"]
     assert names("src/sample/alone.py") == ["test_programs.py"]
+
+
+def test_users_of_a_file_import_it_or_an_init_that_does(sample: Path) -> None:
+    graph = reach.read(sample, "sample")
+    one, other = "src/sample/numbers.py", "src/sample/texts.py"
+    assert graph.users_of(one) == {one, other} and graph.users_of(other) == {other}
+    deep = {f"src/sample/{name}.py" for name in ("more/__init__", "more/deep", "user")}
+    assert graph.users_of("src/sample/more/deep.py") == deep
 
 
 @pytest.mark.parametrize(
@@ -270,7 +281,7 @@ def test_program():
     subprocess.run([sys.executable, "-c", "from sample import numbers; numbers.in_a_program()"], check=True)
 """
 ENTERED = {
-    "at_import": None,
+    "at_import": [],
     "in_a_fixture": ["test_first", "test_second"],
     "outer": ["test_second"],
     "inner": [],
@@ -297,8 +308,12 @@ def test_which_tests_enter_a_function(tmp_path: Path, tmp_path_factory: Any, wor
         line[:-3].split()[-1]: number for number, line in enumerate(source.splitlines(), 1) if "def" in line
     }
     for name, tests in ENTERED.items():
-        wanted = tests and [f"tests/test_x.py::{one}".removesuffix("::") for one in tests]
-        assert functions.chosen(f"src/sample/numbers.py:{lines[name]}") == wanted, name
+        key = f"src/sample/numbers.py:{lines[name]}"
+        assert functions.of(key) == {f"tests/test_x.py::{one}".removesuffix("::") for one in tests}, name
+        assert functions.during_imports(key) is (name == "at_import")
+    assert functions.of_files(["src/sample/numbers.py"]) == set().union(
+        *map(functions.of, functions.tests)
+    ) | {"tests/test_x.py"}
     assert not list((copied.root / "src").rglob("*.pyc")) and copied.pytest([], "", 1, 120).good
 
 

@@ -12,8 +12,9 @@
 Each mutant is one change of one line: a comparison, an operator, a constant, a condition or a default is
 another, a statement is gone, or two arguments change places. Lines are drawn with equal chances. The work is
 done in a copy of the tree. One run without a change records which tests enter which function. Those that
-enter the changed function run, and those whose processes do. A change outside of functions, or of one that
-runs during imports, may concern every test that can reach the file. The nearest tests run first.
+enter the changed function run, and those whose processes do. If the change is outside of functions, or in one
+that runs during imports, the nearest test files run, and all tests that enter any function of the file or of
+one that imports it. The nearest run first.
 A test that fails has to fail again by itself. A mutant survives when all of them pass, and one with which
 they take too long is caught.
 Some mutants change nothing that can be observed, so not every survivor is a gap.
@@ -25,7 +26,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -79,25 +80,29 @@ class Trial:
         near = self._near(mutation)
         tests = near if self.near_only else self.graph.tests_of(mutation.path)
         only = self._only(mutation)
-        if only is not None:
-            files = {name.partition("::")[0] for name in only}
-            near, tests = ([one for one in some if str(one) in files] for some in (near, tests))
+        files = {name.partition("::")[0] for name in only}
+        near, tests = ([one for one in some if str(one) in files] for some in (near, tests))
         with self.copied.mutated(mutation):
             for part, workers in ((near, 1), ([one for one in tests if one not in near], self.workers)):
                 if part and (by := self._failure(part, workers, only)):
                     return Outcome(mutation, True, by, time.monotonic() - start)
-        by = "" if only is None or only else "no test enters the function"
+        by = "" if only else "no test enters the function"
         return Outcome(mutation, False, by, time.monotonic() - start)
 
     def _near(self, mutation: mutations.Mutation) -> list[Path]:
         tests = self.graph.tests_of(mutation.path)
         return reach.nearest(mutation.path, self.copied.package, tests)
 
-    def _only(self, mutation: mutations.Mutation) -> list[str] | None:
+    def _only(self, mutation: mutations.Mutation) -> set[str]:
+        """Names of the tests, and of files, that can notice the change."""
         source = (self.copied.root / mutation.path).read_text("utf-8")
-        return self.functions.chosen(entered.key_of(mutation.path, source, mutation.line))
+        key = entered.key_of(mutation.path, source, mutation.line)
+        if key is None or self.functions.during_imports(key):
+            users = self.functions.of_files(self.graph.users_of(mutation.path))
+            return users.union(map(str, self._near(mutation)))
+        return self.functions.of(key)
 
-    def _failure(self, tests: list[Path], workers: int, only: list[str] | None) -> str:
+    def _failure(self, tests: list[Path], workers: int, only: Collection[str]) -> str:
         """The first test that also fails alone. A test that fails only with others was disturbed by them."""
         disturbed: list[str] = []
         while True:

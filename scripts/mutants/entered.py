@@ -11,7 +11,7 @@ import importlib.util
 import json
 import marshal
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +31,17 @@ class Functions:
     files: dict[str, set[str]] = field(default_factory=dict)
     """Test files of which another process enters it. One is "" if the function runs while no test does."""
 
-    def chosen(self, key: str | None) -> list[str] | None:
-        """Names of the tests, and of files, that notice a change of the function. None if all may."""
-        files = self.files.get(key or "", set())
-        return None if key is None or "" in files else sorted({*files, *self.tests.get(key, ())})
+    def during_imports(self, key: str) -> bool:
+        return "" in self.files.get(key, ())
+
+    def of(self, key: str) -> set[str]:
+        """Names of the tests that enter the function, and of the files whose processes do."""
+        return self.tests.get(key, set()) | self.files.get(key, set()) - {""}
+
+    def of_files(self, paths: Collection[str]) -> set[str]:
+        """The same for all functions of these files."""
+        keys = {key for key in (*self.tests, *self.files) if key.partition(":")[0] in paths}
+        return set().union(*map(self.of, keys))
 
 
 def key_of(path: str, source: str, line: int) -> str | None:

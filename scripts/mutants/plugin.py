@@ -26,7 +26,9 @@ _fixtures: dict[object, set[str]] = {}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    recorder.entered.taken = True
+    if not recorder.entered.taken:
+        recorder.entered.take()  # by imports
+        recorder.entered.taken = True
     try:
         return (yield)
     finally:
