@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 
 from scripts.mutants import recorder
 
@@ -75,7 +76,7 @@ def recording(root: Path, package: str, folder: Path) -> Iterator[Functions]:
         shutil.rmtree(folder)
 
 
-def _with_lookups(file: Path, path: str) -> object:
+def _with_lookups(file: Path, path: str) -> CodeType:
     tree = ast.parse(file.read_text("utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -83,7 +84,8 @@ def _with_lookups(file: Path, path: str) -> object:
             for part in ast.walk(lookup):
                 ast.copy_location(part, node.body[0])
             node.body.insert(0 if ast.get_docstring(node, clean=False) is None else 1, lookup)
-    return compile(tree, str(file), "exec", dont_inherit=True)
+    code: CodeType = compile(tree, str(file), "exec", dont_inherit=True)
+    return code
 
 
 def _read(folder: Path, functions: Functions) -> None:

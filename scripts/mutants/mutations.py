@@ -66,9 +66,9 @@ def find(path: str, source: str) -> list[Mutation]:
             assert target.end_lineno is not None and target.end_col_offset is not None
             start = starts[target.lineno - 1] + target.col_offset
             end = starts[target.end_lineno - 1] + target.end_col_offset
-            text = data[starts[target.lineno - 1] : starts[target.lineno]].decode().strip()
+            whole = data[starts[target.lineno - 1] : starts[target.lineno]].decode().strip()
             before = data[start:end].decode()
-            found.append(Mutation(path, target.lineno, kind, before, after, start, end, text))
+            found.append(Mutation(path, target.lineno, kind, before, after, start, end, whole))
     return found
 
 

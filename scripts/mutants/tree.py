@@ -122,8 +122,8 @@ def copy(root: Path, to: Path, package: str) -> Tree:
     tree = Tree(to, package)
     venv.create(to / ".venv", symlinks=True)
     libraries = [Path(one) for one in sys.path if one.endswith("site-packages")]
-    for module, name in ((recorder, RECORDER), (plugin, PLUGIN)):
-        shutil.copy(module.__file__, tree.site / f"{name}.py")
+    for file, name in ((recorder.__file__, RECORDER), (plugin.__file__, PLUGIN)):
+        shutil.copy(file, tree.site / f"{name}.py")
     starting = f"import {RECORDER}; {RECORDER}.start()"
     (tree.site / "copy.pth").write_text("".join(f"{one}\n" for one in [to / "src", *libraries, starting]))
     for library in libraries:
