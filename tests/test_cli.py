@@ -19,7 +19,7 @@ import pytest
 
 import moesaic
 from moesaic import cli
-from moesaic.commands import doctor, flag_groups, machine, usage
+from moesaic.commands import doctor, flag_groups, machine, suggestions, usage
 from moesaic.commands.announce import capacity_line, requests_of_maximum_length
 from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
@@ -198,6 +198,13 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert err.startswith("moesaic: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_flags_of_other_programs_mean_flags_of_this_one() -> None:
+    known = frozenset[str]().union(*(names for _, names in suggestions._flags(cli.app, ())))
+    assert known.issuperset(suggestions.ELSEWHERE.values())
+    assert all(flag.startswith("--") for flag in suggestions.ELSEWHERE.keys() - known)
+    assert suggestions.about("--n-cpu-moe", ("run-batch",), cli.app) == "Did you mean --fast-memory?"
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

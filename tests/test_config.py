@@ -216,6 +216,15 @@ def test_hub_cache_follows_the_hubs_variables() -> None:
     assert config.hub_cache({"HF_HOME": "/h", "HF_HUB_CACHE": "/c"}) == Path("/c")
 
 
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [({"attention_workers": 3}, "attention-workers"), ({"expert_servers": 3}, "expert-servers")],
+)
+def test_sizes_that_say_something_else_are_refused_by_flag(given: dict[str, int], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag}: got 3; allowed: 4 with --data-parallel-size 4"):
+        config.ClusterConfig(data_parallel_size=4, enable_expert_parallel=True, **given)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_field_is_documented_and_frozen(kind: type) -> None:
     source = inspect.getsource(kind)

@@ -39,6 +39,13 @@ class Mutation:
     after: str
     start: int
     end: int
+    text: str
+    """The line without its indentation."""
+
+    @property
+    def change(self) -> tuple[str, ...]:
+        """What says that a mutation of another version of the file is the same."""
+        return self.path, self.kind, self.before, self.after, self.text
 
     def apply(self, source: str) -> str:
         data = source.encode()
@@ -59,8 +66,25 @@ def find(path: str, source: str) -> list[Mutation]:
             assert target.end_lineno is not None and target.end_col_offset is not None
             start = starts[target.lineno - 1] + target.col_offset
             end = starts[target.end_lineno - 1] + target.end_col_offset
-            found.append(Mutation(path, target.lineno, kind, data[start:end].decode(), after, start, end))
+            whole = data[starts[target.lineno - 1] : starts[target.lineno]].decode().strip()
+            before = data[start:end].decode()
+            found.append(Mutation(path, target.lineno, kind, before, after, start, end, whole))
     return found
+
+
+def standing_in(wanted: Iterable[Mutation], found: Iterable[Mutation]) -> list[Mutation]:
+    """Of the mutations in `found` those that are the same as one of `wanted`, in its order.
+
+    Of several that stand on equal lines the nearest is taken.
+    """
+    equal: dict[tuple[str, ...], list[Mutation]] = {}
+    for one in found:
+        equal.setdefault(one.change, []).append(one)
+    return [
+        min(equal[one.change], key=lambda other: abs(other.line - one.line))
+        for one in wanted
+        if one.change in equal
+    ]
 
 
 def choose(found: Iterable[Mutation], seed: int, count: int) -> list[Mutation]:

@@ -45,6 +45,19 @@ class Reach:
                     found.append((len(self.modules), str(file), file))
         return [file for _, _, file in sorted(found)]
 
+    def users_of(self, path: str) -> set[str]:
+        """The file, and the files of the package that import it, or a package's `__init__` that does."""
+        names = {module: str(file) for module, file in self.modules.items()}
+        found = {path}
+        while True:
+            targets = {
+                name for name, file in names.items() if file == path or (file in found and _is_init(file))
+            }
+            more = {names[name] for name, used in self.imports.items() if used & targets} - found
+            if not more:
+                return {one for one in found if one.startswith("src/")}
+            found |= more
+
     def _distances(self, name: str) -> dict[str, int]:
         known, waiting = {name: 0}, deque([name])
         while waiting:
@@ -104,6 +117,10 @@ def _mentioned(name: str, tree: ast.Module, is_package: bool) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isprintable():
             yield node.value
             yield f"{node.value}.__main__"
+
+
+def _is_init(file: str) -> bool:
+    return Path(file).name == "__init__.py"
 
 
 def _with_parents(name: str) -> Iterator[str]:

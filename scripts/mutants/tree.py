@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.mutants import entered, plugin, recorder
 from scripts.mutants.mutations import Mutation
 
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "__pycache__", ".*_cache", ".hypothesis")
+RECORDER, PLUGIN = "mutants_recorder", "mutants_plugin"
+"""Names that the modules `recorder` and `plugin` have in the copy."""
 SCRIPT = "#!{python}\nimport runpy\nrunpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
 
 
@@ -52,12 +55,32 @@ class Tree:
     def python(self) -> Path:
         return self.root / ".venv" / "bin" / "python"
 
-    def pytest(self, tests: Sequence[Path | str], marks: str, workers: int, limit: float, *more: str) -> Run:
-        """Run the tests in these files. If none is given, run all tests."""
+    @property
+    def site(self) -> Path:
+        return next((self.root / ".venv" / "lib").glob("python*/site-packages"))
+
+    def recording(self) -> AbstractContextManager[entered.Functions]:
+        """While the context is open, tests record which functions they enter."""
+        return entered.recording(self.root, self.package, self.site / recorder.FOLDER.name)
+
+    def pytest(
+        self, tests: Sequence[Path | str], marks: str, workers: int, limit: float, *more: str,
+        only: Collection[str] | None = None,
+    ) -> Run:  # fmt: skip
+        """Run the tests in these files. If none is given, run all tests.
+
+        only: names of tests, or of files. Others do not run.
+        """
         command = [str(self.python), "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
-        command += ["-m", marks, *more, *(word for one in self.deselected for word in ("--deselect", one))]
+        command += ["-p", PLUGIN, "-m", marks, *more]
+        command += [word for one in self.deselected for word in ("--deselect", one)]
         command += ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST"))
+        }
+        if only is not None:
+            environment[plugin.ONLY] = str(self.site / "only.txt")
+            (self.site / "only.txt").write_text("\n".join(only), "utf-8")
         start = time.monotonic()
         process = subprocess.Popen(
             [*command, *map(str, tests)], cwd=self.root, env=environment, text=True, start_new_session=True,
@@ -99,8 +122,10 @@ def copy(root: Path, to: Path, package: str) -> Tree:
     tree = Tree(to, package)
     venv.create(to / ".venv", symlinks=True)
     libraries = [Path(one) for one in sys.path if one.endswith("site-packages")]
-    site = next((to / ".venv" / "lib").glob("python*/site-packages"))
-    (site / "copy.pth").write_text("".join(f"{one}\n" for one in [to / "src", *libraries]))
+    for file, name in ((recorder.__file__, RECORDER), (plugin.__file__, PLUGIN)):
+        shutil.copy(file, tree.site / f"{name}.py")
+    starting = f"import {RECORDER}; {RECORDER}.start()"
+    (tree.site / "copy.pth").write_text("".join(f"{one}\n" for one in [to / "src", *libraries, starting]))
     for library in libraries:
         for compiled in (library / package).rglob("*.so"):
             place = to / "src" / compiled.relative_to(library)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from moesaic import LLM, SamplingParams
-from moesaic.cluster import local
+from moesaic.cluster import members
 from moesaic.cluster.local import ChildProcess
 from moesaic.config import ExpertServerConfig
 from moesaic.testing import byte_tokenizer
@@ -131,12 +132,12 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
 def reached(transport: str, faults: Faults) -> AbstractContextManager[object]:
     """Around the start of the processes: how workers reach servers where no setting says it."""
     if transport == "tcp":
-        return patch("moesaic.cluster.members.spawn_server", over_tcp)
+        return patch("moesaic.cluster.members.spawn_server", over_tcp(members.spawn_server))
     return faulty(faults, seed=7) if transport == "faulty" else nullcontext()
 
 
-def over_tcp(config: ExpertServerConfig) -> ChildProcess:
-    return local.spawn_server(replace(config, address="tcp:127.0.0.1:0"))
+def over_tcp(spawn: Callable[[ExpertServerConfig], ChildProcess]) -> Callable[..., ChildProcess]:
+    return lambda config: spawn(replace(config, address="tcp:127.0.0.1:0"))
 
 
 def drive(served: Cluster, cancelled: tuple[int, ...]) -> list[Answer]:

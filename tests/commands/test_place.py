@@ -234,6 +234,10 @@ def test_a_picture_of_one_layer_before_and_after(
     assert dealt_out < 60 and dealt_out <= vanilla < placed and placed > 80
     answer(capsys, *words, "--plot-layer", 4)
     assert "layer 4: how often" in plot.read_text() and plot.read_text() != text
+    plot.unlink()
+    plot.symlink_to(tmp_path / "nowhere" / "map.svg")
+    said = f"--plot: got '{plot}'; allowed: a file to write into (No such file or directory)"
+    assert said in refused(capsys, *words)
 
 
 def test_what_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

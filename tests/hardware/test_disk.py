@@ -161,6 +161,12 @@ def test_writing_stops_when_its_time_is_over(tmp_path: Path) -> None:
     )
 
 
+def test_writing_that_takes_less_than_a_second_has_its_own_seconds(tmp_path: Path) -> None:
+    sizes = Sizes(file=8 * PAGE, least=2 * PAGE, blocks=(2 * PAGE,))
+    found = disk.measure(tmp_path, sizes, 1.0, ticking(0.01), lambda *_: None)
+    assert found.write == pytest.approx(8 * PAGE / 0.04), "five looks at the clock"
+
+
 def test_the_file_that_is_written_has_no_name(tmp_path: Path) -> None:
     """So a measurement that is killed leaves nothing behind."""
     seen: list[list[Path]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -67,6 +68,21 @@ def fill(into: AttentionBatch, step: TokenBatch) -> None:
 def recorder(native: Kernels) -> OperationRecorder:
     assert native.recorder is not None
     return native.recorder()
+
+
+def test_where_a_step_writes_lives_as_long_as_its_recording(native: Kernels) -> None:
+    layer, chosen = Layer(native, torch.float32), torch.tensor([[0, 1]])
+    rows, out = torch.zeros(1, HIDDEN), torch.empty(1, 2, HIDDEN)
+    alive = weakref.ref(out)
+
+    def step(out: torch.Tensor = out) -> None:
+        native.experts(layer.experts, rows, chosen, out)
+
+    recording = recorder(native)(step)
+    del out, step
+    assert alive() is not None
+    del recording
+    assert alive() is None
 
 
 @pytest.mark.parametrize("dtype", CACHED)

@@ -124,6 +124,11 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("qwen3_moe", {"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters.factor is missing",)),
         (
             "qwen3_moe",
+            {"rope_parameters": {"rope_type": "linear", "factor": 0.0}},
+            ("rope_parameters.factor", "0.0", "above 0"),
+        ),
+        (
+            "qwen3_moe",
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             ("partial_rotary_factor", "0.5"),
         ),

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
-from moesaic.cluster import local
+from moesaic.cluster import local, members
 from moesaic.config import WorkerConfig
 from moesaic.core.experts import ServerEntry
 from moesaic.experts.connector import Connector
@@ -25,9 +25,15 @@ FAULTS = "FAULTS_OF_A_TEST"
 
 @contextmanager
 def faulty(faults: Faults, seed: int) -> Iterator[None]:
-    """Attention workers that are started inside have `faults`, each connection by a seed of its own."""
+    """Attention workers that are started inside have `faults`, each connection by a seed of its own.
+
+    Forked workers read them from their environment (`forked_workers`).
+    """
+    before = members.spawn_worker
 
     def worker(config: WorkerConfig) -> local.ChildProcess:
+        if before is not local.spawn_worker:
+            return before(config)
         return local._spawn("tests.support.faulty_worker", config.to_json(), "worker process")
 
     root = str(Path(__file__).parent.parent.parent)
@@ -40,8 +46,13 @@ def faulty(faults: Faults, seed: int) -> Iterator[None]:
         yield
 
 
-def spoil(faults: Faults, seed: int) -> None:
-    """Every connection of this process from now on."""
+def spoil() -> None:
+    """Give every connection of this process the faults that its environment names, if it does."""
+    if FAULTS not in os.environ:
+        return
+    told = json.loads(os.environ[FAULTS])
+    seed = told.pop("seed")
+    faults = Faults(**told)
     numbers = count(1_000 * seed)
     made = Connector.made
 
@@ -52,6 +63,5 @@ def spoil(faults: Faults, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    told = json.loads(os.environ[FAULTS])
-    spoil(seed=told.pop("seed"), faults=Faults(**told))
+    spoil()
     raise SystemExit(main())

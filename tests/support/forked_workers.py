@@ -1,7 +1,8 @@
 """`python -m tests.support.forked_workers`: attention workers as forks of a process that has imported torch.
 
-Each would take two seconds for that. Everything else is as when `cluster.local` starts them: they are
-children of the process that asked, in process groups of their own, and run the same `main`.
+Each would take two seconds for that, and so would an expert server that computes with torch. Everything else
+is as when `cluster.local` starts them: they are children of the process that asked, in process groups of
+their own, and run the same `main`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from moesaic.cluster import local
-from moesaic.config import WorkerConfig, worker_environment
+from moesaic.config import ExpertServerConfig, WorkerConfig, worker_environment
 from moesaic.transport.stream import StreamConnection, stream_pair
 
 LARGEST = 1 << 20
@@ -75,16 +76,26 @@ def process() -> Iterator[Forking]:
         yield forking
         return
 
-    def spawn_worker(config: WorkerConfig) -> local.ChildProcess:
-        """In place of that of `cluster.local`."""
+    def spawn(module: str, config: str, name: str) -> local.ChildProcess:
         ours, theirs = stream_pair()
-        request = json.dumps([config.to_json(), worker_environment()]).encode()
+        request = json.dumps([module, config, worker_environment()]).encode()
         with theirs:
             pid = forking.fork(request, [theirs.fileno(), 1, 2])
-        return local.ChildProcess(_Adopted(pid), StreamConnection(ours), "worker process")
+        return local.ChildProcess(_Adopted(pid), StreamConnection(ours), name)
+
+    def spawn_worker(config: WorkerConfig) -> local.ChildProcess:
+        """In place of that of `cluster.local`."""
+        return spawn("moesaic.runtime", config.to_json(), "worker process")
+
+    def spawn_server(config: ExpertServerConfig) -> local.ChildProcess:
+        """In place of that of `cluster.local`. A server with native kernels does not import torch."""
+        if config.kernels != "reference":
+            return local.spawn_server(config)
+        return spawn("moesaic.experts", config.to_json(), "expert server")
 
     with (
         patch("moesaic.cluster.members.spawn_worker", spawn_worker),
+        patch("moesaic.cluster.members.spawn_server", spawn_server),
         patch("moesaic.launch.spawn_worker", spawn_worker),
     ):
         yield forking
@@ -111,8 +122,9 @@ def _subreaper(on: bool) -> None:
     assert ctypes.CDLL(None).prctl(SUBREAPER, int(on), 0, 0, 0) == 0
 
 
-def _serve(asking: socket.socket) -> None:
-    """Answer requests until nobody is left to ask; returns in each worker, with its command line."""
+def _serve(asking: socket.socket) -> str:
+    """Answer requests until nobody is left to ask. Returns in each process that is wanted, with its command
+    line, the module whose `main` it runs."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(asking, LARGEST, 3)
         if not request:
@@ -136,16 +148,20 @@ def _serve(asking: socket.socket) -> None:
         for number, descriptor in enumerate(descriptors[1:], start=1):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        config, environment = json.loads(request)
+        module, config, environment = json.loads(request)
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv = ["moesaic.runtime", "--connection-fd", str(descriptors[0]), "--config", config]
-        return
+        sys.argv = [module, "--connection-fd", str(descriptors[0]), "--config", config]
+        return str(module)
 
 
 if __name__ == "__main__":
+    import moesaic.experts.__main__ as server
+    import moesaic.runtime.__main__ as worker
     from moesaic.runtime import build  # noqa: F401
-    from moesaic.runtime.__main__ import main
+    from tests.support.faulty_worker import spoil
 
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    programs = {"moesaic.runtime": worker.main, "moesaic.experts": server.main}
+    main = programs[_serve(socket.socket(fileno=int(sys.argv[1])))]
+    spoil()
     raise SystemExit(main())

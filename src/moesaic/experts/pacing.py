@@ -107,6 +107,11 @@ class Pacing:
         """ring: see `Pace`."""
         return cls(devices, Pace(devices.dilation, ring))
 
+    @property
+    def stats(self) -> PaceStats:
+        """What was held so far."""
+        return self.pace.stats
+
     def caller(self, caller: Caller) -> Caller:
         """A connection over the modelled link."""
         return PacedCaller(caller, self.devices.link, self.pace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from moesaic.core import paced
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Layout
+from moesaic.core.metrics import ExpertStats
 from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connector import Connector, as_it_is
@@ -86,9 +88,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     wakeup = Wakeup()
     pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
     remote = _remote(context, layout, loaded, observer, wakeup, pacing)
-    runner = _runner(context, stages, remote)
-    if pacing is not None:
-        runner = PacedRunner(runner, pacing.devices.attention, pacing.pace)
+    runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
     speculation = speculation_of(config, loaded.model, layout.num_bytes)
     scheduler = _scheduler(context, blocks, layout, speculation)
     return WorkerParts(
@@ -98,9 +98,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         runner,
         scheduler,
         stages.memory,
-        expert_stats=remote.stats
-        if pacing is None
-        else lambda: replace(remote.stats(), pace=pacing.pace.stats),
+        expert_stats=expert_stats,
         servers=remote,
         layerwise=LayerwiseRunner(runner, remote),
         recorder=routed,
@@ -108,6 +106,16 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         elsewhere=layout,
         speculation=speculation,
     )
+
+
+def _paced(
+    runner: SegmentRunner, stats: Callable[[], ExpertStats], pacing: Pacing | None
+) -> tuple[SegmentRunner, Callable[[], ExpertStats]]:
+    """The runner with the timing of the modelled device, if there is one, and the counts with its runs."""
+    if pacing is None:
+        return runner, stats
+    held = PacedRunner(runner, pacing.devices.attention, pacing.pace)
+    return held, lambda: replace(stats(), pace=pacing.stats)
 
 
 def _check(config: WorkerConfig) -> None:

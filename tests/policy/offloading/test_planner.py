@@ -35,6 +35,12 @@ def test_worked_example_of_rounded_shares() -> None:
     assert slow_share(job, 1.0) == 0 and slow_share(job, 0.1) == 1
 
 
+def test_the_rows_of_whole_prompts_take_memory() -> None:
+    policy = Policy("cgopipe", 3, 2, slow_attention=True, fast_residual=True)
+    found = Pricing(TINY, SMALL, Workload(100, 8)).footprint.fast(policy)
+    assert found["rows"] == 6 * 100 * 64 * TINY.row_number
+
+
 def test_a_step_is_priced_by_hand() -> None:
     """With one layer, one micro-batch and the serial schedule, a step takes the sum of its tasks."""
     model = ModelSizes("one", 1, 8, 16, GroupedQuery(2, 1, 4), 1, 4, 1, 16)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from moesaic.core.errors import CheckpointError
 from moesaic.models.config import shown
 from moesaic.models.gguf import header
-from moesaic.models.gguf.architectures import ARCHITECTURES, Architecture, common
+from moesaic.models.gguf.architectures import ARCHITECTURES, Architecture
 from moesaic.models.gguf.blocks import NUMBERS
 from moesaic.models.gguf.header import Tensor
 from moesaic.models.gguf.metadata import Metadata, shortest
+from moesaic.models.gguf.shared_keys import common
 
 METHOD = "gguf"
 """quant_method of its config, whether or not tensors are quantised."""
