@@ -94,7 +94,7 @@ void multiply_few_of(int64_t n, const float* const* rows, const T* weights, With
 }
 
 // As `multiply`. The first rows prefetch weights LEAD bytes ahead, other tiles of rows those that are read `then`.
-template <class T, std::enable_if_t<kQuantized<T>, int> = 0>
+template <class T, std::enable_if_t<kQuantized<T> && !kInteger<T>, int> = 0>
 inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
                      float* out, int64_t stride, const T* then = nullptr) {
     int64_t size = columns * ld, lead = std::min(size, LEAD);
