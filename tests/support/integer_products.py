@@ -11,6 +11,11 @@ from moesaic.core.stored import BLOCK, QUANTIZED, of_matrices
 from moesaic.kernels import quantized, table
 from moesaic.kernels.weights import ExpertWeights
 
+try:
+    from moesaic.kernels.native.ops import experts as by_kernels
+except ImportError:  # installed without a compiler
+    pass
+
 LINE = 32
 """Numbers of a row with one scale."""
 LEAST_PEAK = 127 * 2.0**-126
@@ -99,9 +104,9 @@ def activated(base: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     none = torch.zeros_like(one)
     parts = torch.cat([one, none], dim=1), torch.cat([none, one], dim=1), torch.cat([one, none])
     mlp = ExpertWeights(*((part.contiguous(),) for part in parts))
-    kernels = table.pick("cpu", base)
+    table.pick("cpu", base)
     rows = torch.cat([gate, up], dim=1)
-    return kernels.experts(mlp, rows, torch.zeros(len(rows), 1, dtype=torch.int64))[:, 0, :width]
+    return by_kernels(mlp, rows, torch.zeros(len(rows), 1, dtype=torch.int64))[:, 0, :width]
 
 
 def expert(base: str, dtype: str, stored: list[quantized.Bytes], rows: torch.Tensor) -> torch.Tensor:
@@ -110,3 +115,19 @@ def expert(base: str, dtype: str, stored: list[quantized.Bytes], rows: torch.Ten
     inner, outer = of_matrices(dtype)
     gate, up = (products(rows, Integers.of(inner, one, hidden)) for one in stored[:2])
     return products(activated(base, gate, up), Integers.of(outer, stored[2], width))
+
+
+def experts(
+    base: str,
+    weights: ExpertWeights,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `ops.experts`, with `expert` for each pair of a row and an expert."""
+    out = torch.empty(*ids.shape, hidden.shape[1]) if out is None else out
+    for chosen in ids.unique().tolist():
+        stored = [one.numpy() for one in weights.of(chosen)]
+        row, place = torch.nonzero(ids == chosen, as_tuple=True)
+        out[row, place] = expert(base, weights.packed, stored, hidden[row])
+    return out

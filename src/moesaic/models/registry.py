@@ -268,11 +268,14 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
 
 def _refuse_integer_kernels(path: Path, loader: Loader, names: Mapping[int, ExpertNames]) -> None:
     """Raises ConfigError for kernels of `table.INTEGER` where no layer has experts in integers."""
-    found = {loader.expert_type(each) for each in names.values()} if loader.kernels.integer else {"int8"}
+    if not loader.kernels.integer:
+        return
+    found = {loader.expert_type(each) for each in names.values()}
     if not any(map(is_integer, found)):
         kinds = f"routed experts in {', '.join(sorted(found))}" if found else "no routed experts"
+        name = loader.kernels.name.removeprefix("native (").removesuffix(")")
         allowed = f"kernels that round nothing to int8, as {path} has {kinds}"
-        raise ConfigError.field("--kernels", loader.kernels.name, allowed)
+        raise ConfigError.field("--kernels", name, allowed)
 
 
 def _other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> dict[int, str]:
