@@ -219,13 +219,14 @@ MOESAIC_INLINE void in_turn(const uint8_t* from, int64_t ld, int64_t some, int64
 
 // Brings a block of `count` numbers of some columns into the order of a panel.
 template <class T>
-inline void fill(const T* weights, int64_t ld, int64_t some, int64_t count, IntegerPanel& panel) {
+inline void fill(const T* weights, int64_t ld, int64_t some, int64_t count, IntegerPanel& panel, Stream& stream) {
     BlockOf<T> of(weights, count);
     constexpr int64_t kVector = sizeof(Bytes);
     auto put = [](uint8_t* to) { return [=](int64_t i, Bytes x) MOESAIC_INLINE_LAMBDA { store_bytes(to + i * kVector, x); }; };
     in_turn(of.head, ld, some, 4 * of.groups, put(panel.scales));
     if constexpr (T::kHasOffset) in_turn(of.head + 4 * of.groups, ld, some, 4 * of.groups, put(panel.offsets));
     in_turn(of.codes, ld, some, of.groups * T::kCodes, [&](int64_t i, Bytes x) MOESAIC_INLINE_LAMBDA {
+        if (i % PANEL_COLUMNS == 0) stream.step();
         if constexpr (T::kNibbles) {  // the low halves of 16 bytes, then the high ones
             uint8_t* to = panel.codes + (i / 4 * 8 + i % 4) * kVector;
             store_bytes(to, low_half(x)), store_bytes(to + 4 * kVector, high_half(x));
@@ -237,12 +238,15 @@ inline void fill(const T* weights, int64_t ld, int64_t some, int64_t count, Inte
 
 // rows [R] times the columns of a panel, over `groups` groups: one vector of columns a row.
 template <class T, int R>
-MOESAIC_INLINE void panel_products(const float* const* rows, const IntegerPanel& panel, int64_t groups, Vec (&sums)[R]) {
+MOESAIC_INLINE void panel_products(const float* const* rows, const IntegerPanel& panel, int64_t groups, Stream& stream,
+                                   Vec (&sums)[R]) {
+    Stream mine = stream;
     constexpr int64_t kSteps = T::kGroup / 4, kVector = sizeof(Bytes);
     const Line* lines[R];
     for (int r = 0; r < R; r++) lines[r] = reinterpret_cast<const Line*>(rows[r]), sums[r] = zero();
     const uint8_t* codes = panel.codes;
     for (int64_t g = 0; g < groups; g++, codes += kSteps * kVector) {
+        mine.fetch(mine.bytes / 4);
         int64_t first = g * T::kGroup % kLine, line = g * T::kGroup / kLine * 2;  // a line takes half of its place
         IntegerSums<T> total[R];
         MOESAIC_UNROLL for (int r = 0; r < R; r++) {
@@ -263,17 +267,18 @@ MOESAIC_INLINE void panel_products(const float* const* rows, const IntegerPanel&
             MOESAIC_UNROLL for (int r = 0; r < R; r++) sums[r] = fma(set1(lines[r][line].total), offset, sums[r]);
         }
     }
+    stream = mine;
 }
 
 // The same for n rows, at most R -> out [n, stride], `some` columns of it. first: false adds to what is there.
 template <class T, int R = INTEGER_ROWS>
-void panel_rows(int64_t n, const float* const* rows, const IntegerPanel& panel, int64_t groups, bool first, float* out,
-                int64_t stride, int64_t some) {
+void panel_rows(int64_t n, const float* const* rows, const IntegerPanel& panel, int64_t groups, Stream& stream, bool first,
+                float* out, int64_t stride, int64_t some) {
     if constexpr (R > 1) {
-        if (n < R) return panel_rows<T, R - 1>(n, rows, panel, groups, first, out, stride, some);
+        if (n < R) return panel_rows<T, R - 1>(n, rows, panel, groups, stream, first, out, stride, some);
     }
     Vec sums[R];
-    panel_products<T, R>(rows, panel, groups, sums);
+    panel_products<T, R>(rows, panel, groups, stream, sums);
     for (int r = 0; r < R; r++) {
         float* to = out + r * stride;
         if (some == LANES) {
@@ -291,22 +296,23 @@ template <class T, std::enable_if_t<kInteger<T>, int> = 0>
 inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
                      float* out, int64_t stride, const T* then = nullptr) {
     int64_t size = columns * ld, lead = std::min(size, PANEL_COLUMNS * ld + LEAD);
-    Stream stream(weights + lead, size - lead, PANEL_COLUMNS * span<T>(std::min(k, BLOCK)) + 64);
-    if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
     int64_t tiles = (n + INTEGER_ROWS - 1) / INTEGER_ROWS;
+    // Four groups of a tile of rows take about as long as the 64 bytes of each column that `fill` transposes.
+    int64_t steps = std::max<int64_t>(1, std::min(k, BLOCK) / T::kGroup * (T::kCodes + PANEL_BYTES * tiles / 4) / PANEL_BYTES);
+    Stream stream(weights + lead, size - lead, PANEL_COLUMNS * span<T>(std::min(k, BLOCK)) / steps + 1);
+    if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
     IntegerPanel panel;
     for (int64_t c = 0; c < columns; c += PANEL_COLUMNS) {
         int64_t some = std::min(PANEL_COLUMNS, columns - c);
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = std::min(k - begin, BLOCK);
-            stream.step();
-            fill(weights + c * ld + span<T>(begin), ld, some, count, panel);
+            fill(weights + c * ld + span<T>(begin), ld, some, count, panel, stream);
             for (int64_t t = 0; t < tiles; t++) {
                 int64_t r = n * t / tiles, more = n * (t + 1) / tiles - r;
                 const float* x[INTEGER_ROWS];
                 for (int64_t i = 0; i < more; i++) x[i] = rows[r + i] + begin;
-                panel_rows<T>(more, x, panel, (count + T::kGroup - 1) / T::kGroup, begin == 0, out + r * stride + c,
-                              stride, some);
+                panel_rows<T>(more, x, panel, (count + T::kGroup - 1) / T::kGroup, stream, begin == 0,
+                              out + r * stride + c, stride, some);
             }
         }
     }
