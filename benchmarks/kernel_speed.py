@@ -120,7 +120,7 @@ def show(results: list[dict[str, Any]], title: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
-    parser.add_argument("--kernels", nargs="+", default=list(table.instruction_sets()))
+    parser.add_argument("--kernels", nargs="+", default=sorted({*table.instruction_sets()} - table.INTEGER))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 128, 512, 2048])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the rows here")

@@ -58,7 +58,7 @@ MOESAIC_INLINE void tile_quantized(const float* const* rows, const T* weights, i
 // conversion a tile, and with more rows it is faster to store the numbers of NEAR_COLUMNS columns in L1. These and
 // NEAR_ROWS rows fit into an L1 of 32 KiB.
 #if defined(MOESAIC_AVX512)
-constexpr int FEW_QUANTIZED = 8, MANY_QUANTIZED = 24, NEAR_ROWS = 4, NEAR_COLUMNS = 4;
+constexpr int FEW_QUANTIZED = 8, MANY_QUANTIZED = 16, NEAR_ROWS = 4, NEAR_COLUMNS = 4;
 constexpr int quantized_columns(int64_t rows) { return rows <= 6 ? 4 : 3; }  // 24 sums at most, as in `tile`
 #elif defined(MOESAIC_AVX2)
 constexpr int FEW_QUANTIZED = 5, MANY_QUANTIZED = 6, NEAR_ROWS = 4, NEAR_COLUMNS = 3;
