@@ -58,13 +58,19 @@ MOESAIC_INLINE void tile_quantized(const float* const* rows, const T* weights, i
 // conversion a tile, and with more rows it is faster to store the numbers of NEAR_COLUMNS columns in L1. These and
 // NEAR_ROWS rows fit into an L1 of 32 KiB.
 #if defined(MOESAIC_AVX512)
-constexpr int FEW_QUANTIZED = 8, MANY_QUANTIZED = 16, NEAR_ROWS = 4, NEAR_COLUMNS = 4;
+constexpr int FEW_QUANTIZED = 8, NEAR_ROWS = 4, NEAR_COLUMNS = 4;
+template <class T>
+constexpr int MANY_QUANTIZED = T::kNibbles ? 16 : 24;
 constexpr int quantized_columns(int64_t rows) { return rows <= 6 ? 4 : 3; }  // 24 sums at most, as in `tile`
 #elif defined(MOESAIC_AVX2)
-constexpr int FEW_QUANTIZED = 5, MANY_QUANTIZED = 6, NEAR_ROWS = 4, NEAR_COLUMNS = 3;
+constexpr int FEW_QUANTIZED = 5, NEAR_ROWS = 4, NEAR_COLUMNS = 3;
+template <class T>
+constexpr int MANY_QUANTIZED = 6;
 constexpr int quantized_columns(int64_t rows) { return rows <= 2 ? 4 : 2; }
 #else
-constexpr int FEW_QUANTIZED = 1, MANY_QUANTIZED = 1, NEAR_ROWS = TILE_ROWS, NEAR_COLUMNS = TILE_COLUMNS;
+template <class T>
+constexpr int MANY_QUANTIZED = 1;
+constexpr int FEW_QUANTIZED = 1, NEAR_ROWS = TILE_ROWS, NEAR_COLUMNS = TILE_COLUMNS;
 constexpr int quantized_columns(int64_t) { return 1; }
 #endif
 
@@ -103,7 +109,7 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
         if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
         return stream;
     };
-    if (n < MANY_QUANTIZED) {
+    if (n < MANY_QUANTIZED<T>) {
         int64_t tiles = (n + FEW_QUANTIZED - 1) / FEW_QUANTIZED;
         for (int64_t t = 0; t < tiles; t++) {
             int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
