@@ -53,6 +53,11 @@ class Checkpoint:
         """The value of the first of these keys that config.json has."""
         return next(self.config[name] for name in names if self.config.get(name) is not None)
 
+    @property
+    def numbers(self) -> int:
+        """Of all tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values())
+
     def prefill_flops(self, prompts: int, tokens: int) -> int:
         """Of the matrix products with weights, for `tokens` in all; the head sees each prompt's last only.
 

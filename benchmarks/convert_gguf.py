@@ -2,8 +2,9 @@
 
     DIR/bin/python benchmarks/convert_gguf.py /tmp/qwen /tmp/qwen-bf16.gguf --type bf16
 
-Knows Mixtral, Qwen3-MoE, Qwen3-Next and the text model of Qwen3.5. Norms and the experts' gate stay in
-float32. The file holds no tokenizer: `peers.py` speaks in token ids.
+Knows Mixtral, Qwen3-MoE, Qwen3-Next and the text model of Qwen3.5. Norms and the gate of the experts stay in
+float32. The file has a vocabulary of bytes in place of the one of the checkpoint, since `peers.py` speaks in
+token ids.
 """
 
 from __future__ import annotations
@@ -154,7 +155,19 @@ def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    describe_tokens(writer, config["vocab_size"])
+
+
+def describe_tokens(writer: gguf.GGUFWriter, size: int) -> None:
+    """Writes a vocabulary that programs want to read: a token a byte, one of two bytes, and unused ones."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    tokens = [*sorted(letters), "ab", *(f"<unused {i}>" for i in range(257, size))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens[:size])
+    writer.add_token_types([1] * size)
+    writer.add_token_merges(["a b"])
 
 
 def check(checkpoint: Checkpoint, wanted: list[Entry]) -> None:

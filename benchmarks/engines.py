@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoint import Checkpoint
 from machine import peak_bytes
 
 HERE = Path(__file__).parent
 BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+QUANTISED = ("q8_0", "q4_0", "q4_k_m")
+"""What quantize_gguf.py writes."""
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Engine:
 
     name: str
     process: subprocess.Popen[str]
-    weight_bytes: int | None = None
+    weight_bytes: float | None = None
     """Bytes of a weight. For moesaic they are counted instead."""
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -45,6 +48,8 @@ class Engine:
 def start(arguments: argparse.Namespace) -> list[Engine]:
     """Starts moesaic first, then the peers that were asked for."""
     model, threads = str(arguments.model), str(arguments.threads)
+    if arguments.quantised:
+        return _quantised(arguments)
     engines = [Engine("moesaic", _child(sys.executable, "moesaic", model, threads, arguments.settings))]
     if arguments.compressed:
         child = _child(sys.executable, "moesaic", str(arguments.compressed), threads, arguments.settings)
@@ -61,6 +66,21 @@ def start(arguments: argparse.Namespace) -> list[Engine]:
         peer = _child(_python(arguments.vllm), "vllm", model, threads, kind)
         engines.append(Engine(f"vLLM {kind}", peer, BYTES[kind]))
     return engines
+
+
+def _quantised(arguments: argparse.Namespace) -> list[Engine]:
+    """moesaic and llama.cpp on one GGUF file that llama.cpp quantised."""
+    python, threads, kind = _python(arguments.llama), str(arguments.threads), arguments.quantised
+    source = _gguf(python, arguments.model, arguments.work, "bf16")
+    file = source.with_name(f"{arguments.model.name}-{kind}.gguf")
+    if not file.exists() or file.stat().st_mtime < source.stat().st_mtime:
+        command = [python, str(HERE / "quantize_gguf.py"), str(source), str(file), kind]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    bytes_of = file.stat().st_size / Checkpoint(arguments.model).numbers
+    return [
+        Engine("moesaic", _child(sys.executable, "moesaic", str(file), threads, arguments.settings)),
+        Engine(f"llama.cpp {kind}", _child(python, "llama", str(file), threads, kind), bytes_of),
+    ]
 
 
 def _child(python: str, peer: str, *arguments: str) -> subprocess.Popen[str]:

@@ -24,8 +24,9 @@ class Counting(DirectExperts):
     def submit(self, request: ExpertRequest) -> RequestHandle:
         weights: ExpertWeights = self._weights[request.layer]
         for expert in torch.unique(request.expert_ids).tolist():
-            Counting.numbers_read += sum(tensor.numel() for tensor in weights.of(expert))
-            Counting.bytes_read += sum(tensor.nbytes for tensor in weights.of(expert))
+            gate, _, down = matrices = weights.of(expert)
+            Counting.numbers_read += 3 * len(gate) * len(down)
+            Counting.bytes_read += sum(tensor.nbytes for tensor in matrices)
         return super().submit(request)
 
 
@@ -69,13 +70,12 @@ def reads_per_step(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new
     executor._runner = recorded
     numbers = (Counting.numbers_read - 2 * prefill_numbers) / (new - 1)
     read = (Counting.bytes_read - 2 * prefill_bytes) / (new - 1)
-    unread = [t for w in model.experts.values() for e in w.held for t in w.of(e)]
+    held = [weights.of(expert) for weights in model.experts.values() for expert in weights.held]
+    numbers += model.num_parameters - sum(3 * len(gate) * len(down) for gate, _, down in held)
+    read += model.num_bytes - sum(tensor.nbytes for matrices in held for tensor in matrices)
     if model.head is not model.embedding:
-        unread.append(model.embedding)
-    return {
-        "numbers": numbers + model.num_parameters - sum(tensor.numel() for tensor in unread),
-        "bytes": read + model.num_bytes - sum(tensor.nbytes for tensor in unread),
-    }
+        numbers, read = numbers - model.embedding.numel(), read - model.embedding.nbytes
+    return {"numbers": numbers, "bytes": read}
 
 
 def main() -> None:

@@ -7,6 +7,10 @@
     benchmarks/setup_peer.sh vllm /tmp/vllm
     python benchmarks/peers.py /tmp/qwen --llama /tmp/llama --vllm /tmp/vllm --no-transformers
 
+    python benchmarks/peers.py /tmp/qwen --llama /tmp/llama --quantised q8_0
+    python benchmarks/peers.py /tmp/qwen --llama /tmp/llama --quantised q8_0 \\
+        --settings '{"kernels": "avx512_int8"}'
+
 Every engine stays loaded in a process of its own and they take turns, so that a slow minute of the
 machine hits all of them. Shown are medians over the rounds. `prefill` is prompt tokens over the time
 until every request has its first token, `GFLOP/s` the products with weights in it, counted from the
@@ -30,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import Checkpoint
-from engines import BYTES, Engine, start
+from engines import BYTES, QUANTISED, Engine, start
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -140,11 +144,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-transformers", dest="experts", action="store_const", const=[])
     parser.add_argument("--llama", type=Path, metavar="VENV", help="from setup_peer.sh llama, or its python")
     parser.add_argument("--llama-types", nargs="+", choices=sorted(BYTES), default=["bf16"])
+    quantised = (
+        "only moesaic and llama.cpp, both on a GGUF file of this type that llama.cpp makes of the model"
+    )
+    parser.add_argument("--quantised", choices=QUANTISED, help=quantised)
     parser.add_argument("--vllm", type=Path, metavar="VENV", help="from setup_peer.sh vllm, or its python")
     parser.add_argument("--vllm-types", nargs="+", choices=sorted(BYTES), default=["bf16"])
     parser.add_argument("--work", type=Path, help="where llama.cpp's files go; beside MODEL if not given")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.quantised and not given.llama:
+        parser.error("--quantised: llama.cpp makes the file; allowed: with --llama")
+    return given
 
 
 def main() -> None:

@@ -2,9 +2,12 @@
 
     python benchmarks/quantized_experts.py                    experts of Qwen3-30B-A3B, all types
     python benchmarks/quantized_experts.py --kernels avx2 --tokens 1 4
+    python benchmarks/quantized_experts.py --model /tmp/qwen-gguf/qwen-q8_0.gguf
 
-Prints milliseconds for each number of tokens, and how many times faster than bf16 that is. Weights come from
-memory: 64 experts, of which each token chooses 8 at random.
+Prints milliseconds for each number of tokens, and how many times faster than bf16 that is. Types in integers
+are timed twice, the second time with integer products (avx512_int8 beside avx512). Weights come from memory:
+64 experts, of which each token chooses 8 at random. With --model it prints instead how many greedy tokens of
+a quantised checkpoint are the same with both kinds of products, before the first that is another.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from moesaic.core.stored import COMPRESSED, OF_EXPERTS, QUANTIZED
+from moesaic.core.stored import COMPRESSED, OF_EXPERTS, QUANTIZED, is_integer
 from moesaic.kernels import compressed, quantized
-from moesaic.kernels.native import plain
+from moesaic.kernels.native import _native, plain
 
 BF16 = "bfloat16"
+INTEGER = ", integers"
+"""After the name of a type: with integer products."""
 
 
 def matrix(rng: np.random.Generator, dtype: str, rows: int, columns: int) -> npt.NDArray[Any]:
@@ -51,14 +56,36 @@ class Experts:
         self._parts, self._size, self._stored = parts, (hidden, width), OF_EXPERTS.index(dtype)
         self._table = np.array([[one.ctypes.data for one in part] for part in parts], dtype=np.uint64)
 
-    def seconds(self, rows: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> float:
+    def seconds(self, kernels: str, rows: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> float:
         """Computes rows [n, h] by their experts [n, k] once."""
+        plain.use(kernels)
         pairs = np.arange(ids.size)
         out = np.empty((ids.size, rows.shape[1]), dtype=np.float32)
         part = (rows, pairs // ids.shape[1], ids.reshape(-1), out, pairs)
         began = time.perf_counter()
         plain.experts(self._table, self._size, self._stored, [part])
         return time.perf_counter() - began
+
+
+def same_tokens(model: str, kernels: tuple[str, str], threads: int, answers: int, length: int) -> str:
+    """How many greedy tokens of random prompts are the same with both kernels, until they differ."""
+    from moesaic import LLM, SamplingParams
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 256, 64).tolist() for _ in range(answers)]
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+    found = []
+    for name in kernels:
+        results = LLM(model, kernels=name, threads=threads).generate(prompts, params)
+        found.append([list(result.outputs[0].token_ids) for result in results])
+    kept = [
+        next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), length)
+        for pair in zip(*found, strict=True)
+    ]
+    whole = sum(one == length for one in kept)
+    return (
+        f"{sum(kept)} of {answers * length} tokens are the same, and {whole} of {answers} answers as a whole"
+    )
 
 
 def main() -> int:
@@ -75,29 +102,45 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kernels", help="an instruction set; the one that moesaic chooses if not given")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", help="a quantised checkpoint, whose greedy tokens are compared")
+    parser.add_argument("--answers", type=int, default=20, help="with --model")
+    parser.add_argument("--length", type=int, default=128, help="tokens of an answer, with --model")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     name = plain.use(given.kernels)
+    if given.model:
+        kernels = (name, f"{name}_int8")
+        print(
+            " and ".join(kernels),
+            same_tokens(given.model, kernels, given.threads, given.answers, given.length),
+            sep=": ",
+        )
+        return 0
     plain.set_threads(given.threads, False)
     rng = np.random.default_rng(0)
     types = dict.fromkeys((BF16, *given.types))
-    made = {dtype: Experts(rng, dtype, given.experts, given.hidden, given.width) for dtype in types}
+    stored = {dtype: Experts(rng, dtype, given.experts, given.hidden, given.width) for dtype in types}
+    made = {}
+    for dtype, experts in stored.items():
+        made[dtype] = (name, experts)
+        if is_integer(dtype) and f"{name}_int8" in _native.instruction_sets():
+            made[dtype + INTEGER] = (f"{name}_int8", experts)
     found: dict[int, dict[str, float]] = {}
     for tokens in given.tokens:
-        times: dict[str, list[float]] = {dtype: [] for dtype in made}
+        times: dict[str, list[float]] = {form: [] for form in made}
         for _ in range(given.rounds):
             rows = rng.standard_normal((tokens, given.hidden), dtype=np.float32)
             ids = np.array([rng.permutation(given.experts)[: given.top_k] for _ in range(tokens)])
-            for dtype, experts in made.items():
-                times[dtype].append(experts.seconds(rows, ids))
-        found[tokens] = {dtype: median(each) for dtype, each in times.items()}
+            for form, (kernels_of, experts) in made.items():
+                times[form].append(experts.seconds(kernels_of, rows, ids))
+        found[tokens] = {form: median(each) for form, each in times.items()}
     if given.json:
         json.dump({"kernels": name, "threads": given.threads, "seconds": found}, sys.stdout)
         return 0
     table = Table("type", *(f"{tokens} tokens" for tokens in found), title=f"{name}, {given.threads} threads")
-    for dtype in made:
-        cells = [f"{one[dtype] * 1e3:.2f} ms  {one[BF16] / one[dtype]:.2f}x" for one in found.values()]
-        table.add_row(dtype, *cells)
+    for form in made:
+        cells = [f"{one[form] * 1e3:.2f} ms  {one[BF16] / one[form]:.2f}x" for one in found.values()]
+        table.add_row(form, *cells)
     Console().print(table)
     return 0
 

@@ -17,7 +17,11 @@ from tests.support.tiny_checkpoints import MODELS, MORE, Written
 NEW = 24
 SETS = [
     *table.instruction_sets()[:1],
-    *(pytest.param(name, marks=pytest.mark.slow) for name in table.instruction_sets()[1:]),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in table.instruction_sets()[1:]
+        if name not in table.INTEGER
+    ),
 ] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
 CACHES = [
     *MODELS.items(),

@@ -31,7 +31,11 @@ CASES = ("qwen3-bias-dense-layers", "deepseek-full")
 """Stored in bf16."""
 SETS = [
     *table.instruction_sets()[:1],
-    *(pytest.param(name, marks=pytest.mark.slow) for name in table.instruction_sets()[1:]),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in table.instruction_sets()[1:]
+        if name not in table.INTEGER
+    ),
 ] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
 needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
 Both = tuple[Path, Path]

@@ -1,4 +1,7 @@
-"""The native kernels of every instruction set that this CPU has."""
+"""The native kernels of every instruction set that this CPU has.
+
+Those of table.INTEGER have the kernels of another set, except for experts: test_integers.py has these.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from moesaic.kernels.table import Kernels
 
 SETS = [
     *table.instruction_sets()[:1],
-    *(pytest.param(name, marks=pytest.mark.slow) for name in table.instruction_sets()[1:]),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in table.instruction_sets()[1:]
+        if name not in table.INTEGER
+    ),
 ] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
 
 

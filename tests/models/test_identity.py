@@ -25,7 +25,7 @@ KERNELS = (
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in ("reference", *table.instruction_sets()[1:])
-        if name not in table.ROUNDING
+        if name not in table.ROUNDING | table.INTEGER
     ),
 )
 """The fastest of this machine; the others are slow to try with everything."""

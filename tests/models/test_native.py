@@ -19,6 +19,7 @@ LENGTH = 41
 SETS = [
     pytest.param(name, marks=pytest.mark.slow if index else ())
     for index, name in enumerate(table.instruction_sets())
+    if name not in table.INTEGER
 ] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
 """The fastest of this machine; the others are slow to try with everything."""
 Published = Callable[..., tuple[Any, Path]]

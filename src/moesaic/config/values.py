@@ -18,7 +18,9 @@ MoeCollectives = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"
 Align = Literal["move", "variable"]
 NumaBinding = Literal["auto", "off"]
 DispatchName = Literal["affinity", "affinity-rounds", "least-loaded", "round-robin"]
-KernelName = Literal["auto", "avx512", "avx2", "portable", "avx512_bf16", "amx_bf16", "reference"]
+KernelName = Literal[
+    "auto", "avx512", "avx2", "portable", "avx512_bf16", "amx_bf16", "avx512_int8", "avx2_int8", "reference"
+]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"]
 HostTransport = Literal["shm", "socket"]
 """Transport between processes of one host."""

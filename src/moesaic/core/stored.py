@@ -28,6 +28,11 @@ class Quantization:
     """Whether each group has an offset."""
 
     @property
+    def integer(self) -> bool:
+        """Whether a value is an integer."""
+        return self.values in ("int8", "uint8", "int4", "uint4")
+
+    @property
     def bits(self) -> int:
         """Bits of a code."""
         return 8 if self.values in ("e4m3", "int8", "uint8") else 4
@@ -73,6 +78,15 @@ def of_expert(inner: str, down: str) -> str:
 def is_packed(dtype: str) -> bool:
     """Whether rows of experts of this type are bytes, and not numbers."""
     return all(one in PACKED for one in of_matrices(dtype))
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether every number of experts of this type is an integer times a scale, plus an offset perhaps.
+
+    >>> is_integer("int8"), is_integer("int4_offset+int8_16"), is_integer("mxfp4+int8"), is_integer("fp8")
+    (True, True, False, False)
+    """
+    return all(one in QUANTIZED and QUANTIZED[one].integer for one in of_matrices(dtype))
 
 
 def is_native(dtype: str) -> bool:

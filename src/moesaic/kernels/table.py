@@ -173,6 +173,8 @@ class Kernels:
     not possible."""
     packed: bool = False
     """True if experts may be of a type of `core.stored.PACKED`: compressed or quantised."""
+    integer: bool = False
+    """True if these kernels are chosen for experts in integers, whose rows they round."""
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
@@ -228,13 +230,16 @@ REFERENCE = Kernels(
 
 ROUNDING = frozenset({"avx512_bf16", "amx_bf16"})
 """Instruction sets that round rows to bf16 for bf16 weights. They are only used by name."""
+INTEGER = frozenset({"avx512_int8", "avx2_int8"})
+"""Instruction sets that round rows to int8 for experts in integers (`core.stored.is_integer`), and else are
+the set before the underscore. They are only used by name."""
 
 
 def instruction_sets() -> tuple[str, ...]:
     """The instruction sets of the native kernels that this CPU can run; empty if they were not built.
 
     The fastest in float32 comes first. The last are portable, which every CPU runs, and then those of
-    ROUNDING.
+    ROUNDING and INTEGER.
     """
     return () if _native is None else tuple(_native.instruction_sets())
 
@@ -295,6 +300,7 @@ def _natively(name: str) -> Kernels:
         recorder=_recorder,
         one_core=_one_core,
         packed=name != "amx_bf16",  # its tiles are loaded from bf16 rows
+        integer=name in INTEGER,
         reusing=memory.reusing,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moesaic.core.errors import CheckpointError
+from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import (
     BIASED_ROWS,
     COLUMNS,
@@ -106,10 +106,14 @@ class Loader:
     def expert_type(self, names: ExpertNames) -> str:
         """Type of routed experts, a name of core/stored.py.
 
-        Compressed and quantised ones stay so if the kernels support that and ranks do not share them.
+        Compressed and quantised ones stay so if the kernels support that and ranks do not share them. Raises
+        ConfigError for kernels of integers where ranks share them.
         """
         stays = self.of_expert.size == 1 and self.kernels.packed
         quantised = quantised_experts(self.checkpoint, names)
+        if self.kernels.integer and self.of_expert.size > 1:
+            allowed = f"1 with {self.kernels.name} kernels"
+            raise ConfigError.field("--expert-tensor-parallel-size", self.of_expert.size, allowed)
         if quantised is not None and self.device.startswith("cpu"):
             return quantised if stays and is_packed(quantised) else "float32"
         stays = stays and quantised is None and self.dtype is torch.bfloat16

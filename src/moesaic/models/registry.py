@@ -13,7 +13,7 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_matrices
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_integer, is_packed, of_matrices
 from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -93,6 +93,10 @@ def load(
     checkpoint = Checkpoint(path, progress, mapped)
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
+    if with_experts:
+        _refuse_integer_kernels(
+            path, loader, {each: file.expert_names(config, each) for each in spec.moe_layers}
+        )
     model = replace(
         _outside(config, spec, loader),
         blocks=tuple(file.blocks(config, loader)),
@@ -239,6 +243,7 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
     checkpoint = Checkpoint(path)
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
+    _refuse_integer_kernels(path, loader, names)
     one = names[spec.moe_layers[0]]
     kind = loader.expert_type(one)
     return ExpertLayout(
@@ -259,6 +264,18 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         activation=one.activation,
         others=_other_types(loader, names, kind),
     )
+
+
+def _refuse_integer_kernels(path: Path, loader: Loader, names: Mapping[int, ExpertNames]) -> None:
+    """Raises ConfigError for kernels of `table.INTEGER` where no layer has experts in integers."""
+    if not loader.kernels.integer:
+        return
+    found = {loader.expert_type(each) for each in names.values()}
+    if not any(map(is_integer, found)):
+        kinds = f"routed experts in {', '.join(sorted(found))}" if found else "no routed experts"
+        name = loader.kernels.name.removeprefix("native (").removesuffix(")")
+        allowed = f"kernels that round nothing to int8, as {path} has {kinds}"
+        raise ConfigError.field("--kernels", name, allowed)
 
 
 def _other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> dict[int, str]:

@@ -2,13 +2,10 @@
 // the numbers are multiples, -127 to 127, of a float32 scale that is stored after them.
 #pragma once
 
-#include <limits>
-
+#include "int8.h"
 #include "rows.h"
 
 namespace MOESAIC_ISA {
-
-constexpr float kLeastPeak = 127 * 0x1p-126f;  // below it the scale would lose digits, so the row is stored as 0
 
 // Elements of T from one row to the next.
 template <class T>
@@ -20,25 +17,6 @@ inline float scale_of(const int8_t* row, int64_t width) {
     float scale;
     std::memcpy(&scale, row + width, 4);
     return scale;
-}
-
-// The largest magnitude of a row; not finite if one number is not finite. As integers the bits have the same order.
-inline float peak_of(const float* row, int64_t width) {
-    uint32_t most = 0;
-    for (int64_t i = 0; i < width; i++) {
-        uint32_t bits;
-        std::memcpy(&bits, row + i, 4);
-        bits &= 0x7fffffffu;
-        most = bits > most ? bits : most;
-    }
-    float peak;
-    std::memcpy(&peak, &most, 4);
-    return peak;
-}
-
-inline float scale_for(float peak) {
-    if (peak < kLeastPeak) return 0;
-    return peak <= std::numeric_limits<float>::max() ? peak / 127 : std::numeric_limits<float>::quiet_NaN();
 }
 
 template <class T>

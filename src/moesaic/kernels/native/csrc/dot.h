@@ -12,7 +12,6 @@
 #include "simd.h"
 #if !defined(MOESAIC_AMX_BF16)
 #include "compressed.h"
-#include "quantized.h"
 #endif
 
 namespace MOESAIC_ISA {
@@ -281,93 +280,6 @@ void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t 
 }
 
 #if !defined(MOESAIC_AMX_BF16)
-template <Values kOf, int64_t kGroup, bool kOffset>
-inline void bring_near(const Quantized<kOf, kGroup, kOffset>* columns, int64_t ld, int64_t some, int64_t count,
-                       float* out, Stream& stream) {
-    for (int64_t c = 0; c < some; c++) {
-        stream.step();
-        dequantize(columns + c * ld, count, out + c * WIDE);
-    }
-}
-
-// As `tile` for quantised weights, whose numbers stay in registers. The order of arithmetic is that of `tile`.
-template <class T, int R, int C>
-MOESAIC_INLINE void tile_quantized(const float* const* rows, const T* weights, int64_t ld, int64_t count,
-                                   Stream& stream, bool first, float* out, int64_t stride) {
-    BlockOf<T> of[C];
-    for (int c = 0; c < C; c++) of[c] = BlockOf<T>(weights + c * ld, count);
-    int64_t end = std::min(padded(count), of[0].groups * T::kGroup);  // the rows end with the chunk
-    Vec sums[R][C];
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < C; c++) sums[r][c] = zero();
-    }
-    auto add_group = [&](int64_t g, int64_t numbers) MOESAIC_INLINE_LAMBDA {
-        int64_t begin = g * T::kGroup;
-        MOESAIC_UNROLL for (int c = 0; c < C; c++) {
-            Decoder16<T> decode = of[c].decoder(g);
-            const uint8_t* codes = of[c].at(begin);
-            MOESAIC_UNROLL for (int64_t i = 0; i < numbers; i += 16) {
-                const uint8_t* p = codes + (T::kNibbles ? i / 32 * 16 : i);
-                decode(p, int(i / 16 % 2), [&](int64_t at, Vec number) MOESAIC_INLINE_LAMBDA {
-                    for (int r = 0; r < R; r++) sums[r][c] = fma(load(rows[r] + begin + i + at), number, sums[r][c]);
-                });
-            }
-        }
-    };
-    int64_t whole = end / T::kGroup;
-    for (int64_t g = 0; g < whole; g++) stream.step(), add_group(g, T::kGroup);
-    if (whole < of[0].groups) add_group(whole, end - whole * T::kGroup);
-    float totals[R * C + 3];
-    fold<R, C>(sums, totals);
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < C; c++) {
-            float* to = out + r * stride + c;
-            *to = first ? totals[r * C + c] : *to + totals[r * C + c];
-        }
-    }
-}
-
-template <class T, int R>
-void multiply_few(const float* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t k, float* out,
-                  int64_t stride, Stream& stream) {
-    constexpr int C = columns_of(R);
-    for (int64_t column = 0; column < columns;) {
-        int64_t some = column + C <= columns ? C : 1;
-        for (int64_t begin = 0; begin < k; begin += BLOCK) {
-            int64_t count = std::min(k - begin, BLOCK);
-            const float* x[R];
-            for (int r = 0; r < R; r++) x[r] = rows[r] + begin;
-            const T* from = weights + column * ld + span<T>(begin);
-            if (some == C) tile_quantized<T, R, C>(x, from, ld, count, stream, begin == 0, out + column, stride);
-            else tile_quantized<T, R, 1>(x, from, ld, count, stream, begin == 0, out + column, stride);
-        }
-        column += some;
-    }
-}
-
-// The same for quantised weights. Few rows are multiplied by numbers in registers. For more rows, the numbers of some
-// columns are converted once. Weights are prefetched LEAD bytes ahead.
-template <class T, std::enable_if_t<kQuantized<T>, int> = 0>
-inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
-                     float* out, int64_t stride, const T* then = nullptr) {
-    constexpr int kColumns = TILE_COLUMNS;
-    constexpr int64_t kGroupBytes = T::kHead + T::kCodes;
-    bool few = n <= 3 && CHUNK >= 16;
-    int64_t lead = std::min(columns * ld, LEAD);
-    int64_t step = few ? columns_of(1) * kGroupBytes : span<T>(std::min(k, BLOCK)) + 64;
-    Stream stream(weights + lead, columns * ld - lead, step);
-    if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
-    if constexpr (CHUNK >= 16) {
-        if (n == 1) return multiply_few<T, 1>(rows, weights, ld, columns, k, out, stride, stream);
-        if (n == 2) return multiply_few<T, 2>(rows, weights, ld, columns, k, out, stride, stream);
-        if (n == 3) return multiply_few<T, 3>(rows, weights, ld, columns, k, out, stride, stream);
-    }
-    for (int64_t c = 0; c < columns; c += kColumns) {  // in the order of the columns in memory
-        int64_t some = std::min<int64_t>(kColumns, columns - c);
-        multiply_near<T, float, TILE_ROWS, kColumns, 0>(rows, n, weights + c * ld, ld, some, k, out + c, stride, stream);
-    }
-}
-
 template <class N>
 inline void bring_near(const Compressed* columns, int64_t ld, int64_t some, int64_t count, N* out, Stream& stream) {
     int64_t c = 0;
@@ -379,7 +291,7 @@ inline void bring_near(const Compressed* columns, int64_t ld, int64_t some, int6
     }
 }
 
-// The same for compressed weights. They are converted once for all rows, to bf16, or to float where bf16 weights would
+// As `multiply` for compressed weights. They are converted once for all rows, to bf16, or to float where bf16 weights would
 // be. They are prefetched LEAD bytes ahead at a constant rate, while decompressing and while multiplying.
 template <>
 inline void multiply(const RowOf<Compressed>* const* rows, int64_t n, const Compressed* weights, int64_t ld,
@@ -405,3 +317,7 @@ inline void multiply(const RowOf<Compressed>* const* rows, int64_t n, const Comp
 #endif
 
 }  // namespace MOESAIC_ISA
+
+#if !defined(MOESAIC_AMX_BF16)
+#include "dot_quantized.h"
+#endif

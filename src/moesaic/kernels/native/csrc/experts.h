@@ -228,22 +228,26 @@ auto with_quantized(moesaic::Stored stored, const Use& use) {
     }
 }
 
-// The strips of experts whose down projections have another quantised type than gate and up.
-template <class Act>
-struct Mixed {
+struct Dequantized {
     using Rows = Int8;
+    template <class Use>
+    static auto with(moesaic::Stored stored, const Use& use) { return with_quantized(stored, use); }
+};
+
+// The strips of experts whose down projections have another type of `Types` than gate and up.
+template <class Act, class Types>
+struct Mixed {
+    using Rows = typename Types::Rows;
     static int64_t row(moesaic::Stored stored, int64_t numbers) {
-        return with_quantized(stored, [&](auto* of) { return span<std::remove_pointer_t<decltype(of)>>(numbers); });
+        return Types::with(stored, [&](auto* of) { return span<std::remove_pointer_t<decltype(of)>>(numbers); });
     }
     template <class... Of>
     static void inner(const moesaic::Experts& job, const Of&... with) {
-        with_quantized(job.stored, [&](auto* of) {
-            inner_strip<std::remove_pointer_t<decltype(of)>, Act>(job, with...);
-        });
+        Types::with(job.stored, [&](auto* of) { inner_strip<std::remove_pointer_t<decltype(of)>, Act>(job, with...); });
     }
     template <class... Of>
     static void down(const moesaic::Experts& job, const Of&... with) {
-        with_quantized(job.down_stored, [&](auto* of) {
+        Types::with(job.down_stored, [&](auto* of) {
             down_strip<std::remove_pointer_t<decltype(of)>, Act>(job, with...);
         });
     }
@@ -291,6 +295,10 @@ int64_t experts_by(const moesaic::Experts& job) {
     return moesaic::kAllHeld;
 }
 
+#if defined(MOESAIC_INT8)
+}  // namespace MOESAIC_ISA
+#include "integer_experts.h"
+#else
 #if defined(MOESAIC_AMX_BF16)
 constexpr bool kPacked = false;  // tiles are loaded from bf16 rows
 #else
@@ -303,7 +311,7 @@ int64_t experts_of(const moesaic::Experts& job) { return experts_by<Alike<T, Act
 template <class Act>
 int64_t experts_with(const moesaic::Experts& job) {
 #if !defined(MOESAIC_AMX_BF16)
-    if (job.down_stored != job.stored) return experts_by<Mixed<Act>>(job);
+    if (job.down_stored != job.stored) return experts_by<Mixed<Act, Dequantized>>(job);
 #endif
     switch (job.stored) {
         case moesaic::Stored::kNarrow: return experts_of<Narrow, Act>(job);
@@ -335,3 +343,4 @@ inline void gated_mlp(const moesaic::GatedMlp& job) {
 }
 
 }  // namespace MOESAIC_ISA
+#endif

@@ -1,6 +1,6 @@
 #include "isa.h"
 
-#if defined(MOESAIC_HAS_AVX512_BF16)
+#if defined(MOESAIC_X86)
 #include <cpuid.h>
 #endif
 #if defined(MOESAIC_HAS_AMX_BF16)
@@ -19,6 +19,16 @@ namespace avx512 {
 extern const moesaic::Table kTable;
 }
 #endif
+#if defined(MOESAIC_X86)
+namespace avx2_int8 {
+int64_t experts_in_integers(const moesaic::Experts& job);
+}
+#endif
+#if defined(MOESAIC_HAS_AVX512_INT8)
+namespace avx512_int8 {
+int64_t experts_in_integers(const moesaic::Experts& job);
+}
+#endif
 #if defined(MOESAIC_HAS_AVX512_BF16)
 namespace avx512_bf16 {
 extern const moesaic::Products kProducts;
@@ -32,6 +42,29 @@ extern const moesaic::Products kProducts;
 
 namespace moesaic {
 namespace {
+
+#if defined(MOESAIC_X86)
+// `table` with integer products for the experts whose matrices all have integers.
+template <const Table& kTable, int64_t (*kExperts)(const Experts&)>
+Table with_integers(const char* name) {
+    Table table = kTable;
+    table.name = name;
+    table.experts = [](const Experts& job) {
+        return is_integer(job.stored) && is_integer(job.down_stored) ? kExperts(job) : kTable.experts(job);
+    };
+    return table;
+}
+
+const Table kAvx2Int8 = with_integers<avx2::kTable, avx2_int8::experts_in_integers>("avx2_int8");
+#if defined(MOESAIC_HAS_AVX512_INT8)
+const Table kAvx512Int8 = with_integers<avx512::kTable, avx512_int8::experts_in_integers>("avx512_int8");
+
+bool multiplies_int8() {  // CPUID leaf 7, ECX bit 11: VNNI
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1);
+}
+#endif
+#endif
 
 #if defined(MOESAIC_HAS_AVX512_BF16)
 Table beside_avx512(const Products& products) {
@@ -79,6 +112,12 @@ std::vector<const Table*> available() {
 #endif
 #if defined(MOESAIC_HAS_AMX_BF16)
     if (rounds && has_tiles()) tables.push_back(&kAmxBf16);
+#endif
+#if defined(MOESAIC_HAS_AVX512_INT8)
+    if (tables.front() == &avx512::kTable && multiplies_int8()) tables.push_back(&kAvx512Int8);
+#endif
+#if defined(MOESAIC_X86)
+    if (tables.front() != &portable::kTable) tables.push_back(&kAvx2Int8);
 #endif
     return tables;
 }

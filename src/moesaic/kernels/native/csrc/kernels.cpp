@@ -1,11 +1,14 @@
 // Compiled once per instruction set. MOESAIC_ISA is the name of the namespace and of the table. The sets that round
-// rows only contain matrix products; isa.cpp takes the other operations from avx512.
-#if !defined(MOESAIC_AVX512_BF16)
+// rows to bf16 only contain matrix products, and those that round them to int8 only experts; isa.cpp takes the other
+// operations from avx512 or avx2.
+#if !defined(MOESAIC_AVX512_BF16) && !defined(MOESAIC_INT8)
 #include "attention.h"
 #include "delta.h"
 #endif
 #include "experts.h"
+#if !defined(MOESAIC_INT8)
 #include "heads.h"
+#endif
 
 namespace MOESAIC_ISA {
 
@@ -13,7 +16,10 @@ namespace MOESAIC_ISA {
 #define MOESAIC_TEXT(x) MOESAIC_TEXT2(x)
 #define MOESAIC_PRODUCTS {MOESAIC_TEXT(MOESAIC_ISA), kPacked, linear, head_linear, experts, gated_mlp}
 
-#if defined(MOESAIC_AVX512_BF16)
+#if defined(MOESAIC_INT8)
+int64_t experts_in_integers(const moesaic::Experts& job);
+int64_t experts_in_integers(const moesaic::Experts& job) { return experts(job); }
+#elif defined(MOESAIC_AVX512_BF16)
 extern const moesaic::Products kProducts;
 const moesaic::Products kProducts = MOESAIC_PRODUCTS;
 #else

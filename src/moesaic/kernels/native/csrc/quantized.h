@@ -79,79 +79,79 @@ MOESAIC_INLINE Vec apply(const Affine& group, Vec value) {
     return mul(value, group.scale);
 }
 
-#if defined(MOESAIC_AVX512) || defined(MOESAIC_AVX2)
-// Half-precision numbers with the sign, exponent and mantissa of 16 codes of E4M3. They are 1 / kUnit of the codes'
-// numbers, subnormal ones included.
-MOESAIC_INLINE __m256i halves_of(__m128i codes) {
-    __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
-    return _mm256_and_si256(shifted, _mm256_set1_epi16(short(0xbf80)));
+// The first byte of code i of a group, or of two codes of four bits: of number i and of the one 16 before or after it.
+template <class T>
+MOESAIC_INLINE constexpr int64_t byte_of(int64_t i) {
+    return T::kNibbles ? i / 32 * 16 + i % 16 : i;
 }
-#endif
 
-// `Decoder16` gives the numbers of one group, 16 at a time: use(index of the first number, vector). `half`: which 16 of
-// the 32 numbers of 16 bytes of nibbles.
+// Sign, exponent and mantissa in the upper nine bits of a half-precision number. With the bits of a code of E4M3 this is
+// 1 / kUnit of the code's number, if that is subnormal too.
+constexpr int16_t kHalf = int16_t(0xbf80);
+
+// Number i of a group and those after it, as many as a vector has. codes: of the whole group.
 #if defined(MOESAIC_AVX512)
 template <class T>
-struct Decoder16 {
+struct Dequantizer {
     Affine group;
     Vec numbers;  // of each code of four bits
 
-    MOESAIC_INLINE explicit Decoder16(const Affine& of) : group(of) {
+    Dequantizer() = default;
+    MOESAIC_INLINE explicit Dequantizer(const Affine& of) : group(of) {
         if constexpr (T::kNibbles) {
             __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(Nibble<T::kValues>::kTable));
             numbers = apply<T>(group, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(table)));
         }
     }
-    template <class Use>
-    MOESAIC_INLINE void operator()(const uint8_t* p, int half, const Use& use) const {
-        __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    MOESAIC_INLINE Vec operator()(const uint8_t* codes, int64_t i) const {
+        __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + byte_of<T>(i)));
         if constexpr (T::kNibbles) {
-            __m512i codes = _mm512_cvtepu8_epi32(bytes);
-            use(0, _mm512_permutexvar_ps(half ? _mm512_srli_epi32(codes, 4) : codes, numbers));  // reads four bits
+            __m512i wide = _mm512_cvtepu8_epi32(bytes);
+            return _mm512_permutexvar_ps(i % 32 ? _mm512_srli_epi32(wide, 4) : wide, numbers);  // reads four bits
         } else if constexpr (T::kValues == Values::kE4M3) {
-            use(0, apply<T>(group, _mm512_cvtph_ps(halves_of(bytes))));
+            __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+            return apply<T>(group, _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(kHalf))));
         } else if constexpr (T::kValues == Values::kInt8) {
-            use(0, apply<T>(group, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))));
+            return apply<T>(group, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
         } else {
-            use(0, apply<T>(group, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))));
+            return apply<T>(group, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
         }
     }
 };
 
 #elif defined(MOESAIC_AVX2)
 template <class T>
-struct Decoder16 {
+struct Dequantizer {
     Affine group;
 
-    MOESAIC_INLINE explicit Decoder16(const Affine& of) : group(of) {}
-    template <class Use>
-    MOESAIC_INLINE void operator()(const uint8_t* p, int half, const Use& use) const {
-        __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    Dequantizer() = default;
+    MOESAIC_INLINE explicit Dequantizer(const Affine& of) : group(of) {}
+    MOESAIC_INLINE Vec operator()(const uint8_t* codes, int64_t i) const {
+        __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + byte_of<T>(i)));
         if constexpr (T::kValues == Values::kE4M3) {
-            __m256i both = halves_of(bytes);
-            use(0, apply<T>(group, _mm256_cvtph_ps(_mm256_castsi256_si128(both))));
-            use(8, apply<T>(group, _mm256_cvtph_ps(_mm256_extracti128_si256(both, 1))));
-            return;
+            __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
+            return apply<T>(group, _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(kHalf))));
         }
         if constexpr (T::kNibbles) {
-            __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(Nibble<T::kValues>::kTable));
-            __m128i codes = _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
-            bytes = _mm_shuffle_epi8(table, codes);
+            bytes = _mm_and_si128(i % 32 >= 16 ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
         }
-        auto number = [&](__m128i eight) {
-            __m256i wide = T::kValues == Values::kUint8 ? _mm256_cvtepu8_epi32(eight) : _mm256_cvtepi8_epi32(eight);
-            return apply<T>(group, _mm256_cvtepi32_ps(wide));
-        };
-        use(0, number(bytes)), use(8, number(_mm_srli_si128(bytes, 8)));
+        if constexpr (T::kValues == Values::kInt4) bytes = _mm_sub_epi8(bytes, _mm_set1_epi8(8));
+        if constexpr (T::kValues == Values::kE2M1) {
+            __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(Nibble<T::kValues>::kTable));
+            bytes = _mm_shuffle_epi8(table, bytes);
+        }
+        __m256i wide = T::kValues == Values::kUint8 ? _mm256_cvtepu8_epi32(bytes) : _mm256_cvtepi8_epi32(bytes);
+        return apply<T>(group, _mm256_cvtepi32_ps(wide));
     }
 };
 
 #else
 template <class T>
-struct Decoder16 {
+struct Dequantizer {
     Affine group;
 
-    explicit Decoder16(const Affine& of) : group(of) {}
+    Dequantizer() = default;
+    explicit Dequantizer(const Affine& of) : group(of) {}
     static float value(uint8_t byte, int half) {
         if constexpr (T::kNibbles) return float(Nibble<T::kValues>::kTable[byte >> (4 * half) & 15]);
         if constexpr (T::kValues == Values::kInt8) return float(int8_t(byte));
@@ -160,11 +160,10 @@ struct Decoder16 {
         float magnitude = exponent ? std::ldexp(float(8 + mantissa), exponent - 18) : std::ldexp(float(mantissa), -17);
         return byte & 0x80 ? -magnitude : magnitude;
     }
-    template <class Use>
-    void operator()(const uint8_t* p, int half, const Use& use) const {
-        float values[16];
-        for (int i = 0; i < 16; i++) values[i] = value(p[i], half);
-        for (int i = 0; i < 16; i += LANES) use(i, apply<T>(group, load(values + i)));
+    Vec operator()(const uint8_t* codes, int64_t i) const {
+        float values[LANES];
+        for (int64_t at = 0; at < LANES; at++) values[at] = value(codes[byte_of<T>(i) + at], int(i / 16 % 2));
+        return apply<T>(group, load(values));
     }
 };
 #endif
@@ -180,7 +179,7 @@ struct BlockOf {
         : groups((count + T::kGroup - 1) / T::kGroup),
           head(reinterpret_cast<const uint8_t*>(block)),
           codes(head + T::kHead * groups) {}
-    MOESAIC_INLINE Decoder16<T> decoder(int64_t group) const { return Decoder16<T>(affine<T>(head, groups, group)); }
+    MOESAIC_INLINE Dequantizer<T> numbers(int64_t group) const { return Dequantizer<T>(affine<T>(head, groups, group)); }
     MOESAIC_INLINE const uint8_t* at(int64_t number) const {
         return codes + (T::kNibbles ? number / 32 * 16 : number);
     }
@@ -192,10 +191,9 @@ inline void dequantize(const T* block, int64_t count, float* out) {
     BlockOf<T> of(block, count);
     int64_t i = 0;
     for (int64_t g = 0; g < of.groups; g++) {
-        Decoder16<T> decode = of.decoder(g);
-        MOESAIC_UNROLL for (int64_t in = 0; in < T::kGroup; in += 16, i += 16) {
-            decode(of.at(i), int(in / 16 % 2), [&](int64_t first, Vec number) { store(out + i + first, number); });
-        }
+        Dequantizer<T> number = of.numbers(g);
+        const uint8_t* codes = of.at(i);
+        MOESAIC_UNROLL for (int64_t in = 0; in < T::kGroup; in += LANES, i += LANES) store(out + i, number(codes, in));
     }
     for (; i < padded(count); i += LANES) store(out + i, zero());
 }

@@ -85,6 +85,8 @@ constexpr int64_t BLOCK = 1024;  // maximum numbers of a row whose products are 
 
 template <class T>
 constexpr bool kQuantized = false;  // see quantized.h
+template <class T>
+constexpr bool kInteger = false;  // see integers.h
 
 template <class T>
 constexpr int64_t quantized_bytes(int64_t numbers);
@@ -153,9 +155,12 @@ inline int64_t in_sets(int64_t rows) {
     return (rows + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
 }
 
+inline void pack_integers(const float* row, int64_t count, float* out);  // see integers.h
+
 // row [count] -> out [padded(count)] in the order of T's vectors, padded with zeros.
 template <class T>
 inline void pack(const float* row, int64_t count, RowOf<T>* out) {
+    if constexpr (kInteger<T>) return pack_integers(row, count, out);
     int64_t whole = count / CHUNK * CHUNK;
     if (kInOrder<T>) {
         std::memcpy(out, row, size_t(whole) * 4);

@@ -39,6 +39,8 @@ struct HeadLinear {
 enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4, kInt8Of16 };
 
 inline bool is_quantized(Stored stored) { return stored >= Stored::kFp8; }
+// Whether a number is an integer times a scale, plus an offset perhaps: core/stored.py says so too.
+inline bool is_integer(Stored stored) { return is_quantized(stored) && stored != Stored::kFp8 && stored != Stored::kMxfp4; }
 
 struct Scattered {  // rows and results at arbitrary addresses: those of a server's clients
     const uint64_t* rows;   // [n] addresses of [h]; null: the rows are not scattered

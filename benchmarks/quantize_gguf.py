@@ -1,0 +1,35 @@
+"""Quantises a GGUF file with llama.cpp. Runs in the environment that `setup_peer.sh llama` makes.
+
+DIR/bin/python benchmarks/quantize_gguf.py /tmp/qwen-bf16.gguf /tmp/qwen-q4_0.gguf q4_0
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import llama_cpp.llama_cpp as llama  # type: ignore[import-not-found]
+
+TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15}
+"""Name -> llama.cpp's number of the file type."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="a GGUF file in bf16 or float32")
+    parser.add_argument("file", type=Path, help="the file to write")
+    parser.add_argument("type", choices=TYPES)
+    given = parser.parse_args()
+    params = llama.llama_model_quantize_default_params()
+    params.ftype = TYPES[given.type]
+    written = given.file.with_suffix(".part")
+    status = llama.llama_model_quantize(str(given.source).encode(), str(written).encode(), params)
+    if status:
+        raise SystemExit(f"llama_model_quantize: {status}")
+    written.rename(given.file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+// Products of rows with quantised weights, in the order of arithmetic of dot.h. Each number is rounded to float32 first.
+#pragma once
+
+#include "dot.h"
+#include "quantized.h"
+
+namespace MOESAIC_ISA {
+
+template <Values kOf, int64_t kGroup, bool kOffset>
+inline void bring_near(const Quantized<kOf, kGroup, kOffset>* columns, int64_t ld, int64_t some, int64_t count,
+                       float* out, Stream& stream) {
+    for (int64_t c = 0; c < some; c++) {
+        stream.step();
+        dequantize(columns + c * ld, count, out + c * WIDE);
+    }
+}
+
+// As `tile` for quantised weights, whose numbers stay in registers. The order of arithmetic is that of `tile`.
+template <class T, int R, int C>
+MOESAIC_INLINE void tile_quantized(const float* const* rows, const T* weights, int64_t ld, int64_t count,
+                                   Stream& stream, bool first, float* out, int64_t stride) {
+    BlockOf<T> of[C];
+    for (int c = 0; c < C; c++) of[c] = BlockOf<T>(weights + c * ld, count);
+    int64_t end = std::min(padded(count), of[0].groups * T::kGroup);  // the rows end with the chunk
+    Vec sums[R][C];
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < C; c++) sums[r][c] = zero();
+    }
+    auto add_group = [&](int64_t g, int64_t numbers) MOESAIC_INLINE_LAMBDA {
+        int64_t begin = g * T::kGroup;
+        Dequantizer<T> number[C];
+        const uint8_t* codes[C];
+        MOESAIC_UNROLL for (int c = 0; c < C; c++) number[c] = of[c].numbers(g), codes[c] = of[c].at(begin);
+        MOESAIC_UNROLL for (int64_t i = 0; i < numbers; i += LANES) {
+            Vec w[C];
+            MOESAIC_UNROLL for (int c = 0; c < C; c++) w[c] = number[c](codes[c], i), keep(w[c]);
+            MOESAIC_UNROLL for (int r = 0; r < R; r++) {
+                Vec x = load(rows[r] + begin + i);
+                if constexpr (C > 1) keep(x);
+                MOESAIC_UNROLL for (int c = 0; c < C; c++) sums[r][c] = fma(x, w[c], sums[r][c]);
+            }
+        }
+    };
+    int64_t whole = end / T::kGroup;
+    for (int64_t g = 0; g < whole; g++) stream.step(), add_group(g, T::kGroup);
+    if (whole < of[0].groups) add_group(whole, end - whole * T::kGroup);
+    float totals[R * C + 3];
+    fold<R, C>(sums, totals);
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < C; c++) {
+            float* to = out + r * stride + c;
+            *to = first ? totals[r * C + c] : *to + totals[r * C + c];
+        }
+    }
+}
+
+// With fewer rows than MANY_QUANTIZED, tiles of at most FEW_QUANTIZED rows convert numbers in registers. That is a
+// conversion a tile, and with more rows it is faster to store the numbers of NEAR_COLUMNS columns in L1. These and
+// NEAR_ROWS rows fit into an L1 of 32 KiB.
+#if defined(MOESAIC_AVX512)
+constexpr int FEW_QUANTIZED = 8, NEAR_ROWS = 4, NEAR_COLUMNS = 4;
+template <class T>
+constexpr int MANY_QUANTIZED = T::kNibbles ? 16 : 24;
+constexpr int quantized_columns(int64_t rows) { return rows <= 6 ? 4 : 3; }  // 24 sums at most, as in `tile`
+#elif defined(MOESAIC_AVX2)
+constexpr int FEW_QUANTIZED = 5, NEAR_ROWS = 4, NEAR_COLUMNS = 3;
+template <class T>
+constexpr int MANY_QUANTIZED = 6;
+constexpr int quantized_columns(int64_t rows) { return rows <= 2 ? 4 : 2; }
+#else
+template <class T>
+constexpr int MANY_QUANTIZED = 1;
+constexpr int FEW_QUANTIZED = 1, NEAR_ROWS = TILE_ROWS, NEAR_COLUMNS = TILE_COLUMNS;
+constexpr int quantized_columns(int64_t) { return 1; }
+#endif
+
+template <class T, int R>
+void multiply_few(const float* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t k, float* out,
+                  int64_t stride, Stream& stream) {
+    constexpr int C = quantized_columns(R);
+    for (int64_t column = 0; column < columns;) {
+        int64_t some = column + C <= columns ? C : 1;
+        for (int64_t begin = 0; begin < k; begin += BLOCK) {
+            int64_t count = std::min(k - begin, BLOCK);
+            const float* x[R];
+            for (int r = 0; r < R; r++) x[r] = rows[r] + begin;
+            const T* from = weights + column * ld + span<T>(begin);
+            if (some == C) tile_quantized<T, R, C>(x, from, ld, count, stream, begin == 0, out + column, stride);
+            else tile_quantized<T, R, 1>(x, from, ld, count, stream, begin == 0, out + column, stride);
+        }
+        column += some;
+    }
+}
+
+// The same for n rows, at most R.
+template <class T, int R = FEW_QUANTIZED, class... With>
+void multiply_few_of(int64_t n, const float* const* rows, const T* weights, With&&... with) {
+    if (n == R) return multiply_few<T, R>(rows, weights, with...);
+    if constexpr (R > 1) multiply_few_of<T, R - 1>(n, rows, weights, with...);
+}
+
+// As `multiply`. The first rows prefetch weights LEAD bytes ahead, other tiles of rows those that are read `then`.
+template <class T, std::enable_if_t<kQuantized<T> && !kInteger<T>, int> = 0>
+inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                     float* out, int64_t stride, const T* then = nullptr) {
+    int64_t size = columns * ld, lead = std::min(size, LEAD);
+    auto stream_of = [&](int64_t step) {
+        Stream stream(weights + lead, size - lead, step);
+        if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
+        return stream;
+    };
+    if (n < MANY_QUANTIZED<T>) {
+        int64_t tiles = (n + FEW_QUANTIZED - 1) / FEW_QUANTIZED;
+        for (int64_t t = 0; t < tiles; t++) {
+            int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
+            int64_t step = quantized_columns(some) * (T::kHead + T::kCodes);
+            Stream stream;
+            if (t == 0) stream = stream_of(step);
+            else if (then != nullptr) stream = Stream(then, size, step / (tiles - 1) + 1);
+            multiply_few_of<T>(some, rows + r, weights, ld, columns, k, out + r * stride, stride, stream);
+        }
+        return;
+    }
+    Stream stream = stream_of(span<T>(std::min(k, BLOCK)) + 64);
+    for (int64_t c = 0; c < columns; c += NEAR_COLUMNS) {  // in the order of the columns in memory
+        int64_t some = std::min<int64_t>(NEAR_COLUMNS, columns - c);
+        multiply_near<T, float, NEAR_ROWS, NEAR_COLUMNS, NEAR_COLUMNS>(rows, n, weights + c * ld, ld, some, k, out + c,
+                                                                      stride, stream);
+    }
+}
+
+}  // namespace MOESAIC_ISA

@@ -1,0 +1,321 @@
+// Integer products of quantised weights: rows are rounded to int8, and products of integers are exact.
+//
+// Each group of 32 numbers of a row has a scale of its own (int8.h). For each group of a row of weights
+//
+//   sum = sum + scale of the weights * (scale of the row * integer)      one product, then one multiply-add
+//
+// where `integer` is the sum of code times code. If the weights have an offset, the offset times (scale of the row * sum
+// of its codes) is added next. The groups of a block of BLOCK numbers are added in order, the blocks of a longer row too.
+// A lane of a vector is a column, so every instruction set has the same order.
+#pragma once
+
+#include "dot.h"
+#include "int8.h"
+
+namespace MOESAIC_ISA {
+
+constexpr int64_t kLine = 32;  // numbers of a row with the same scale
+
+// A group of a row. It lies where a float row has the group's first 16 numbers.
+struct Line {
+    int8_t codes[kLine];
+    float scale;
+    int32_t sums[2];  // of each half of the codes
+    float total;      // scale times the sum of all codes
+    float unused[4];
+};
+static_assert(sizeof(Line) == 16 * sizeof(float));
+
+// Weights of type Q whose rows are rounded.
+template <class Q>
+struct Integer : Q {
+    static constexpr bool kSigned = Q::kValues == Values::kInt8;  // codes are int8; else they are not negative
+    // What must be subtracted from a code that is not negative, or from one of int8 plus 128.
+    static constexpr int32_t kZero = Q::kValues == Values::kInt8 ? 128 : Q::kValues == Values::kInt4 ? 8 : 0;
+};
+
+template <class Q>
+constexpr bool kQuantized<Integer<Q>> = true;
+template <class Q>
+constexpr bool kInteger<Integer<Q>> = true;
+template <class Q>
+constexpr bool kInOrder<Integer<Q>> = false;
+
+// row [count] -> lines. A group with a NaN or an infinity gets a scale that is NaN.
+inline void pack_integers(const float* row, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i += kLine) {
+        alignas(64) float numbers[kLine] = {};
+        std::memcpy(numbers, row + i, size_t(count - i < kLine ? count - i : kLine) * 4);
+        Line line = {};
+        line.scale = scale_for(peak_of(numbers, kLine));
+        if (line.scale > 0) {
+            Vec scale = set1(line.scale);
+            for (int64_t j = 0; j < kLine; j += LANES) store(numbers + j, nearest(divide(load(numbers + j), scale)));
+            for (int64_t j = 0; j < kLine; j++) {
+                line.codes[j] = int8_t(numbers[j]);
+                line.sums[j / 16] += line.codes[j];
+            }
+        }
+        line.total = line.scale * float(line.sums[0] + line.sums[1]);
+        std::memcpy(out + i, &line, sizeof line);
+    }
+}
+
+// The columns that are multiplied together, and the bytes of a column that are brought into that order at a time.
+constexpr int64_t PANEL_COLUMNS = LANES, PANEL_BYTES = 4 * LANES;
+
+// Some columns of a block of weights: four codes of each column, then the next four of each. Codes of 4 bits take a
+// byte. The scales and offsets of a group are neighbours too.
+struct IntegerPanel {
+    alignas(64) uint8_t codes[PANEL_COLUMNS * BLOCK];
+    alignas(64) uint8_t scales[PANEL_COLUMNS * BLOCK / 16 * 4], offsets[PANEL_COLUMNS * BLOCK / 32 * 4];
+};
+
+#if defined(MOESAIC_AVX512)
+using Bytes = __m512i;
+MOESAIC_INLINE Bytes load_bytes(const uint8_t* p, int64_t count) {
+    __mmask64 some = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+    return _mm512_maskz_loadu_epi8(some, p);
+}
+MOESAIC_INLINE void store_bytes(uint8_t* p, Bytes x) { _mm512_store_si512(p, x); }
+MOESAIC_INLINE Bytes low_half(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+MOESAIC_INLINE Bytes high_half(Bytes x) { return low_half(_mm512_srli_epi16(x, 4)); }
+MOESAIC_INLINE Bytes flip(Bytes x) { return _mm512_xor_si512(x, _mm512_set1_epi8(char(0x80))); }
+
+// x [16][16] of 32 bits each, transposed.
+MOESAIC_INLINE void transpose(Bytes (&x)[16]) {
+    Bytes y[16];
+    MOESAIC_UNROLL for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    MOESAIC_UNROLL for (int i = 0; i < 16; i += 4) {
+        MOESAIC_UNROLL for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+    }
+    MOESAIC_UNROLL for (int i = 0; i < 16; i += 8) {
+        MOESAIC_UNROLL for (int j = 0; j < 4; j++) {
+            y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
+            y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
+        }
+    }
+    MOESAIC_UNROLL for (int j = 0; j < 8; j++) {
+        x[j] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0x88), x[j + 8] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0xdd);
+    }
+}
+#else
+using Bytes = __m256i;
+MOESAIC_INLINE Bytes load_bytes(const uint8_t* p, int64_t count) {
+    alignas(32) uint8_t some[32] = {};
+    if (count < 32) std::memcpy(some, p, size_t(count)), p = some;
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+MOESAIC_INLINE void store_bytes(uint8_t* p, Bytes x) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), x); }
+MOESAIC_INLINE Bytes low_half(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+MOESAIC_INLINE Bytes high_half(Bytes x) { return low_half(_mm256_srli_epi16(x, 4)); }
+MOESAIC_INLINE Bytes flip(Bytes x) { return _mm256_xor_si256(x, _mm256_set1_epi8(char(0x80))); }
+
+// x [8][8] of 32 bits each, transposed.
+MOESAIC_INLINE void transpose(Bytes (&x)[8]) {
+    Bytes y[8];
+    MOESAIC_UNROLL for (int i = 0; i < 8; i += 2) {
+        y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    MOESAIC_UNROLL for (int i = 0; i < 8; i += 4) {
+        MOESAIC_UNROLL for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm256_unpacklo_epi64(y[i + j], y[i + j + 2]);
+            x[i + 2 * j + 1] = _mm256_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+    }
+    MOESAIC_UNROLL for (int j = 0; j < 4; j++) {
+        y[j] = _mm256_permute2x128_si256(x[j], x[j + 4], 0x20);
+        y[j + 4] = _mm256_permute2x128_si256(x[j], x[j + 4], 0x31);
+    }
+    MOESAIC_UNROLL for (int j = 0; j < 8; j++) x[j] = y[j];
+}
+#endif
+
+// How codes of weights and rows are multiplied: `IntegerSums` are the sums of one group, a column a lane. They begin with
+// what codes without a sign have too much. sum: of the row's codes.
+#if defined(MOESAIC_AVX512)
+constexpr bool kSignedProducts = false;  // VPDPBUSD takes weights without a sign
+constexpr int INTEGER_ROWS = 8;
+
+template <class T>
+struct IntegerWeights {
+    Bytes codes;
+    MOESAIC_INLINE explicit IntegerWeights(const uint8_t* p) : codes(_mm512_load_si512(p)) {}
+};
+
+template <class T>
+struct IntegerSums {
+    __m512i sums;
+    IntegerSums() = default;
+    MOESAIC_INLINE explicit IntegerSums(int32_t sum) : sums(_mm512_set1_epi32(-T::kZero * sum)) {}
+    MOESAIC_INLINE void add(const IntegerWeights<T>& w, const int8_t* row) {
+        int32_t four;
+        std::memcpy(&four, row, 4);
+        sums = _mm512_dpbusd_epi32(sums, w.codes, _mm512_set1_epi32(four));
+    }
+    MOESAIC_INLINE Vec number() const { return _mm512_cvtepi32_ps(sums); }
+};
+#else
+constexpr bool kSignedProducts = true;
+constexpr int INTEGER_ROWS = 4;
+
+// VPMADDUBSW adds two products in 16 bits. With codes of 4 bits, the products of a group of 32 do not overflow them.
+// Codes of 8 bits are multiplied by magnitude, since 2 * 128 * 127 fits while 2 * 255 * 127 does not.
+template <class T>
+struct IntegerWeights {
+    Bytes codes, magnitudes;
+    MOESAIC_INLINE explicit IntegerWeights(const uint8_t* p)
+        : codes(_mm256_load_si256(reinterpret_cast<const __m256i*>(p))), magnitudes(_mm256_abs_epi8(codes)) {}
+};
+
+template <class T>
+struct IntegerSums {
+    static constexpr int32_t kMissing = T::kNibbles ? -T::kZero : T::kSigned ? 0 : 128;
+    __m256i sums;
+    int32_t sum;
+    IntegerSums() = default;
+    MOESAIC_INLINE explicit IntegerSums(int32_t of) : sums(_mm256_setzero_si256()), sum(of) {}
+    MOESAIC_INLINE void add(const IntegerWeights<T>& w, const int8_t* row) {
+        int32_t four;
+        std::memcpy(&four, row, 4);
+        __m256i x = _mm256_set1_epi32(four);
+        if constexpr (T::kNibbles) {
+            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w.codes, x));
+        } else {
+            __m256i pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(x, w.codes));
+            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+    }
+    MOESAIC_INLINE Vec number() const {
+        __m256i whole = T::kNibbles ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums;
+        if constexpr (kMissing != 0) whole = _mm256_add_epi32(whole, _mm256_set1_epi32(kMissing * sum));
+        return _mm256_cvtepi32_ps(whole);
+    }
+};
+#endif
+
+// Calls use(index, vector) for each 32 bits of `size` bytes of all columns. The first column is at `from`, and there are
+// `some`; lanes of other columns have any numbers.
+template <class Use>
+MOESAIC_INLINE void in_turn(const uint8_t* from, int64_t ld, int64_t some, int64_t size, const Use& use) {
+    for (int64_t at = 0; at < size; at += PANEL_BYTES) {
+        Bytes x[PANEL_COLUMNS];
+        if (some == PANEL_COLUMNS && size - at >= PANEL_BYTES) {
+            MOESAIC_UNROLL for (int64_t c = 0; c < PANEL_COLUMNS; c++) x[c] = load_bytes(from + c * ld + at, PANEL_BYTES);
+        } else {
+            for (int64_t c = 0; c < PANEL_COLUMNS; c++) {
+                x[c] = load_bytes(from + (c < some ? c : 0) * ld + at, size - at);
+            }
+        }
+        transpose(x);
+        MOESAIC_UNROLL for (int64_t c = 0; c < PANEL_COLUMNS; c++) use(at / 4 + c, x[c]);
+    }
+}
+
+// Brings a block of `count` numbers of some columns into the order of a panel.
+template <class T>
+inline void fill(const T* weights, int64_t ld, int64_t some, int64_t count, IntegerPanel& panel, Stream& stream) {
+    BlockOf<T> of(weights, count);
+    constexpr int64_t kVector = sizeof(Bytes);
+    auto put = [](uint8_t* to) { return [=](int64_t i, Bytes x) MOESAIC_INLINE_LAMBDA { store_bytes(to + i * kVector, x); }; };
+    in_turn(of.head, ld, some, 4 * of.groups, put(panel.scales));
+    if constexpr (T::kHasOffset) in_turn(of.head + 4 * of.groups, ld, some, 4 * of.groups, put(panel.offsets));
+    in_turn(of.codes, ld, some, of.groups * T::kCodes, [&](int64_t i, Bytes x) MOESAIC_INLINE_LAMBDA {
+        if (i % PANEL_COLUMNS == 0) stream.step();
+        if constexpr (T::kNibbles) {  // the low halves of 16 bytes, then the high ones
+            uint8_t* to = panel.codes + (i / 4 * 8 + i % 4) * kVector;
+            store_bytes(to, low_half(x)), store_bytes(to + 4 * kVector, high_half(x));
+        } else {
+            store_bytes(panel.codes + i * kVector, T::kSigned == kSignedProducts ? x : flip(x));
+        }
+    });
+}
+
+// rows [R] times the columns of a panel, over `groups` groups: one vector of columns a row.
+template <class T, int R>
+MOESAIC_INLINE void panel_products(const float* const* rows, const IntegerPanel& panel, int64_t groups, Stream& stream,
+                                   Vec (&sums)[R]) {
+    Stream mine = stream;
+    constexpr int64_t kSteps = T::kGroup / 4, kVector = sizeof(Bytes);
+    const Line* lines[R];
+    for (int r = 0; r < R; r++) lines[r] = reinterpret_cast<const Line*>(rows[r]), sums[r] = zero();
+    const uint8_t* codes = panel.codes;
+    for (int64_t g = 0; g < groups; g++, codes += kSteps * kVector) {
+        mine.fetch(mine.bytes / 4);
+        int64_t first = g * T::kGroup % kLine, line = g * T::kGroup / kLine * 2;  // a line takes half of its place
+        IntegerSums<T> total[R];
+        MOESAIC_UNROLL for (int r = 0; r < R; r++) {
+            const Line& of = lines[r][line];
+            total[r] = IntegerSums<T>(T::kGroup == kLine ? of.sums[0] + of.sums[1] : of.sums[first / 16]);
+        }
+        MOESAIC_UNROLL for (int64_t i = 0; i < kSteps; i++) {
+            IntegerWeights<T> w(codes + i * kVector);
+            MOESAIC_UNROLL for (int r = 0; r < R; r++) total[r].add(w, lines[r][line].codes + first + 4 * i);
+        }
+        Vec scale = load(reinterpret_cast<const float*>(panel.scales) + g * LANES);
+        MOESAIC_UNROLL for (int r = 0; r < R; r++) {
+            Vec scaled = mul(total[r].number(), set1(lines[r][line].scale));
+            sums[r] = fma(scaled, scale, sums[r]);
+        }
+        if constexpr (T::kHasOffset) {
+            Vec offset = load(reinterpret_cast<const float*>(panel.offsets) + g * LANES);
+            MOESAIC_UNROLL for (int r = 0; r < R; r++) sums[r] = fma(set1(lines[r][line].total), offset, sums[r]);
+        }
+    }
+    stream = mine;
+}
+
+// The same for n rows, at most R -> out [n, stride], `some` columns of it. first: false adds to what is there.
+template <class T, int R = INTEGER_ROWS>
+void panel_rows(int64_t n, const float* const* rows, const IntegerPanel& panel, int64_t groups, Stream& stream, bool first,
+                float* out, int64_t stride, int64_t some) {
+    if constexpr (R > 1) {
+        if (n < R) return panel_rows<T, R - 1>(n, rows, panel, groups, stream, first, out, stride, some);
+    }
+    Vec sums[R];
+    panel_products<T, R>(rows, panel, groups, stream, sums);
+    for (int r = 0; r < R; r++) {
+        float* to = out + r * stride;
+        if (some == LANES) {
+            store(to, first ? sums[r] : add(load(to), sums[r]));
+            continue;
+        }
+        float lanes[LANES];
+        store(lanes, sums[r]);
+        for (int64_t c = 0; c < some; c++) to[c] = first ? lanes[c] : to[c] + lanes[c];
+    }
+}
+
+// As `multiply` in dot.h. Weights are prefetched a panel ahead, since all its columns are read together.
+template <class T, std::enable_if_t<kInteger<T>, int> = 0>
+inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                     float* out, int64_t stride, const T* then = nullptr) {
+    int64_t size = columns * ld, lead = std::min(size, PANEL_COLUMNS * ld + LEAD);
+    int64_t tiles = (n + INTEGER_ROWS - 1) / INTEGER_ROWS;
+    // Four groups of a tile of rows take about as long as the 64 bytes of each column that `fill` transposes.
+    int64_t steps = std::max<int64_t>(1, std::min(k, BLOCK) / T::kGroup * (T::kCodes + PANEL_BYTES * tiles / 4) / PANEL_BYTES);
+    Stream stream(weights + lead, size - lead, PANEL_COLUMNS * span<T>(std::min(k, BLOCK)) / steps + 1);
+    if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
+    IntegerPanel panel;
+    for (int64_t c = 0; c < columns; c += PANEL_COLUMNS) {
+        int64_t some = std::min(PANEL_COLUMNS, columns - c);
+        for (int64_t begin = 0; begin < k; begin += BLOCK) {
+            int64_t count = std::min(k - begin, BLOCK);
+            fill(weights + c * ld + span<T>(begin), ld, some, count, panel, stream);
+            for (int64_t t = 0; t < tiles; t++) {
+                int64_t r = n * t / tiles, more = n * (t + 1) / tiles - r;
+                const float* x[INTEGER_ROWS];
+                for (int64_t i = 0; i < more; i++) x[i] = rows[r + i] + begin;
+                panel_rows<T>(more, x, panel, (count + T::kGroup - 1) / T::kGroup, stream, begin == 0,
+                              out + r * stride + c, stride, some);
+            }
+        }
+    }
+}
+
+}  // namespace MOESAIC_ISA

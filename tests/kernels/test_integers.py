@@ -1,0 +1,186 @@
+"""Kernels that round the rows of experts in integers to int8, and multiply integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.test_compressed_native import NONE, SIZES, Mlp, Size, uneven
+from tests.kernels.test_quantized import codes_of
+from tests.kernels.test_rounding import everything_else
+from tests.support.integer_products import Integers, expert, products
+from tests.support.native_kernels import same_bits, stored
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.stored import OF_EXPERTS, QUANTIZED, expert_code, is_integer, of_expert, of_matrices
+from moesaic.kernels import table
+from moesaic.kernels.quantized import Bytes, dequantize, pack
+
+HERE = [name for name in table.instruction_sets() if name in table.INTEGER]
+each = pytest.mark.parametrize(
+    "name", HERE or [pytest.param("", marks=pytest.mark.skip("no integer kernels for this CPU"))]
+)
+TYPES = [name for name in QUANTIZED if is_integer(name)]
+MIXED = ["int4_offset+int8_16", "int8+int4", "int8_16+int8_offset"]
+
+
+@pytest.fixture(autouse=True)
+def auto_again() -> Iterator[None]:
+    yield
+    table.pick("cpu").set_threads(1, False)
+
+
+def base(name: str) -> str:
+    return name.partition("_")[0]
+
+
+def packed(rng: np.random.Generator, dtype: str, size: Size) -> list[Bytes]:
+    inner, down = of_matrices(dtype)
+    types = inner, inner, down
+    return [
+        pack(kind, *codes_of(rng, QUANTIZED[kind], *shape))
+        for kind, shape in zip(types, size.shapes, strict=True)
+    ]
+
+
+def compute(
+    name: str, dtype: str, size: Size, mlps: list[list[Bytes]], rows: torch.Tensor, ids: list[int]
+) -> torch.Tensor:
+    table.pick("cpu", name)
+    found = size.run([*map(Mlp, mlps), NONE], expert_code(dtype), rows.numpy(), ids)
+    return torch.from_numpy(found.view(np.float32))
+
+
+@each
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [*TYPES, *MIXED])
+def test_experts_have_the_bits_of_the_slow_products(name: str, dtype: str, size: Size) -> None:
+    rng = np.random.default_rng(size.h)
+    mlps = [packed(rng, dtype, size) for _ in range(2)]
+    rows = torch.from_numpy(0.1 * rng.standard_normal((19, size.h), dtype=np.float32))
+    rows *= torch.from_numpy(rng.choice([0.001, 1, 50], (19, size.h)).astype(np.float32))
+    ids = [0] * 16 + [1] * 3
+    wanted = torch.cat(
+        [expert(base(name), dtype, mlps[0], rows[:16]), expert(base(name), dtype, mlps[1], rows[16:])]
+    )
+    assert same_bits(compute(name, dtype, size, mlps, rows, ids), wanted)
+    exact = compute(base(name), dtype, size, mlps, rows, ids)
+    assert size.h == 1 or not same_bits(exact, wanted)
+
+
+@each
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", ["int8", "int4_offset+int8_16"])
+def test_rows_have_the_same_bits_alone_and_in_any_batch(name: str, dtype: str, size: Size) -> None:
+    rng = np.random.default_rng(size.w)
+    mlps = [packed(rng, dtype, size) for _ in range(4)]
+    rows = torch.from_numpy(rng.standard_normal((200, size.h), dtype=np.float32))
+    ids = uneven(rng, 200)
+    wanted = compute(name, dtype, size, mlps, rows, ids)
+    assert wanted.isfinite().all()
+    for n, threads in ((1, 1), (2, 1), (7, 2), (9, 1), (40, 2), (200, 2)):
+        table.pick("cpu", name).set_threads(threads, False)
+        first = 200 - n
+        assert same_bits(compute(name, dtype, size, mlps, rows[first:], ids[first:]), wanted[first:])
+
+
+@each
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_largest_codes_do_not_overflow(name: str, dtype: str) -> None:
+    kind, size = QUANTIZED[dtype], Size(96, 8)
+    most = 1 << kind.bits
+    extremes = np.array([0, most - 1, most // 2, most // 2 - 1], dtype=np.uint8)  # of every sign and width
+    for code in extremes:
+        mlp = []
+        for shape in size.shapes:
+            scales = np.ones((shape[0], -(-shape[1] // kind.group)), dtype=np.float32)
+            mlp.append(pack(dtype, np.full(shape, code), scales, scales if kind.offset else None))
+        rows = torch.ones(5, 96)
+        rows[1] = -1
+        rows[2, ::2] = -1
+        wanted = expert(base(name), dtype, mlp, rows)
+        assert same_bits(compute(name, dtype, size, [mlp], rows, [0] * 5), wanted)
+
+
+@each
+@pytest.mark.parametrize("dtype", ["int8", "int4_offset"])
+def test_strange_rows_stay_by_themselves(name: str, dtype: str) -> None:
+    size, rng = Size(130, 64), np.random.default_rng(1)
+    mlp, rows = packed(rng, dtype, size), torch.randn(6, 130)
+    wanted = compute(name, dtype, size, [mlp], rows, [0] * 6)
+    rows[1, 129], rows[2, 0], rows[3], rows[4] = float("nan"), float("inf"), 0, 1e-37
+    found = compute(name, dtype, size, [mlp], rows, [0] * 6)
+    assert same_bits(found[[0, 5]], wanted[[0, 5]])
+    assert not found[1].isfinite().any() and not found[2].isfinite().any()
+    assert (found[3:5] == 0).all()
+
+
+@each
+@pytest.mark.parametrize("dtype", ["fp8", "mxfp4", "mxfp4+int8", "bfloat16", "float32"])
+def test_other_experts_have_the_bits_of_the_set_without_rounding(name: str, dtype: str) -> None:
+    size, rng = Size(130, 70), np.random.default_rng(2)
+    if of_matrices(dtype)[0] in QUANTIZED:
+        mlp = packed(rng, dtype, size)
+    else:
+        mlp = [
+            one if dtype == "bfloat16" else rng.standard_normal(one.shape, dtype=np.float32)
+            for one in size.trained(rng)
+        ]
+    rows = torch.randn(9, 130)
+    found = compute(name, dtype, size, [mlp], rows, [0] * 9)
+    assert same_bits(found, compute(base(name), dtype, size, [mlp], rows, [0] * 9)) and found.any()
+
+
+@each
+def test_all_but_experts_has_the_bits_of_the_set_without_rounding(name: str) -> None:
+    for found, wanted in zip(everything_else(name), everything_else(base(name)), strict=True):
+        assert same_bits(found, wanted)
+    rows, weight = stored(7, 70), stored(5, 70, dtype=torch.bfloat16)
+    assert same_bits(
+        table.pick("cpu", name).linear(rows, weight), table.pick("cpu", base(name)).linear(rows, weight)
+    )
+
+
+@pytest.mark.parametrize("columns", [32, 100, 768, 2048, 4100])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rounding_costs_less_than_a_hundredth(dtype: str, columns: int) -> None:
+    """Beside float64 with the same weights, of rows and weights as in models: the root of the mean square."""
+    rng, kind = np.random.default_rng(columns), QUANTIZED[dtype]
+    groups = -(-columns // kind.group)
+    codes = np.clip(
+        np.rint(rng.normal(0, 0.25, (64, columns)) * (1 << kind.bits - 1)),
+        -(1 << kind.bits - 1),
+        (1 << kind.bits - 1) - 1,
+    )
+    zero = 0 if kind.values == "int8" else 1 << kind.bits - 1
+    coded = (codes + zero).astype(np.int64).astype(np.uint8)
+    scales = rng.uniform(0.5, 1.5, (64, groups)).astype(np.float32)
+    bytes_of = pack(dtype, coded, scales, -scales * zero if kind.offset else None)
+    rows = torch.from_numpy(rng.standard_normal((40, columns), dtype=np.float32))
+    exact = rows.double() @ torch.from_numpy(dequantize(dtype, bytes_of, columns)).double().T
+    error = products(rows, Integers.of(dtype, bytes_of, columns)).double() - exact
+    relative = float(error.square().mean().sqrt() / exact.square().mean().sqrt())
+    assert 0 < relative < 0.01
+
+
+@pytest.mark.parametrize("name", sorted(table.INTEGER))
+def test_only_its_name_picks_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert table.pick("cpu").name != f"native ({name})"
+    if name in HERE:
+        assert table.pick("cpu", name).name == f"native ({name})" and table.pick("cpu", name).integer
+    monkeypatch.setattr(table, "instruction_sets", lambda: ("avx512", "avx2", "portable"))
+    with pytest.raises(ConfigError, match=f"got '{name}'; allowed: auto, avx512, avx2, portable, ref"):
+        table.pick("cpu", name)
+
+
+def test_types_without_integers() -> None:
+    assert {one for one in OF_EXPERTS if not is_integer(one)} == {
+        "bfloat16",
+        "float32",
+        "compressed",
+        "fp8",
+        "mxfp4",
+    }
+    assert not is_integer(of_expert("mxfp4", "int8")) and not is_integer(of_expert("int8", "fp8"))
