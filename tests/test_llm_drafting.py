@@ -127,4 +127,4 @@ def test_ngrams_are_accepted(temperature: float) -> None:
     wanted, llm = answers(engine().generate(PROMPTS, asked)), engine(speculative_config=NGRAM)
     assert answers(llm.generate(PROMPTS, asked)) == wanted
     counts = llm.stats().speculation
-    assert counts.accepted_tokens > 10 and counts.drafts > 5
+    assert counts.accepted_tokens > 5 and counts.drafts > 5

@@ -10,7 +10,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.acceptance import FIRST_WAIT, LAST_WAIT, SOON, Acceptance
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence
-from moesaic.policy.scheduling.speculation import MOST_ROWS, Speculation, break_even
+from moesaic.policy.scheduling.speculation import MOST_ROWS, TRIALS_APART, Speculation, break_even
 from moesaic.policy.scheduling.step_prices import StepPrices
 
 FREE = StepPrices(lambda rows: 1.0)
@@ -49,7 +49,8 @@ def test_as_much_as_may_be_is_drafted_where_rows_cost_nothing() -> None:
     assert drafted(2, FREE) == [4, 4]
     assert drafted(2, FREE, room=5) == [3, 2]
     assert drafted(2, FREE, room=0) == [0, 0]
-    assert sum(drafted(40, FREE)) == MOST_ROWS - 40
+    assert sum(drafted(20, FREE)) == MOST_ROWS - 20
+    assert sum(drafted(MOST_ROWS, FREE)) == 0
     assert drafted(2, FREE, most=0) == [0, 0]
 
 
@@ -156,10 +157,28 @@ def test_at_break_even_a_step_gives_as_many_tokens_for_its_price(rows: int, toke
     assert break_even(FREE, rows, tokens) == pytest.approx(0.0, abs=1e-6)
 
 
+def test_tries_are_apart_where_requests_are_many() -> None:
+    blocks = KVBlocks(400, 2)
+    for requests, apart in ((1, 1), (3, 3), (20, TRIALS_APART)):
+        found = sequences(requests, blocks, acceptance=0.0)
+        subject, tried = Speculation(Counting(), 2, StepPrices(float)), []
+        for step in range(3 * apart):
+            for one in found:
+                assert one.acceptance is not None
+                one.acceptance.waited = LAST_WAIT
+            subject.draft(found, 9, blocks, 0)
+            tried += [step] * sum(len(one.drafted) for one in found)
+            for one in found:
+                one.drafted = []
+        assert tried == [0, apart, 2 * apart]
+        for one in found:
+            blocks.free(one.request_id)
+
+
 def test_it_says_when_drafts_pay() -> None:
     text = Speculation(Counting(), 4, StepPrices(lambda rows: 1 + 0.4 * rows)).described()
     assert text.startswith("1 to 4 tokens; acceptance from which they pay, by requests: 0.29 to ")
-    assert text.endswith(" at 32") and " at 8, " in text
+    assert text.endswith(" at 16") and " at 8, " in text
     assert Speculation().described() == ""
 
 

@@ -24,9 +24,13 @@ from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence
 from moesaic.policy.scheduling.step_prices import REFRESH, StepPrices
 
-MOST_ROWS = 64
-"""Rows of a step, at most, when it checks drafts. Their logits are in memory together."""
-REPORTED = (1, 8, 32)
+MOST_ROWS = 32
+"""Rows of a step, at most, when it checks drafts. Steps of so many rows are recorded. Larger ones are not,
+and drafts gained nothing there when they were measured."""
+TRIALS_APART = 8
+"""Steps between two drafts that are only tried, with so many requests or more. Fewer requests have as many
+steps between."""
+REPORTED = (1, 8, 16)
 """Numbers of requests for which `Speculation.described` says when drafts pay."""
 MARGIN = 1.1
 """Factor by which drafts must raise the tokens of a step over its price."""
@@ -48,6 +52,8 @@ class Speculation:
         self._counts = _Counts([0] * most)
         self._all = Acceptance(fade=SLOW_FADE)
         """Of all requests together."""
+        self._since_trial = TRIALS_APART
+        """Steps since a draft was only tried."""
         self._least: dict[int, float] = {}
         """Number of requests -> `_least_rate`, by the prices of the last refresh."""
 
@@ -92,7 +98,7 @@ class Speculation:
             fit = blocks.reserve(sequence.request_id, sequence.num_tokens, wanted, spare)
             sequence.drafted = proposed[:fit]
             if not fit:
-                self._of(sequence).waited = 0  # so that another request is tried next
+                self._of(sequence).waited, self._since_trial = 0, TRIALS_APART  # another one is tried next
 
     def checked(self, sequence: Sequence, accepted: int) -> None:
         """A step has checked the sequence's draft, of which the first `accepted` tokens were right."""
@@ -152,10 +158,16 @@ class Speculation:
         return chosen
 
     def _try_one(self, sequences: Ordered[Sequence], known: Ordered[Acceptance], chosen: list[int]) -> None:
-        """Draft a token for the first sequence that had none for long, if there is one."""
+        """Draft a token for the first sequence that had none for long, if there is one.
+
+        Such a draft may cost a step more than it gives, so only every few steps have one.
+        """
+        self._since_trial += 1
+        if self._since_trial < min(TRIALS_APART, len(known)):
+            return
         for index, one in enumerate(known):
             if one.waited >= one.wait and not chosen[index] and self._limit(sequences[index]):
-                chosen[index] = 1
+                chosen[index], self._since_trial = 1, 0
                 return
 
     def _of(self, sequence: Sequence) -> Acceptance:
