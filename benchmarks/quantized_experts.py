@@ -88,8 +88,8 @@ def same_tokens(model: str, kernels: tuple[str, str], threads: int, answers: int
     )
 
 
-def main() -> int:
-    """Runs the benchmark."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,7 +106,12 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=20, help="with --model")
     parser.add_argument("--length", type=int, default=128, help="tokens of an answer, with --model")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    given = parse()
     name = plain.use(given.kernels)
     if given.model:
         kernels = (name, f"{name}_int8")

@@ -17,7 +17,8 @@ class SharedSplits {
     // split: tokens of a split. most: splits of a sequence that it may share. Sequences with several rows, and steps
     // with a window, share nothing.
     SharedSplits(const moesaic::Attention& job, int64_t split, int64_t most)
-        : order(job.sequences), splits(job.sequences), parts(job.sequences), job_(job), split_(split), most_(most) {
+        : order(job.sequences), splits(job.sequences), parts(job.sequences), common_(job.sequences), job_(job),
+          split_(split), most_(most) {
         for (int64_t s = 0; s < job.sequences; s++) {
             splits[s] = 0;
             bool one = job.query_starts[s + 1] - job.query_starts[s] == 1;
@@ -27,6 +28,7 @@ class SharedSplits {
         std::sort(order.data, order.data + order.size, [&](int64_t a, int64_t b) { return before(a, b); });
         for (int64_t i = 0; i + 1 < order.size; i++) {
             int64_t same = alike(order[i], order[i + 1]);
+            common_[i] = same;
             splits[order[i]] = std::max(splits[order[i]], same);
             splits[order[i + 1]] = same;
         }
@@ -43,10 +45,10 @@ class SharedSplits {
     void each(const Use& use) const {
         for (int64_t i = 0; i + 1 < order.size; i++) {
             // A class begins here at each split that this sequence shares with the next one, but not with the one before.
-            int64_t from = i == 0 ? 0 : alike(order[i - 1], order[i]);
-            for (int64_t p = from; p < alike(order[i], order[i + 1]); p++) {
+            int64_t from = i == 0 ? 0 : common_[i - 1];
+            for (int64_t p = from; p < common_[i]; p++) {
                 int64_t last = i + 1;
-                while (last + 1 < order.size && alike(order[last], order[last + 1]) > p) last++;
+                while (last + 1 < order.size && common_[last] > p) last++;
                 use(SplitClass{p, i, last + 1 - i});
             }
         }
@@ -68,6 +70,7 @@ class SharedSplits {
         return std::min(same * job_.block_size / split_, most_);
     }
 
+    Array<int64_t> common_;  // whole splits that a sequence of `order` has in common with the next one
     const moesaic::Attention& job_;
     int64_t split_, most_;
 };
