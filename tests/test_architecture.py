@@ -89,10 +89,10 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     # published results, computed again
     "papers": ("core", "cost", "policy.offloading"),
-    # the HTTP API's own code in this process, in front of a worker; how long a file's requests are
+    # the HTTP API's own code in this process, in front of workers; how long a file's requests are
     "batch": (
         *("", "client", "cluster", "config", "core", "engine", "launch", "models.files", "planning"),
-        *("parsers.table", "server", "tokenizer"),
+        *("parsers.table", "server", "tokenizer", "trace.options"),
     ),
     # the engine in this process, and what its gates chose
     "profiling": (

@@ -38,7 +38,6 @@ from moesaic.config import (
     CorsConfig,
     ModelConfig,
     OffloadConfig,
-    ParallelConfig,
     QueueConfig,
     SchedulerConfig,
     ServerConfig,
@@ -149,22 +148,32 @@ def join(options: Annotated[Join, FLAT], *, output: Annotated[Output, FLAT] = Ou
 def run_batch(
     *,
     options: Annotated[RunBatch, FLAT],
-    model: Annotated[ModelConfig, FLAT],
+    model: Annotated[ModelConfig | None, FLAT] = None,
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
-    parallel: Annotated[ParallelConfig, FLAT] = ParallelConfig(),
+    queues: Annotated[QueueConfig, FLAT] = QueueConfig(),
+    cluster: Annotated[ClusterConfig, FLAT] = ClusterConfig(),
     offload: Annotated[OffloadConfig, FLAT] = OffloadConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
+    record: Annotated[RecordConfig, FLAT] = RecordConfig(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
-    """Answer a file of OpenAI batch lines: run-batch -i in.jsonl -o out.jsonl --model MODEL.
+    """Answer a file of OpenAI batch lines: run-batch -i in.jsonl -o out.jsonl --model MODEL, or --base-url of
+    a server that runs already.
 
     After a crash the same command continues where it stopped.
     """
     from moesaic.commands import run_batch as command
 
-    worker = WorkerConfig(model, cache, scheduler, parallel, trace=tracing.trace)
-    return command.run(options, worker, offload, output.json)
+    if options.base_url is not None:
+        settings = (model, cache, scheduler, queues, cluster, offload, tracing, record)
+        return command.run_remote(
+            replace(options, api_key=options.api_key or api_key()), settings, output.json
+        )
+    if model is None:
+        raise ConfigError("--model: got nothing; allowed: a checkpoint, or --base-url of a running server")
+    worker = WorkerConfig(model, cache, scheduler, cluster.parallel, trace=tracing.trace, queues=queues)
+    return command.run(options, worker, cluster, offload, record, output.json)
 
 
 @profile.default

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
 from moesaic.cli import main
 from tests.batch.test_kill import finish, start, when_lines
 from tests.support.fake_batch_server import results
-from tests.support.processes import children, gone
+from tests.support.processes import all_children, children, gone
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +24,11 @@ LINES = 24
 
 @pytest.fixture
 def files(tmp_path):
+    return written(tmp_path)
+
+
+def written(folder):
+    """A file of lines, and where their results go."""
     rows = []
     for number in range(LINES):
         body = {"model": "demo", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
@@ -30,9 +38,9 @@ def files(tmp_path):
         else:
             url, body["prompt"] = "/v1/completions", f"def add_{number}(a, b):"
         rows.append({"custom_id": f"r{number}", "method": "POST", "url": url, "body": body})
-    file = tmp_path / "in.jsonl"
+    file = folder / "in.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file, tmp_path / "out.jsonl"
+    return file, folder / "out.jsonl"
 
 
 def worker_of(process):
@@ -83,6 +91,65 @@ def test_killed_at_every_turn_it_answers_what_an_undisturbed_run_answers(files):
     code, _, err = finish(files, demo=True)
     assert code == 0
     assert answers(files[1]) == answers(reference[1])
+
+
+@contextmanager
+def running(*command):
+    """A process that ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moesaic", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def run_batch(files, *flags):
+    names = "-i", str(files[0]), "-o", str(files[1])
+    return running("run-batch", *names, "--max-in-flight", "4", *flags)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What an undisturbed run of one worker answers."""
+    files = written(tmp_path_factory.mktemp("alone"))
+    code, _, err = finish(files, demo=True)
+    assert code == 0, err
+    return answers(files[1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "victim"),
+    [
+        (("--attention-workers", "2", "--expert-servers", "2", "--schedule", "async"), "moesaic.experts"),
+        (("--attention-workers", "2", "--expert-servers", "1"), "moesaic.runtime"),
+        (("--tensor-parallel-size", "2"), "moesaic.runtime"),
+    ],
+)
+def test_a_batch_on_a_cluster_survives_what_dies_in_it(files, alone, flags, victim):
+    with run_batch(files, "--model", "demo", "--threads", "1", *flags) as process:
+        when_lines(files[1], 3, process)
+        os.kill(all_children(process.pid, victim)[0], signal.SIGKILL)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert answers(files[1]) == alone
+
+
+def test_a_batch_survives_the_restart_of_the_server_that_answers_it(files, alone):
+    serve = "serve", "demo", "--threads", "1", "--json", "--port"
+    with running(*serve, "0", "--expert-servers", "2") as first:
+        url = json.loads(first.stdout.readline())["url"]
+        with run_batch(files, "--base-url", url) as process:
+            when_lines(files[1], 3, process)
+            first.kill()
+            first.wait()
+            with running(*serve, url.rpartition(":")[2]):
+                _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert answers(files[1]) == alone
 
 
 def test_ctrl_c_ends_the_worker_too(files):

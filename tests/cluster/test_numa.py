@@ -15,7 +15,7 @@ from moesaic.cluster import numa
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.member import Role
 from moesaic.cluster.numa import Node
-from moesaic.commands import serve
+from moesaic.commands import starting
 from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 
@@ -114,12 +114,12 @@ def test_serve_says_that_it_starts_servers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(numa, "here", lambda _: TWO)
-    monkeypatch.setattr(serve, "NVIDIA", tmp_path / "none")
-    assert serve._on_nodes("auto", ClusterConfig()).expert_servers == 2
+    monkeypatch.setattr(starting, "NVIDIA", tmp_path / "none")
+    assert starting.on_nodes(ClusterConfig(), "auto").expert_servers == 2
     assert "an expert server on each of the NUMA nodes 0, 1; --numa off" in capsys.readouterr().err
-    assert serve._on_nodes("cuda", ClusterConfig()).expert_servers == 0
-    monkeypatch.setattr(serve, "NVIDIA", tmp_path)
-    assert serve._on_nodes("auto", ClusterConfig()).expert_servers == 0, "the model goes to the GPU"
+    assert starting.on_nodes(ClusterConfig(), "cuda").expert_servers == 0
+    monkeypatch.setattr(starting, "NVIDIA", tmp_path)
+    assert starting.on_nodes(ClusterConfig(), "auto").expert_servers == 0, "the model goes to the GPU"
     assert capsys.readouterr().err == ""
 
 

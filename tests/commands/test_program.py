@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.commands import doctor_model, program, serve
+from moesaic.commands import doctor_model, program, starting
 
 
 def test_it_is_a_path_unless_the_shell_finds_the_same_program(
@@ -42,7 +42,7 @@ def test_it_is_a_path_unless_the_shell_finds_the_same_program(
 def test_many_processes_on_few_cores_are_told_in_one_line(
     processes: int, cores: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve._warn_of_many(processes, cores)
+    starting.warn_of_many(processes, cores)
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == bool(says)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.batch.local import Served
+from moesaic.client import Client
 
 Answer = tuple[int, dict[str, Any], dict[str, str]]
 
@@ -68,7 +69,7 @@ class FakeServer:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Served]:
         self.started += 1
-        yield Served(self)
+        yield Served(Client(app=self))
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:

@@ -12,10 +12,11 @@ def children(pid: int, module: str | None = None) -> list[int]:
     return [int(child) for child in started if module is None or module in _command(child)]
 
 
-def all_children(pid: int) -> list[int]:
-    """Ids of those that any thread of `pid` started."""
+def all_children(pid: int, module: str | None = None) -> list[int]:
+    """Ids of those that any thread of `pid` started. module: as above."""
     lists = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
-    return sorted(int(child) for listed in lists for child in listed)
+    started = [child for listed in lists for child in listed]
+    return sorted(int(child) for child in started if module is None or module in _command(child))
 
 
 def gone(pid: int) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moesaic import __version__
-from moesaic.config import WorkerConfig
+from moesaic.client import Client
+from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.messages import WorkerInfo
 from moesaic.core.metrics import WorkerStats
@@ -19,40 +19,49 @@ from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.service import Service
 from moesaic.server.unknown_fields import UnknownFields
+from moesaic.trace.options import RecordConfig
 
 
 @dataclass(frozen=True)
 class Served:
     """A model that accepts requests."""
 
-    app: Callable[..., Any]
-    """The ASGI application."""
-    info: WorkerInfo | None = None
-    """What the worker loaded; None if the worker is not one of moesaic's."""
-    stats: Callable[[], WorkerStats] = WorkerStats
-    """Statistics of that worker so far."""
+    client: Client
+    """The client that asks for the answers. It is not open yet."""
+    description: str | None = None
+    """One line about what serves, for people."""
+    stats: Callable[[], WorkerStats] | None = None
+    """Returns the statistics of the workers so far. None: the workers are not this process's own."""
 
 
 @asynccontextmanager
 async def serving(
     config: WorkerConfig,
     names: tuple[str, ...],
+    cluster: ClusterConfig | None = None,
     *,
     chat_template: Path | None = None,
     special_tokens_in_content: bool = False,
     parsers: tuple[str, str] = (AUTO, AUTO),
     strict_fields: bool = False,
     seed: int | None = None,
+    record: RecordConfig = RecordConfig(),
 ) -> AsyncIterator[Served]:
     """Serve `config`'s model under `names` until the end of the block. Answers have the first one.
 
+    cluster: the processes that serve; None: one worker.
     chat_template, special_tokens_in_content: see Tokenizer. parsers: names of the parsers of tool calls and
     of reasoning. strict_fields: fail lines with unknown fields. seed: of the seeds that requests get.
     """
     with launch(
-        config, chat_template=chat_template, special_tokens_in_content=special_tokens_in_content, seed=seed
+        config,
+        cluster,
+        chat_template=chat_template,
+        special_tokens_in_content=special_tokens_in_content,
+        seed=seed,
+        record=record,
     ) as launched:
-        engine = AsyncEngine(launched.engine, launched.connection)
+        engine = AsyncEngine(launched.engine, launched.connection, how_it_ended=launched.how_it_ended)
         service = Service(
             engine,
             names[0],
@@ -65,7 +74,15 @@ async def serving(
         )
         engine.start()
         app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended)
-        yield Served(app, info, lambda: launched.engine.stats().worker)
+        yield Served(Client(app=app), _described(info), lambda: launched.engine.stats().worker)
+
+
+def _described(info: WorkerInfo) -> str:
+    threads = f"{info.threads} thread{'s' if info.threads > 1 else ''}"
+    if info.ranks > 1:
+        threads += f" on each of {info.ranks} ranks, {info.collectives}"
+    chosen = f"{info.model_type} on {info.device}, {info.kernels}, {info.dtype}, {threads}"
+    return f"{chosen}, KV cache of {info.kv_tokens} tokens in {info.kv_dtype}"
 
 
 async def _loaded(engine: AsyncEngine, how_it_ended: Callable[[], str]) -> WorkerInfo:

@@ -37,12 +37,23 @@ class RunBatch:
     strict_fields: bool = False
     """Fail lines with unknown fields in their body. Otherwise such fields are ignored."""
     max_in_flight: int | None = None
-    """Maximum number of requests submitted to the engine at a time. None: twice --max-num-seqs."""
+    """Maximum number of requests in flight. None: twice --max-num-seqs for each attention worker; with
+    --base-url 128."""
     seed: int | None = None
     """Seed from which requests without a seed get theirs, in the order in which they start."""
+    base_url: str | None = None
+    """URL of an OpenAI-compatible server that runs already and answers the lines, in place of --model."""
+    api_key: str | None = None
+    """With --base-url: key that is sent as `Authorization: Bearer KEY`. None: the value of
+    MOESAIC_API_KEY."""
 
     def __post_init__(self) -> None:
         check_names(self.served_model_name)
+        if self.base_url is None and self.api_key is not None:
+            raise ConfigError("--api-key: needs --base-url, the server that asks for it")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            allowed = "a URL such as http://127.0.0.1:8000"
+            raise ConfigError.field("--base-url", self.base_url, allowed)
         if self.max_in_flight is not None and self.max_in_flight < 1:
             raise ConfigError.field("--max-in-flight", self.max_in_flight, "an integer of at least 1")
         check_parsers(self.tool_call_parser, self.reasoning_parser)

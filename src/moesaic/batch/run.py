@@ -17,42 +17,73 @@ from moesaic.batch.lines import ID_PREFIX, BadLine, Job, Key, read
 from moesaic.batch.local import Served, serving
 from moesaic.batch.options import RunBatch
 from moesaic.batch.output import Done, Output
+from moesaic.batch.remote import remote
 from moesaic.batch.show import Summary, progress
-from moesaic.batch.window import Tally, Window
-from moesaic.client import Client
-from moesaic.config import WorkerConfig
+from moesaic.batch.window import GaveUp, Tally, Window
+from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.metrics import PassStats
+from moesaic.trace.options import RecordConfig
 
 IDLE_SECONDS, IDLE_LOOKS = 0.01, 50
 """Seconds between two checks whether the worker is idle, and the maximum number of checks."""
+REMOTE_WINDOW = 128
+"""Requests in flight to a server that runs already, unless the options say."""
 Service = AbstractAsyncContextManager[Served]
 """The service that answers. It is entered only if a result is missing."""
 
 
-def run(options: RunBatch, worker: WorkerConfig, console: Console | None = None) -> Summary:
+def run(
+    options: RunBatch,
+    worker: WorkerConfig,
+    cluster: ClusterConfig | None = None,
+    record: RecordConfig = RecordConfig(),
+    console: Console | None = None,
+) -> Summary:
     """Answer the lines without results and return a summary. Progress goes to `console` (stderr).
 
-    Raises ConfigError for bad settings and files, OutputError if results cannot be written, and
-    EngineDeadError if the worker dies. The output file is complete in every case.
+    cluster: the processes that serve; None: one worker. Raises ConfigError for bad settings and files,
+    OutputError if results cannot be written, and EngineDeadError if the worker dies. The output file is
+    complete in every case.
     """
     names = options.served_model_name or (worker.model.model,)
     service = serving(
         worker,
         names,
+        cluster,
         chat_template=options.chat_template,
         special_tokens_in_content=options.allow_special_tokens_in_content,
         parsers=(options.tool_call_parser, options.reasoning_parser),
         strict_fields=options.strict_fields,
         seed=options.seed,
+        record=record,
     )
-    return run_with(service, names[0], options, 2 * worker.scheduler.max_num_seqs, console)
+    workers = 1 if cluster is None else cluster.resolved().attention_workers
+    return run_with(service, names[0], options, 2 * worker.scheduler.max_num_seqs * workers, console)
+
+
+def run_remote(
+    options: RunBatch, base_url: str, api_key: str | None, console: Console | None = None
+) -> Summary:
+    """`run`, but the server at `base_url` answers. Each line names its model.
+
+    Raises also ConnectionLost and ApiError if the server does not answer at the start, and GaveUp if it
+    stays away later.
+    """
+    return run_with(remote(base_url, api_key), None, options, REMOTE_WINDOW, console)
 
 
 def run_with(
-    service: Service, model_name: str, options: RunBatch, window: int, console: Console | None = None
+    service: Service,
+    model_name: str | None,
+    options: RunBatch,
+    window: int,
+    console: Console | None = None,
 ) -> Summary:
-    """`run` with a given service. window: requests in flight, unless the options say."""
+    """`run` with a given service. window: requests in flight, unless the options say.
+
+    model_name: name in every answer. None: the lines name their models.
+    """
     shown = console or Console(stderr=True)
     with Output(options.output_file, time.monotonic) as output:
         done = output.recover()
@@ -81,7 +112,7 @@ def run_with(
         )
 
 
-def _survey(options: RunBatch, model_name: str, done: Done) -> int:
+def _survey(options: RunBatch, model_name: str | None, done: Done) -> int:
     """The number of lines. Raises ConfigError if the output belongs to other lines or another model."""
     total, known = 0, set[Key]()
     for item in read(options.input_file):
@@ -92,7 +123,7 @@ def _survey(options: RunBatch, model_name: str, done: Done) -> int:
     if unknown:
         what = f"a result of {next(iter(unknown))!r}, which {options.input_file} does not have"
         raise ConfigError(f"--output-file: {options.output_file} holds {what}")
-    others = done.models - {model_name}
+    others = set() if model_name is None else done.models - {model_name}
     if others:
         what = f"answers of model {min(others)!r}, not of {model_name!r}"
         raise ConfigError(f"--output-file: {options.output_file} holds {what}")
@@ -123,17 +154,18 @@ class _BatchRun:
             except asyncio.CancelledError:
                 if not caught:
                     raise
-            except EngineDeadError as error:
+            except (EngineDeadError, GaveUp) as error:
                 have = len(self.done) + self.tally.completed + self.tally.failed
                 where = f"{have} of {self.total} results are in {self.options.output_file}"
                 how = "run the same command again to continue"
-                raise EngineDeadError(f"{error}; {where}; {how}") from error
+                raise type(error)(f"{error}; {where}; {how}") from error
         return self.seconds, caught[0] if caught else None
 
     async def _work(self, service: Service, window: int) -> None:
         name, done = self.options.input_file, len(self.done)
-        async with service as served, Client(app=served.app) as client:
-            self._say_what_serves(served)
+        async with service as served, served.client as client:
+            if served.description is not None:
+                self.console.print(served.description, soft_wrap=True, highlight=False)
             started = time.monotonic()
             try:
                 with progress(self.console, name, self.total, done, time.monotonic) as show:
@@ -143,25 +175,17 @@ class _BatchRun:
                 await _idle(served)
             finally:
                 self.seconds = self.seconds or time.monotonic() - started
-                self.passes = served.stats().experts.passes
+                self.passes = served.stats().experts.passes if served.stats else ()
 
     def _missing(self) -> Iterator[Job | BadLine]:
         return (item for item in read(self.options.input_file) if item.key not in self.done)
 
-    def _say_what_serves(self, served: Served) -> None:
-        if served.info is not None:
-            info = served.info
-            threads = f"{info.threads} thread{'s' if info.threads > 1 else ''}"
-            if info.ranks > 1:
-                threads += f" on each of {info.ranks} ranks, {info.collectives}"
-            chosen = f"{info.model_type} on {info.device}, {info.kernels}, {info.dtype}, {threads}"
-            cache = f"KV cache of {info.kv_tokens} tokens in {info.kv_dtype}"
-            self.console.print(f"{chosen}, {cache}", soft_wrap=True, highlight=False)
-
 
 async def _idle(served: Served) -> None:
     """Wait until the worker has reported its last step, which it does after that step's tokens."""
-    for _ in range(IDLE_LOOKS if served.info is not None else 0):
+    if served.stats is None:
+        return
+    for _ in range(IDLE_LOOKS):
         stats = served.stats()
         if stats.steps and not stats.running and not stats.waiting:
             return

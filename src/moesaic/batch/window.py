@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from moesaic.batch.lines import BadLine, Job, encode, error_code, result_of, result_of_bad
 from moesaic.batch.output import Output
 from moesaic.client import Client, Reply
-from moesaic.core.errors import EngineDeadError, MoesaicError
+from moesaic.core.errors import ConnectionLost, EngineDeadError, MoesaicError
 
 _BUSY = (429, 503)
 _MAX_ATTEMPTS = 12
@@ -17,7 +17,7 @@ _MAX_WAIT = 30.0
 
 
 class GaveUp(MoesaicError):
-    """The server stayed busy. Unfinished lines are left for the next run."""
+    """The server stayed busy or away. Unfinished lines are left for the next run."""
 
 
 @dataclass
@@ -67,16 +67,23 @@ class Window:
             self.on_result(self.tally)
 
     async def _answer(self, job: Job) -> Reply:
-        """The final answer of a job. A busy server is asked again; a dead server ends the run."""
+        """The final answer of a job. A server that is busy or away is asked again; a dead engine ends the
+        run."""
         for attempt in range(_MAX_ATTEMPTS):
-            reply = await self.client.post(job.url, job.body)
-            if reply.status not in _BUSY:
-                return reply
-            if error_code(reply) == "engine_dead":
-                raise EngineDeadError(str(reply.body["error"]["message"]))
+            asked = None
+            try:
+                reply = await self.client.post(job.url, job.body)
+            except ConnectionLost as lost:  # a server that is restarted
+                why = str(lost)
+            else:
+                if reply.status not in _BUSY:
+                    return reply
+                if error_code(reply) == "engine_dead":
+                    raise EngineDeadError(str(reply.body["error"]["message"]))
+                why, asked = f"HTTP {reply.status}", reply.retry_after
             self.tally.retries += 1
-            await self.sleep(seconds_to_wait(attempt, reply.retry_after))
-        raise GaveUp(f"line {job.line}: HTTP {reply.status} at each of {_MAX_ATTEMPTS} attempts")
+            await self.sleep(seconds_to_wait(attempt, asked))
+        raise GaveUp(f"line {job.line}: {why} at the last of {_MAX_ATTEMPTS} attempts")
 
     def _finish(self, job: Job, reply: Reply) -> None:
         self.output.append(encode(result_of(job, reply, self.new_id())))

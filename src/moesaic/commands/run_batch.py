@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -14,30 +15,75 @@ from moesaic.batch.output import answered
 from moesaic.batch.show import Summary, print_summary
 from moesaic.commands import descriptors, hardware, offload_report
 from moesaic.commands.plan import find_hardware
-from moesaic.commands.tracing import announced
-from moesaic.config import OffloadConfig, WorkerConfig
+from moesaic.commands.starting import prepared
+from moesaic.commands.tracing import announced, announced_routing
+from moesaic.config import ClusterConfig, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.models import files
 from moesaic.planning import Planned, longest_request, plan
 from moesaic.runtime.model_loading import gpus_of
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.tokenizer import Tokenizer
+from moesaic.trace.options import RecordConfig
+
+HERE = ("input_file", "output_file", "max_in_flight", "base_url", "api_key")
+"""Options of a batch that another server answers. The others are settings of a server."""
 
 
-def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json: bool) -> int:
+def run(
+    options: RunBatch,
+    worker: WorkerConfig,
+    cluster: ClusterConfig,
+    offload: OffloadConfig,
+    record: RecordConfig,
+    as_json: bool,
+) -> int:
     """Answer the lines that have no result yet, and print a summary. Returns the exit code."""
-    descriptors.prepare(worker.parallel.tensor_parallel_size)
     planned = None
-    if offload.fast_memory is not None:
-        planned = _planned(options, worker, offload)
-        worker = worker if planned is None else planned.worker
-    with announced(worker.trace):
-        summary = batch.run(options, worker)
+    with announced(worker.trace), announced_routing(record):
+        if offload.fast_memory is None:
+            summary = batch.run(options, worker, prepared(cluster, worker.model.device), record)
+        else:
+            _check_levels(cluster, offload, record)
+            descriptors.prepare(worker.parallel.tensor_parallel_size)
+            planned = _planned(options, worker, offload)
+            summary = batch.run(options, worker if planned is None else planned.worker)
+    return _finish(summary, worker, planned, as_json)
+
+
+def run_remote(options: RunBatch, settings: Sequence[object], as_json: bool) -> int:
+    """`run`, but the server at --base-url answers. Returns the exit code.
+
+    settings: configs of a server that this command would start, or None. Raises ConfigError if one of them
+    was given: the other server has its own.
+    """
+    for config in (options, *settings):
+        for name, value in {} if config is None else vars(config).items():
+            if (config is not options or name not in HERE) and value != getattr(type(config), name, None):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag}: not allowed with --base-url, whose server has its own settings")
+    assert options.base_url is not None
+    return _finish(batch.run_remote(options, options.base_url, options.api_key), None, None, as_json)
+
+
+def _check_levels(cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig) -> None:
+    """Raises ConfigError for what a model that is larger than its memory does not have yet."""
+    refused = [(name, getattr(cluster, name)) for name in ("attention_workers", "expert_servers")]
+    for name, value in refused:
+        if value != getattr(ClusterConfig, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError.field(flag, value, f"{getattr(ClusterConfig, name)} with --fast-memory")
+    if record.record_routing is not None:
+        raise ConfigError.field("--record-routing", str(record.record_routing), "nothing with --fast-memory")
+
+
+def _finish(summary: Summary, worker: WorkerConfig | None, planned: Planned | None, as_json: bool) -> int:
+    """Print the summary. Returns the exit code."""
     if as_json:
         print(json.dumps(summary.as_json() | _phases(planned, summary)))
     else:
         print_summary(summary, Console())
-        if planned is not None and summary.passes:
+        if planned is not None and worker is not None and summary.passes:
             found, ranks = (
                 offload_report.phases(planned, summary.passes),
                 worker.parallel.tensor_parallel_size,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -13,18 +12,15 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from moesaic import __version__
-from moesaic.cluster import numa
-from moesaic.commands import descriptors
 from moesaic.commands.announce import Announcer
-from moesaic.commands.program import program
-from moesaic.commands.tracing import announced
-from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, Device, ServerConfig, WorkerConfig
+from moesaic.commands.starting import prepared
+from moesaic.commands.tracing import announced, announced_routing
+from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, ServerConfig, WorkerConfig
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
 from moesaic.parsers.table import check_parsers, formats_of
-from moesaic.runtime.machine import NVIDIA, cores
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.trace.options import RecordConfig
@@ -32,10 +28,6 @@ from moesaic.transport.base import Connection
 
 if TYPE_CHECKING:
     from moesaic.server.guard import Access
-
-
-MOST_PER_CORE = 4
-"""Processes for each core, above which the command warns."""
 
 
 class Observed:
@@ -74,18 +66,14 @@ def run(
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     check_parsers(server.tool_call_parser, server.reasoning_parser)
-    cluster = _on_nodes(config.model.device, cluster)
-    descriptors.prepare(_processes(cluster.resolved()))
-    _warn_of_many(_processes(cluster.resolved()), cores())
+    cluster = prepared(cluster, config.model.device)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
         _stoppable(),
         closing(bind(server.host, server.port)) as listener,
         announced(config.trace),
-        announced(
-            record.record_routing, f"the routing is in {{0}}: print it with {program()} profile show {{0}}"
-        ),
+        announced_routing(record),
         launch(
             config,
             cluster,
@@ -96,32 +84,6 @@ def run(
         ) as launched,
     ):
         return _serve(launched, listener, names, server, limits, cors, as_json)
-
-
-def _on_nodes(device: Device, cluster: ClusterConfig) -> ClusterConfig:
-    """`cluster` with an expert server on each NUMA node, where the CPUs of several compute."""
-    nodes = numa.here(cluster.numa)
-    gpu = device == "cuda" or (device == "auto" and NVIDIA.exists())
-    found = cluster if gpu else cluster.on_nodes(len(nodes))
-    if found is not cluster:
-        names = ", ".join(str(node.number) for node in nodes)
-        how = "--numa off computes them in one process"
-        print(
-            f"moesaic: an expert server on each of the NUMA nodes {names}; {how}", file=sys.stderr, flush=True
-        )
-    return found
-
-
-def _processes(cluster: ClusterConfig) -> int:
-    return cluster.attention_workers * cluster.tensor_parallel_size + cluster.expert_servers
-
-
-def _warn_of_many(processes: int, cores: int) -> None:
-    """Say before the start that so many processes have to take turns."""
-    if processes > MOST_PER_CORE * cores:
-        what = f"{processes} processes for {cores} core{'s' if cores > 1 else ''}: they take turns"
-        fewer = "fewer --expert-servers or --attention-workers are faster"
-        print(f"moesaic: starts {what}, and {fewer}", file=sys.stderr, flush=True)
 
 
 @contextmanager

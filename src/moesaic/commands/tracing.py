@@ -1,11 +1,14 @@
-"""Prints where a run has written its trace."""
+"""Prints where a run has written its trace and its recorded routing."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+from moesaic.commands.program import program
+from moesaic.trace.options import RecordConfig
 
 
 @contextmanager
@@ -23,6 +26,12 @@ def announced(
     finally:
         if _state(trace) not in (None, before):
             print(f"moesaic: {said.format(trace)}", file=sys.stderr)
+
+
+def announced_routing(record: RecordConfig) -> AbstractContextManager[None]:
+    """The same for the profile of --record-routing."""
+    said = f"the routing is in {{0}}: print it with {program()} profile show {{0}}"
+    return announced(record.record_routing, said)
 
 
 def _state(trace: str | None) -> tuple[int, int] | None:

@@ -1,0 +1,54 @@
+"""What a command does before it starts the processes of a cluster: expert servers on NUMA nodes, the limit of
+open files, and a warning of too many processes."""
+
+from __future__ import annotations
+
+import sys
+
+from moesaic.cluster import numa
+from moesaic.commands import descriptors
+from moesaic.config import ClusterConfig, Device
+from moesaic.runtime.machine import NVIDIA, cores
+
+MOST_PER_CORE = 4
+"""Processes for each core, above which a command warns."""
+
+
+def prepared(cluster: ClusterConfig, device: Device) -> ClusterConfig:
+    """The cluster that starts on this machine. Says on stderr what differs from the flags.
+
+    Raises ConfigError if the processes need more open files than this process may have.
+    """
+    cluster = on_nodes(cluster, device)
+    processes = _processes(cluster.resolved())
+    descriptors.prepare(processes)
+    warn_of_many(processes, cores())
+    return cluster
+
+
+def on_nodes(cluster: ClusterConfig, device: Device) -> ClusterConfig:
+    """`cluster` with an expert server on each NUMA node, where the CPUs of several compute."""
+    nodes = numa.here(cluster.numa)
+    gpu = device == "cuda" or (device == "auto" and NVIDIA.exists())
+    found = cluster if gpu else cluster.on_nodes(len(nodes))
+    if found is not cluster:
+        names = ", ".join(str(node.number) for node in nodes)
+        how = "--numa off computes them in one process"
+        _say(f"an expert server on each of the NUMA nodes {names}; {how}")
+    return found
+
+
+def warn_of_many(processes: int, cores: int) -> None:
+    """Say before the start that so many processes have to take turns."""
+    if processes > MOST_PER_CORE * cores:
+        what = f"{processes} processes for {cores} core{'s' if cores > 1 else ''}: they take turns"
+        fewer = "fewer --expert-servers or --attention-workers are faster"
+        _say(f"starts {what}, and {fewer}")
+
+
+def _processes(cluster: ClusterConfig) -> int:
+    return cluster.attention_workers * cluster.tensor_parallel_size + cluster.expert_servers
+
+
+def _say(text: str) -> None:
+    print(f"moesaic: {text}", file=sys.stderr, flush=True)
