@@ -4,12 +4,14 @@ import dataclasses
 import inspect
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moesaic import config
 from moesaic.config import (
     CacheConfig,
+    ClusterConfig,
     ConnectionConfig,
     CorsConfig,
     ModelConfig,
@@ -173,6 +175,35 @@ def test_an_alignment_needs_a_shuffle() -> None:
         ParallelConfig(shuffle_align="variable")
     with pytest.raises(ConfigError, match="^--moe-collectives: got 'all-reduce'; allowed: shuffled with --s"):
         ParallelConfig(2, moe_collectives="all-reduce", shuffle_align="variable")
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong"),
+    [
+        (
+            {"moe_collectives": "deepspeed"},
+            "--moe-collectives: got 'deepspeed'; allowed: None with --exp",
+        ),
+        (
+            {"shuffle_align": "variable"},
+            "--shuffle-align: got 'variable'; allowed: move with --exper",
+        ),
+        (
+            {"expert_tensor_parallel_size": 2},
+            "--expert-tensor-parallel-size: got 2; allowed: 1 with --ex",
+        ),
+    ],
+)
+def test_ranks_beside_servers_hold_no_experts(setting: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{wrong}"):
+        ClusterConfig(tensor_parallel_size=2, expert_servers=1, **setting)
+    ClusterConfig(tensor_parallel_size=2, **setting)
+
+
+@pytest.mark.parametrize(("servers", "ranks"), [(0, "file.json"), (2, None)])
+def test_a_placement_is_of_whoever_holds_experts(servers: int, ranks: str | None) -> None:
+    cluster = ClusterConfig(tensor_parallel_size=2, expert_servers=servers, placement="file.json")
+    assert cluster.parallel.placement == ranks
 
 
 def test_urgency_may_be_set_off_or_left_as_it_is() -> None:

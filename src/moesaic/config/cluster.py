@@ -68,6 +68,10 @@ class ParallelConfig:
         return self.tensor_parallel_size // self.expert_tensor_parallel_size
 
 
+RANKS_WITH_EXPERTS = ("moe_collectives", "shuffle_align", "expert_tensor_parallel_size")
+"""Settings of ranks that hold experts. With expert servers they do not."""
+
+
 @dataclass(frozen=True)
 class ClusterConfig(ParallelConfig):
     """Which processes serve, and which of them holds which experts."""
@@ -136,7 +140,8 @@ class ClusterConfig(ParallelConfig):
         """The ranks of each attention worker. A placement is theirs where they share the experts; else it is
         that of the expert servers."""
         own = {field.name: getattr(self, field.name) for field in fields(ParallelConfig)}
-        return ParallelConfig(**own | ({"placement": None} if self.tensor_parallel_size == 1 else {}))
+        theirs = self.tensor_parallel_size > 1 and self.expert_servers == 0
+        return ParallelConfig(**own if theirs else own | {"placement": None})
 
     def resolved(self) -> ClusterConfig:
         """The same, with --attention-workers and --expert-servers as --data-parallel-size sets them.
@@ -184,8 +189,13 @@ class ClusterConfig(ParallelConfig):
             raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")
         if (self.cluster_address is None) != (self.cluster_secret_file is None):
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
-        if self.tensor_parallel_size > 1 and self.expert_servers > 0:
-            raise ConfigError.field("--expert-servers", self.expert_servers, "0 with --tensor-parallel-size")
+        for name in RANKS_WITH_EXPERTS if self.expert_servers > 0 else ():
+            given, default = getattr(self, name), getattr(ClusterConfig, name)
+            if given != default:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError.field(
+                    flag, given, f"{default} with --expert-servers: ranks hold no experts"
+                )
         self._check_objectives()
         if self.dispatch is not None:
             one_of("--dispatch", self.dispatch, get_args(DispatchName))

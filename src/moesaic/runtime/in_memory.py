@@ -45,7 +45,7 @@ from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner
 from moesaic.runtime.step.running_step import Combine, SegmentRunner
-from moesaic.runtime.step.stages import BlockStages
+from moesaic.runtime.step.stages import Attend, BlockStages
 from moesaic.runtime.tracing import observer_of
 from moesaic.transport.wakeup import Wakeup
 
@@ -60,40 +60,51 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     """Load the model and build the parts of its worker."""
     config, limits = context.config, context.limits  # both are checked before weights are read
     _check(config)
-    layout = _announce_layout(context) if config.remote_experts else None
+    layout = announce_layout(context) if config.remote_experts else None
     loaded = load_model(config.model, context.progress, layout, config.most_threads)
     loaded = with_room_for_drafts(loaded, config)
     kv_dtype = kv_type(config.cache, loaded)
     size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
-    blocks = block_pool(config.cache, size)
+    if layout is not None:
+        return with_servers(context, layout, loaded, size)
+    stages = _stages(config, loaded, size)
+    experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
+    runner = _runner(context, stages, experts)
+    inflight = config.scheduler.inflight_batches
+    speculation = speculation_of(config, loaded.model)
+    return WorkerParts(
+        loaded,
+        kv_dtype,
+        size,
+        runner,
+        LockstepScheduler(limits, block_pool(config.cache, size), inflight, speculation),
+        stages.memory,
+        recorder=recorder(config, loaded.model.spec, context.routing),
+        observer=observer_of(config.trace, context.clock),
+        speculation=speculation,
+    )
+
+
+def with_servers(
+    context: WorkerContext,
+    layout: ExpertLayout,
+    loaded: LoadedModel,
+    size: CacheSize,
+    shared: Attend | None = None,
+) -> WorkerParts:
+    """The parts of a worker whose routed experts are on servers. shared: see `BlockStages`."""
+    config = context.config
     observer = observer_of(config.trace, context.clock)
-    stages = _stages(config, loaded, size, layout)
-    routed = recorder(config, loaded.model.spec, context.routing)
-    if layout is None:
-        experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
-        runner = _runner(context, stages, experts)
-        inflight = config.scheduler.inflight_batches
-        speculation = speculation_of(config, loaded.model)
-        return WorkerParts(
-            loaded,
-            kv_dtype,
-            size,
-            runner,
-            LockstepScheduler(limits, blocks, inflight, speculation),
-            stages.memory,
-            recorder=routed,
-            observer=observer,
-            speculation=speculation,
-        )
+    stages = _stages(config, loaded, size, layout, shared)
     wakeup = Wakeup()
     pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
     remote = _remote(context, layout, loaded, observer, wakeup, pacing)
     runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
     speculation = speculation_of(config, loaded.model, layout.num_bytes)
-    scheduler = _scheduler(context, blocks, layout, speculation)
+    scheduler = _scheduler(context, block_pool(config.cache, size), layout, speculation)
     return WorkerParts(
         loaded,
-        kv_dtype,
+        kv_type(config.cache, loaded),
         size,
         runner,
         scheduler,
@@ -101,7 +112,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         expert_stats=expert_stats,
         servers=remote,
         layerwise=LayerwiseRunner(runner, remote),
-        recorder=routed,
+        recorder=recorder(config, loaded.model.spec, context.routing),
         observer=observer,
         elsewhere=layout,
         speculation=speculation,
@@ -130,7 +141,7 @@ def _check(config: WorkerConfig) -> None:
         raise ConfigError.field("--combine", "partial", "exact without --expert-servers")
 
 
-def _announce_layout(context: WorkerContext) -> ExpertLayout:
+def announce_layout(context: WorkerContext) -> ExpertLayout:
     """Send where the experts are in the checkpoint, so that servers can load while this worker does."""
     layout = layout_of(context.config.model)
     context.connection.send(Layout(layout))
@@ -138,7 +149,11 @@ def _announce_layout(context: WorkerContext) -> ExpertLayout:
 
 
 def _stages(
-    config: WorkerConfig, loaded: LoadedModel, size: CacheSize, layout: ExpertLayout | None
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    size: CacheSize,
+    layout: ExpertLayout | None = None,
+    shared: Attend | None = None,
 ) -> BlockStages:
     """The model's stages over a new cache. layout: of experts on servers."""
     spec, device, block_size = loaded.model.spec, loaded.device, config.cache.block_size
@@ -146,13 +161,14 @@ def _stages(
     memory = layer_memory(spec, size, block_size, kv_dtype, device, loaded.kernels)
     partial, top_k = config.scheduler.combine == "partial", 0 if layout is None else layout.top_k
     combine = Combine(partial, config.scheduler.max_num_batched_tokens, top_k, device)
-    return BlockStages(loaded.model, memory, block_size, device, combine)
+    return BlockStages(loaded.model, memory, block_size, device, combine, shared)
 
 
 def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts) -> SegmentRunner:
-    """Records decode steps unless --enforce-eager is given or the kernels cannot record."""
+    """Records decode steps unless --enforce-eager is given, the kernels cannot record, or other processes
+    take part."""
     eager, make_recorder = EagerRunner(stages, experts), stages.model.kernels.recorder
-    if context.config.model.enforce_eager or make_recorder is None:
+    if stages.shared is not None or context.config.model.enforce_eager or make_recorder is None:
         return eager
     table_width = -(-context.limits.max_model_len // stages.block_size)
     return RecordedRunner(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))

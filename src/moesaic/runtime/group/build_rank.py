@@ -6,6 +6,8 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -23,16 +25,17 @@ from moesaic.models import files, fingerprint, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
-from moesaic.runtime import memory_levels, offloaded, out_of_memory
+from moesaic.runtime import in_memory, memory_levels, offloaded, out_of_memory
 from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.drafting import speculation_of, with_room_for_drafts
-from moesaic.runtime.group import offloaded_group
+from moesaic.runtime.group import offloaded_group, shared_attention
 from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.sharded import RankRunner, ShardedModel
+from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -49,6 +52,11 @@ _CACHE_SIZE = struct.Struct("<3q")
 def check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that a group cannot carry out, or a model that it cannot divide."""
     scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
+    path = files.resolve(config.model.model, config.model.revision)
+    registry.read_spec(path, Shard(0, size))
+    if config.remote_experts:
+        check_shared(config)
+        return
     for flag, value, allowed in (
         ("--schedule", scheduler.schedule, "lockstep"),
         ("--inflight-batches", scheduler.inflight_batches, 1),
@@ -58,9 +66,16 @@ def check(config: WorkerConfig) -> None:
     ):
         if value != allowed:
             allowed_text = "nothing" if allowed is None else str(allowed)
-            raise ConfigError.field(flag, value, f"{allowed_text} with --tensor-parallel-size {size}")
-    path = files.resolve(config.model.model, config.model.revision)
-    registry.read_spec(path, Shard(0, size))
+            without = "" if config.offload is not None else " without --expert-servers"
+            raise ConfigError.field(
+                flag, value, f"{allowed_text} with --tensor-parallel-size {size}{without}"
+            )
+    _check_experts(config, path)
+
+
+def _check_experts(config: WorkerConfig, path: Path) -> None:
+    """Raises ConfigError where the ranks of a group cannot divide the model's experts."""
+    size = config.parallel.tensor_parallel_size
     units = config.parallel.expert_parallel_size
     spec = registry.read_spec(path)
     if units > spec.num_experts:
@@ -139,14 +154,17 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
 
 
 def load_rank(
-    config: WorkerConfig, group: Group, owners: ExpertOwners, progress: Progress | None = None
+    config: WorkerConfig, group: Group, owners: ExpertOwners | None, progress: Progress | None = None
 ) -> LoadedModel:
-    """Load this rank's heads and, where the whole model is in memory, its experts."""
+    """Load this rank's heads and, where the whole model is in its memory, its experts.
+
+    owners: None where the experts are on servers.
+    """
     layout, shard = layout_of(config.model), Shard(group.rank, group.size)
     copied = offloaded.over_disk(config)
     loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
     loaded = with_room_for_drafts(loaded, config)
-    if config.offload is not None:
+    if config.offload is not None or owners is None:
         return loaded
     path = files.resolve(config.model.model, config.model.revision)
     unit, part = divmod(group.rank, config.parallel.expert_tensor_parallel_size)
@@ -202,6 +220,8 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     """On the first rank: start the other ranks' processes and build the parts of the group's worker."""
     limits, config = context.limits, context.config
     check(config)
+    if config.remote_experts:
+        return _with_servers(context)
     owners = placed(config)
     launcher = RankLauncher(config)
     config = of_rank(config, 0)
@@ -237,20 +257,66 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     )
 
 
-def follower(config: WorkerConfig, group: Group) -> RankRunner:
-    """On any other rank: build its runner. The first rank announces the number of KV blocks.
+def _with_servers(context: WorkerContext) -> WorkerParts:
+    """On the first rank, with the experts on servers: start the other ranks, which share its attention."""
+    layout = in_memory.announce_layout(context)
+    launcher = RankLauncher(context.config)
+    config = of_rank(context.config, 0)
+    with launcher.starting():
+        group = launcher.gather()
+        loaded = load_rank(config, group, None, context.progress)
+        free = least_free(config, group, loaded)
+        size = cache_size_of(
+            config, loaded, context.limits.max_model_len, kv_type(config.cache, loaded), free
+        )
+        group.announce(_CACHE_SIZE.pack(*astuple(size)))
+        shared = SharedAttention(group, launcher.why)
+        parts = in_memory.with_servers(replace(context, config=config), layout, loaded, size, shared)
+        group.announce(b"")  # every rank has its memory now
+    if context.lost is not None:
+        launcher.when_lost(context.lost)
+    counted = parts.expert_stats
+    return replace(
+        parts,
+        expert_stats=lambda: replace(counted(), group=shared.stats()),
+        ranks=group.size,
+        collectives=shared_attention.NAME,
+    )
+
+
+class Follower(Protocol):
+    """A rank that computes what the first rank tells it."""
+
+    def follow(self) -> None:
+        """Compute until the first rank is gone. Raises ConnectionLost then."""
+        ...
+
+
+def follower(config: WorkerConfig, group: Group) -> Follower:
+    """On any other rank: build what computes. The first rank announces the number of KV blocks.
 
     Returns when all ranks are ready.
     """
     path = files.resolve(config.model.model, config.model.revision)
     with out_of_memory.explained(config), fingerprint.unchanged(path, config.checkpoint_stamp):
-        owners = placed(config)
+        owners = None if config.remote_experts else placed(config)
         loaded = load_rank(config, group, owners)
         least_free(config, group, loaded)
         size = CacheSize(*_CACHE_SIZE.unpack(group.announce(b"")))
-        runner = join(config, group, owners, loaded, size)
+        if owners is None:
+            runner: Follower = _attention_rank(config, group, loaded, size)
+        else:
+            runner = join(config, group, owners, loaded, size)
         group.announce(b"")
         return runner
+
+
+def _attention_rank(
+    config: WorkerConfig, group: Group, loaded: LoadedModel, size: CacheSize
+) -> AttentionRank:
+    block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
+    memory = layer_memory(loaded.model.spec, size, block_size, dtype, device, loaded.kernels)
+    return AttentionRank(loaded.model, memory, device, block_size, group)
 
 
 def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int | None:

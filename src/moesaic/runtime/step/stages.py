@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,12 @@ from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
 from moesaic.runtime.step.running_step import Combine, PendingMerge, StepGenerator, StepResult
+
+Attend = Callable[
+    [Block, int, torch.Tensor, torch.Tensor, AttentionBatch, LayerMemory],
+    torch.Tensor,
+]
+"""The stages of a block up to its output projection; see `until_output_projection`."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,8 @@ class BlockStages:
     block_size: int
     device: torch.device
     combine: Combine
+    shared: Attend | None = None
+    """Attention over the heads of several processes. None: all heads are in this one."""
 
     def run(
         self,
@@ -39,7 +48,8 @@ class BlockStages:
             hidden = self.model.embed(token_ids)
         expert_ids: list[torch.Tensor] = []
         for layer, block in enumerate(self.model.blocks[first:], first):
-            gated = until_gate(block, layer, hidden, positions, attention, self.memory)
+            attend = self.shared or until_output_projection
+            gated = block.gate(hidden, attend(block, layer, hidden, positions, attention, self.memory))
             del hidden  # as in every stage: many rows are megabytes, which go as soon as nothing needs them
             if gated.expert_ids is None:
                 hidden = block.merge(gated, block.dense(gated.normed), None)
