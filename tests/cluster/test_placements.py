@@ -15,9 +15,7 @@ import pytest
 from moesaic import LLM
 from moesaic.cluster.report import layer_locality
 from moesaic.commands.place import save
-from moesaic.config import ClusterConfig
 from moesaic.core.coclusters import Coclusters
-from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
@@ -104,15 +102,55 @@ def test_what_is_counted_as_local_is_what_the_routes_say(alone: Alone, tmp_path:
         assert report.locality[0].local_activation_rate == local[0] / sent
 
 
-@pytest.mark.parametrize(
-    ("flag", "given", "default"), [("--min-replicas", 2, 1), ("--redundant-experts", 4, 0)]
-)
-def test_copies_come_from_the_file_alone(flag: str, given: int, default: int) -> None:
-    settings: dict[str, Any] = {flag[2:].replace("-", "_"): given, **RANKS}
-    ClusterConfig(**settings)
-    said = f"^{flag}: got {given}; allowed: {default} with --placement, .*moesaic place --redundant-experts"
-    with pytest.raises(ConfigError, match=said):
-        ClusterConfig(placement="p.json", **settings)
+def homes_stay(served: Cluster, file: str) -> bool:
+    now, homes = served.supervisor.placement, Placement.read(file, 2)
+    assert now is not None
+    return all(
+        set(homes.experts_of(server, layer)) <= set(now.experts_of(server, layer))
+        for layer in homes.layers
+        for server in homes.servers
+    )
+
+
+@pytest.mark.slow
+def test_copies_beside_a_file_follow_the_load(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Homes stay, the redundant copies move, and the bits are the same."""
+    monkeypatch.setattr("moesaic.cluster.balancing.HORIZON", 10**6)  # tiny experts: any gain is worth it
+    file = write(tmp_path, alone.profile, shuffled(alone.profile, 0))
+    with cluster(placement=file, redundant_experts=4, rebalance_interval=1.0, **RANKS) as served:
+        before = served.supervisor.placement
+        assert before is not None and homes_stay(served, file)
+        assert {int(before.replicas(layer).sum()) for layer in before.layers} == {28}
+        while not served.supervisor.report().counters.rebalances or served.supervisor.report().change:
+            served.submit(*workload(COUNT, TOKENS))
+            served.until(lambda: not served.running.unfinished)
+            assert len(served.running.answers) < 100 * COUNT, "no copy moved"
+        answers = served.finish()
+        assert answers == alone.answers * (len(answers) // COUNT)
+        after = served.supervisor.placement
+        assert after is not None and after.held != before.held and homes_stay(served, file)
+        assert after.tables == before.tables != ""
+
+
+@pytest.mark.slow
+def test_with_two_copies_beside_a_file_no_request_waits_for_a_dead_server(
+    alone: Alone, tmp_path: Path
+) -> None:
+    file = write(tmp_path, alone.profile, shuffled(alone.profile, 0))
+    with cluster(placement=file, min_replicas=2, **RANKS) as served:
+        served.until(lambda: connected(served))
+        killed: list[int] = []
+
+        def disturb(tokens: int) -> None:
+            if tokens > 40 and not killed:
+                killed.append(served.pid("expert server 1"))
+                os.kill(killed[0], signal.SIGKILL)
+
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish(disturb) == alone.answers and killed
+        assert served.broken_off > 0 and homes_stay(served, file)
 
 
 def test_worked_example() -> None:

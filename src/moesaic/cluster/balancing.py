@@ -11,7 +11,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
 from moesaic.policy.fleet.autoscale import Autoscaler, AutoscaleRule
-from moesaic.policy.placement import balance
+from moesaic.policy.placement import around_homes, balance
 
 BANDWIDTH = 2**30
 """Assumed rate, in bytes/s, at which a server reads weights: that of a common SSD."""
@@ -29,12 +29,17 @@ Process = tuple[int, int]
 class Balancing:
     """The balancing of one cluster, created once its layout is known."""
 
-    def __init__(self, layout: ExpertLayout, cluster: ClusterConfig, now: float) -> None:
+    def __init__(
+        self, layout: ExpertLayout, cluster: ClusterConfig, now: float, homes: Placement | None = None
+    ) -> None:
+        """homes: the placement of --placement, whose experts stay where they are."""
         seconds = cluster.rebalance_interval
         self.layout = layout
         self.loads = Loads(len(layout.layers), layout.num_experts, seconds or WINDOW_SECONDS)
         self._cluster = cluster
-        fixed = cluster.placement is not None or not seconds
+        self._homes = homes
+        copies = cluster.redundant_experts > 0 or cluster.min_replicas > 1
+        fixed = not seconds or (cluster.placement is not None and not copies)
         self._next = math.inf if fixed else now + seconds
         self._autoscaler = autoscaler(cluster)
         self._looked = now
@@ -51,7 +56,13 @@ class Balancing:
         self._next = now + self._cluster.rebalance_interval
         load, layers = self.loads.window(), self.layout.layers
         least, redundant = self._cluster.min_replicas, self._cluster.redundant_experts
-        new = balance.place(load, layers, servers, redundant, min(least, len(servers)), placement)
+        least = min(least, len(servers))
+        if self._homes is None:
+            new = balance.place(load, layers, servers, redundant, least, placement)
+        elif set(self._homes.servers) <= set(servers):
+            new = around_homes.place(self._homes, load, layers, servers, redundant, least, placement)
+        else:  # servers of the file were removed by command
+            return None
         moves = balance.moves(placement, new)
         horizon = HORIZON * self._cluster.rebalance_interval
         share = balance.gain(load, placement, new, servers)

@@ -25,6 +25,7 @@ from moesaic.cluster.scaling import Change, Changes
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.placement import Placement
 from moesaic.core.tokens import IntArray
 
 LOG = logging.getLogger(__name__)
@@ -80,15 +81,15 @@ class ChangeQueue:
         wanted = self._current
         return None if wanted is None else wanted.what
 
-    def lay_out(self, layout: ExpertLayout) -> None:
-        """Set the layout of the experts."""
+    def lay_out(self, layout: ExpertLayout, homes: Placement | None = None) -> None:
+        """Set the layout of the experts. homes: see `Balancing`."""
         self.changes.layout = layout
         copies, servers = self._cluster.redundant_experts, len(self._members.servers)
         most = layout.num_experts * (servers - 1)  # a server holds at most one copy of an expert
         what = "--redundant-experts: got %d; with --expert-servers %d at most %d have a place"
         if copies > most:
             LOG.warning(what, copies, servers, most)
-        self.balancing = Balancing(layout, self._cluster, self._clock())
+        self.balancing = Balancing(layout, self._cluster, self._clock(), homes)
 
     # ---- requests
 

@@ -9,7 +9,7 @@ import numpy as np
 from moesaic.config import ClusterConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
-from moesaic.policy.placement import balance
+from moesaic.policy.placement import around_homes, balance
 
 
 def read_placement(cluster: ClusterConfig) -> Placement | None:
@@ -30,13 +30,14 @@ def first_placement(
 ) -> Placement:
     """Returns the placement that `cluster`'s servers, numbered from 0, start with.
 
-    capacities: server -> weight. placement: see `read_placement`. Raises ConfigError if it was made for
-    another model.
+    capacities: server -> weight. placement: see `read_placement`; the copies that `cluster` asks for are
+    added to it. Raises ConfigError if it was made for another model.
     """
     name = layout.fingerprint
     if placement is not None:
         placement.check(name, layout.layers, layout.num_experts)
-        return placement
     load = np.ones((len(layout.layers), layout.num_experts))
     redundant, least = cluster.redundant_experts, cluster.min_replicas
+    if placement is not None:
+        return around_homes.place(placement, load, layout.layers, capacities, redundant, least)
     return balance.place(load, layout.layers, capacities, redundant, least, model=name)

@@ -327,7 +327,7 @@ class Supervisor:
         except ConfigError as error:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return
-        self._changes.lay_out(layout)
+        self._changes.lay_out(layout, self._placement_file)
         self._weights.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)

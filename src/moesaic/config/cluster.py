@@ -81,7 +81,7 @@ class ClusterConfig(ParallelConfig):
     expert_servers: int = 0
     """Processes that hold and compute the routed experts. 0: each attention worker computes them itself."""
     redundant_experts: int = 0
-    """Copies of experts in each layer beyond one of each. A --placement brings its own copies."""
+    """Copies of experts in each layer beyond one of each, or beyond those of a --placement."""
     min_replicas: int = 1
     """Minimum number of servers that hold each expert. With 2 no request waits when a server dies."""
     expert_capacities: str | None = None
@@ -89,7 +89,7 @@ class ClusterConfig(ParallelConfig):
     that is added later has the last weight. None: all servers have the same weight."""
     rebalance_interval: float = 60.0
     """Seconds between two checks of the experts' load. After a check experts move where that pays; 0: never.
-    A placement from a file does not change."""
+    With a --placement only its further copies move."""
     autoscale: str | None = None
     """MIN:MAX expert servers. Servers are added and removed by how busy they are, how many requests wait, and
     whether --slo-ttft and --slo-itl are met. None: the number changes only by command."""
@@ -215,12 +215,6 @@ class ClusterConfig(ParallelConfig):
         elif self.capacities and len(self.capacities) != self.expert_servers:
             allowed = f"{self.expert_servers} numbers, one for each of --expert-servers"
             raise ConfigError.field("--expert-capacities", self.expert_capacities, allowed)
-        for name in ("redundant_experts", "min_replicas") if self.placement is not None else ():
-            given, default = getattr(self, name), getattr(ClusterConfig, name)
-            if given != default:
-                allowed = f"{default} with --placement, whose file says where copies are (moesaic place "
-                allowed += "--redundant-experts puts them in)"
-                raise ConfigError.field("--" + name.replace("_", "-"), given, allowed)
 
     def _check_objectives(self) -> None:
         for flag, limit in (("--slo-ttft", self.slo_ttft), ("--slo-itl", self.slo_itl)):

@@ -77,7 +77,7 @@ def place(
     load = np.asarray(load, dtype=np.float64)
     experts = load.shape[1]
     slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
-    before = [_copy_mask(previous, layer, ids, experts) for layer in layers]
+    before = [copy_mask(previous, layer, ids, experts) for layer in layers]
     room = server_slots(slots, experts, capacity, np.array([old.sum(axis=0) for old in before]))
     held = {}
     for row, layer in enumerate(layers):
@@ -120,7 +120,7 @@ def _check(
         raise ConfigError.field("--min-replicas", min_replicas, f"1 to the {len(servers)} expert servers")
 
 
-def _copy_mask(placement: Placement | None, layer: int, ids: Sequence[int], experts: int) -> BoolArray:
+def copy_mask(placement: Placement | None, layer: int, ids: Sequence[int], experts: int) -> BoolArray:
     """[E, N] True where the server in `ids` has the expert."""
     held = np.zeros((experts, len(ids)), dtype=np.bool_)
     by_server = placement.held.get(layer, {}) if placement else {}
@@ -195,7 +195,7 @@ def server_loads(load: Load, placement: Placement, servers: Sequence[int]) -> Fl
     """
     loads = np.empty((len(placement.layers), len(servers)))
     for row, layer in enumerate(placement.layers):
-        held = _copy_mask(placement, layer, servers, placement.num_experts)
+        held = copy_mask(placement, layer, servers, placement.num_experts)
         loads[row] = (load[row] / np.maximum(held.sum(axis=1), 1)) @ held
     return loads
 
