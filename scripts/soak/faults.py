@@ -6,10 +6,12 @@ import os
 import signal
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from scripts.soak.plan import KILL, SERVER, Fault
 from tests.support.cluster_driver import Cluster
+from tests.support.processes import children
 
 from moesaic.cluster.router import Router
 from moesaic.core.cluster_status import ProcessStatus
@@ -74,12 +76,13 @@ class Saboteur:
         """Carry out the next fault."""
         fault, alone = self._left.popleft(), self._healthy()
         assert victim.pid is not None
+        pid = _rank(victim.pid, fault.choice)
         number = signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP
         self._chosen, self._base = None, tokens
-        if _signal(victim.pid, number):
+        if _signal(pid, number):
             self.strikes.append(Strike(fault, victim.name, now, alone))
             if fault.kind != KILL:
-                self._frozen.append((now + fault.seconds, victim.pid))
+                self._frozen.append((now + fault.seconds, pid))
 
     def _victim(self, fault: Fault, now: float) -> ProcessStatus | None:
         """The process to hit now. It serves, and it had work after it was chosen."""
@@ -106,6 +109,14 @@ class Saboteur:
     def _fit(self, one: ProcessStatus, fault: Fault) -> bool:
         frozen = [pid for _, pid in self._frozen]
         return one.role == fault.role and one.stage == "serving" and one.pid not in frozen
+
+
+def _rank(pid: int, choice: float) -> int:
+    """One of the processes of the attention worker or server `pid`: itself, or another rank of its group."""
+    ranks = [pid]
+    with suppress(FileNotFoundError, ProcessLookupError):  # it may end at this moment
+        ranks += children(pid, "moesaic.runtime.group")
+    return ranks[int(1000 * choice) % len(ranks)]
 
 
 def _same(one: ProcessStatus, other: ProcessStatus) -> bool:

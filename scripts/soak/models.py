@@ -18,8 +18,8 @@ transformers.utils.logging.disable_progress_bar()
 LONG = {"max_position_embeddings": 288}
 """The maximum number of tokens of a prompt of the pool and its answer."""
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral, k 2": ("mixtral", model_configs.mixtral(sliding_window=40, **LONG)),
-    "mixtral, k 1": ("mixtral", model_configs.mixtral(num_experts_per_tok=1, **LONG)),
+    "mixtral, k 2": ("mixtral", model_configs.mixtral(sliding_window=40, num_key_value_heads=2, **LONG)),
+    "mixtral, k 1": ("mixtral", model_configs.mixtral(num_experts_per_tok=1, num_key_value_heads=2, **LONG)),
     "qwen3, k 8": ("qwen3_moe", model_configs.qwen3(num_experts_per_tok=8, **LONG)),
     "deepseek, k 6": ("deepseek_v2", model_configs.deepseek(n_shared_experts=1, **LONG)),
 }

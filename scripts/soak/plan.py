@@ -59,17 +59,21 @@ class Shape:
     bad_connections: bool
     """True: rows come late, twice or in another order, and connections break. See
     `tests.support.faulty_transport`."""
+    ranks: int
+    """Processes of each attention worker."""
 
     @property
     def exact(self) -> bool:
         """Whether answers are those of one process to the last bit."""
-        return self.kernels == "auto" and self.combine == "exact"
+        alone = self.kernels == "auto" and self.combine == "exact"
+        return alone and self.ranks == 1
 
     @property
     def name(self) -> str:
         """Example: "async mtfs, 2+3, min-replicas 1, qwen3, k 8, tcp, chunks of 16, native, exact"."""
         schedule = {"async": f"async {self.queue_policy}", "lockstep": f"lockstep {self.inflight_batches}"}
-        size = f"{self.attention_workers}+{self.expert_servers}, min-replicas {self.min_replicas}"
+        workers = f"{self.attention_workers}x{self.ranks}" if self.ranks > 1 else str(self.attention_workers)
+        size = f"{workers}+{self.expert_servers}, min-replicas {self.min_replicas}"
         kernels = "native" if self.kernels == "auto" else self.kernels
         parts = [schedule.get(self.schedule, self.schedule), size, self.model, self.transport]
         parts += [f"chunks of {self.chunk}", kernels, self.combine]
@@ -133,10 +137,12 @@ def plan_round(seed: str, number: int) -> Plan:
     name = f"{seed}/{number}"
     rng = random.Random(name)
     faults = _faults(rng)
-    return Plan(name, _shape(rng, number), faults, requests=rng.randint(6, 10), together=rng.randint(2, 6))
+    return Plan(
+        name, _shape(rng, name, number), faults, requests=rng.randint(6, 10), together=rng.randint(2, 6)
+    )
 
 
-def _shape(rng: random.Random, number: int) -> Shape:
+def _shape(rng: random.Random, name: str, number: int) -> Shape:
     schedule, batches, policy = SCHEDULES[number % len(SCHEDULES)]
     workers, servers, replicas = SIZES[number % len(SIZES)]
     return Shape(
@@ -153,6 +159,7 @@ def _shape(rng: random.Random, number: int) -> Shape:
         chunk=rng.choice((16, 64, 512)),
         kernels="reference" if rng.random() < 0.2 else "auto",
         bad_connections=rng.random() < 0.2,
+        ranks=random.Random(f"{name}/processes").choice((1, 1, 1, 2)),
     )
 
 

@@ -245,6 +245,7 @@ def _cluster(shape: Shape, model: str) -> Iterator[Cluster]:
             kernels=shape.kernels,
             combine=shape.combine,
             transport="auto" if shape.transport == "tcp" else shape.transport,
+            tensor_parallel_size=shape.ranks,
         ) as served,
     ):
         yield served

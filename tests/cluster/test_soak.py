@@ -92,6 +92,7 @@ FACTORS: dict[str, Callable[[Shape], object]] = {
     "kernels": lambda one: one.kernels,
     "combine": lambda one: one.combine,
     "connections": lambda one: one.bad_connections,
+    "ranks": lambda one: one.ranks,
 }
 
 
@@ -99,7 +100,7 @@ def test_the_full_matrix_has_all_pairs_of_settings() -> None:
     """And all combinations of schedule, size and model."""
     shapes = [plan_round("0", number).shape for number in range(210)]
     values = {name: {value(one) for one in shapes} for name, value in FACTORS.items()}
-    assert [len(found) for found in values.values()] == [6, 7, 5, 3, 3, 2, 2, 2]
+    assert [len(found) for found in values.values()] == [6, 7, 5, 3, 3, 2, 2, 2, 2]
     assert values["model"] == {"demo", *CHECKPOINTS} == set(MODELS)
     assert values["transport"] == set(TRANSPORTS)
     first = ("schedule", "size", "model")
