@@ -40,9 +40,18 @@ class QuantizedMatrix:
     def device(self) -> torch.device:
         return self.stored.device
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.stored.nbytes
+
     def numel(self) -> int:
         """Number of its numbers."""
         return len(self.stored) * self.columns
+
+    def data_ptr(self) -> int:
+        """Address of its first byte."""
+        return self.stored.data_ptr()
 
     def floats(self) -> torch.Tensor:
         """The numbers [o, i] in float32."""
@@ -64,6 +73,16 @@ def plain(weight: Weight) -> torch.Tensor:
     return weight.floats() if isinstance(weight, QuantizedMatrix) else weight
 
 
+def number_of(weight: Weight) -> torch.dtype:
+    """The type of a matrix's numbers: float32 if it is quantised."""
+    return torch.float32 if isinstance(weight, QuantizedMatrix) else weight.dtype
+
+
+def kind_of(weight: Weight) -> str:
+    """The type of a matrix in memory, a name of `core.stored`."""
+    return weight.kind if isinstance(weight, QuantizedMatrix) else str(weight.dtype).removeprefix("torch.")
+
+
 def rows_of(weight: Weight, kept: torch.Tensor) -> Weight:
     """The rows `kept` [n] int64 of a matrix, dense."""
     return weight.rows(kept) if isinstance(weight, QuantizedMatrix) else weight[kept]
@@ -76,6 +95,9 @@ def joined(parts: Sequence[Weight]) -> Weight:
         alike = [one.stored for one in parts if isinstance(one, QuantizedMatrix) and one.kind == first.kind]
         if len(alike) == len(parts):
             return QuantizedMatrix(torch.cat(alike), first.columns, first.kind)
-    numbers = [plain(one) for one in parts]
-    kinds = {one.dtype for one in numbers}
-    return torch.cat(numbers if len(kinds) == 1 else [one.float() for one in numbers])
+    return torch.cat(of_one_type([plain(one) for one in parts]))
+
+
+def of_one_type(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same matrices. If their types differ, all are float32."""
+    return list(parts) if len({one.dtype for one in parts}) == 1 else [one.float() for one in parts]

@@ -118,7 +118,8 @@ class Checkpoint:
 
         It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected or
         it is returned `transposed`, as [columns, rows] of the part. A compressed tensor stays compressed if
-        dtype is uint8, as a quantised one; then it cannot have a part, and never be transposed.
+        dtype is uint8, as a quantised one. Then a compressed one cannot have a part, and a quantised one only
+        a part for which `Matrix.cuts` holds. Neither can be transposed.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
@@ -175,7 +176,8 @@ class Checkpoint:
 
         try:
             packed = dtype is torch.uint8
-            tensor = torch.from_numpy(matrix.packed(array) if packed else matrix.floats(array)[part])
+            numbers = matrix.packed(array, part=part) if packed else matrix.floats(array)[part]
+            tensor = torch.from_numpy(numbers)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if self._progress is not None:
@@ -298,6 +300,10 @@ class Claims(Checkpoint):
         """As `Checkpoint.tensor`, but returns a tensor without memory."""
         self.claim(name, *shape)
         selected = torch.empty(shape, dtype=dtype, device="meta")[part]
+        quantized = self.quantized(name, *shape) if dtype is torch.uint8 else None
+        if quantized is not None:
+            rows, columns = selected.shape
+            return torch.empty(rows, row_bytes(quantized.dtype, columns), dtype=dtype, device="meta")
         return selected.t() if transposed else selected
 
 
