@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models.test_gguf import MIXES, WIDE
 from tests.models.test_shards import Ranks
-from tests.support import model_configs, quantizers, tiny_models
+from tests.support import gguf_files, model_configs, quantizers, tiny_models
 from tests.support.model_driver import Driver
 
 from moesaic.kernels import table
@@ -164,3 +165,27 @@ def test_a_part_is_cut_from_the_stored_matrix(made: Made) -> None:
         columns = whole[part].shape[1]
         assert torch.equal(QuantizedMatrix(stored, columns, matrix.dtype).floats(), whole[part])
     assert not matrix.cuts((slice(None), slice(16, 128))) and not matrix.cuts((slice(None), slice(0, 100)))
+
+
+@pytest.mark.parametrize(
+    ("mix", "found"),
+    [
+        ("as Q4_K_M", {"int4_offset", "int8_16", "int8"}),
+        ("linear, as Q4_K_M", {"int4_offset", "int8_16"}),
+        ("linear, Q8_0", {"int8"}),
+        ("linear and joint, as Q4_K_M", {"int4_offset", "int8_16"}),
+        ("MXFP4", {"int8"}),
+    ],
+)
+def test_matrices_of_gguf_files_stay_too(tmp_path: Path, mix: str, found: set[str]) -> None:
+    """Also where the file has rows, or whole groups of columns, in another order."""
+    name, types = MIXES[mix]
+    source = tiny_models.save(tiny_models.build(*WIDE[name]), tmp_path / "source")
+    file, _ = gguf_files.write(source, tmp_path / "made", types)
+    model, reference = load(file), load(file, plain=True)
+    assert {kind_of(model.embedding), kind_of(model.head)} <= found
+    gates = [".router.weight", ".dense_part.gate", ".attention_part.gates", ".taps"]
+    assert {kind for name, kind in kinds(model).items() if not name.endswith(tuple(gates))} == found
+    tokens = tiny_models.prompt(24, model_configs.VOCAB)
+    assert torch.equal(Driver(model).prefill(tokens), Driver(reference).prefill(tokens))
+    assert replace(model, experts={}).num_bytes == registry.bytes_outside_experts(file, kernels, "float32")

@@ -117,9 +117,8 @@ class Checkpoint:
         """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
         It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected or
-        it is returned `transposed`, as [columns, rows] of the part. A compressed tensor stays compressed if
-        dtype is uint8, as a quantised one. Then a compressed one cannot have a part, and a quantised one only
-        a part for which `Matrix.cuts` holds. Neither can be transposed.
+        it is returned `transposed`, as [columns, rows] of the part. A compressed or quantised tensor stays so
+        if dtype is uint8. Then it cannot be transposed, and a part must be one for which `Matrix.cuts` holds.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
