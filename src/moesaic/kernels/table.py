@@ -176,7 +176,7 @@ class Kernels:
     """True if experts may be of a type of `core.stored.PACKED`, compressed or quantised, and other matrices
     a QuantizedMatrix."""
     integer: bool = False
-    """True if these kernels are chosen for experts in integers, whose rows they round."""
+    """True if these kernels are chosen for weights in integers, whose rows they round."""
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
@@ -233,7 +233,7 @@ REFERENCE = Kernels(
 ROUNDING = frozenset({"avx512_bf16", "amx_bf16"})
 """Instruction sets that round rows to bf16 for bf16 weights. They are only used by name."""
 INTEGER = frozenset({"avx512_int8", "avx2_int8"})
-"""Instruction sets that round rows to int8 for experts in integers (`core.stored.is_integer`), and else are
+"""Instruction sets that round rows to int8 for weights in integers (`core.stored.is_integer`), and else are
 the set before the underscore. They are only used by name."""
 
 

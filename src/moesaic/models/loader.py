@@ -18,7 +18,15 @@ from moesaic.core.experts import (
     Stored,
     column_tensors,
 )
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_expert, of_matrices, row_bytes
+from moesaic.core.stored import (
+    COMPRESSED,
+    QUANTIZED,
+    is_integer,
+    is_packed,
+    of_expert,
+    of_matrices,
+    row_bytes,
+)
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of, of_one_type, plain
 from moesaic.kernels.table import Kernels
 from moesaic.models.checkpoint import Checkpoint
@@ -26,6 +34,9 @@ from moesaic.models.config import Fields
 from moesaic.models.layers import GatedMLP, GroupedQueryAttention, Projection
 from moesaic.models.rope import RopeConfig, RopeTable, rotary_width
 from moesaic.models.shard import WHOLE, Shard
+
+ROUNDED = 32
+"""Numbers of a row that kernels of integers round with one scale (kLine of csrc/integers.h)."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,18 @@ class Loader:
         """Returns `name`.weight [rows, columns], or a part of it, for kernels that multiply by it.
 
         On a CPU quantised ones stay in the type in which they are stored, if the kernels read it. They become
-        what `matrix` returns if a part begins or ends within a group of a row.
+        what `matrix` returns if a part begins or ends within a group of a row. Raises ConfigError for a part
+        of which kernels of integers would round other numbers together than in the whole.
         """
         if not self.kernels.packed or self.device.startswith("cuda"):
             return self.matrix(name, rows, columns, *part)
         quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns)
+        rounded = quantized is not None and self.kernels.integer and is_integer(quantized.dtype)
+        if quantized is not None and rounded and not quantized.cuts(part, ROUNDED):
+            allowed = (
+                f"ranks with whole groups of {ROUNDED} columns of {name} with {self.kernels.name} kernels"
+            )
+            raise ConfigError.field("--tensor-parallel-size", self.shard.size, allowed)
         if quantized is None or not quantized.cuts(part):
             return self.matrix(name, rows, columns, *part)
         stored = self.checkpoint.tensor(

@@ -116,14 +116,17 @@ class Matrix:
                     self._refuse("nan", "the matrix")
         return pack(self.dtype, *self._part(*self._grouped(made), part), out)
 
-    def cuts(self, part: tuple[slice, ...]) -> bool:
-        """Whether a part has whole groups of each row, so that it can stay in type `dtype`."""
+    def cuts(self, part: tuple[slice, ...], group: int = 1) -> bool:
+        """Whether a part has whole groups of each row, so that it can stay in type `dtype`.
+
+        group: also whole groups of this power of two.
+        """
         if self.dtype not in QUANTIZED:
             return False
-        group, columns = QUANTIZED[self.dtype].group, range(self.columns)[part[1]] if len(part) > 1 else None
-        if columns is None:
-            return True
-        return columns.start % group == 0 and (columns.stop % group == 0 or columns.stop == self.columns)
+        columns, size = range(self.columns)[(*part, slice(None), slice(None))[1]], QUANTIZED[self.dtype].group
+        return all(
+            end % max(size, group) == 0 or end == self.columns for end in (columns.start, columns.stop)
+        )
 
     def _made(self, arrays: list[Array]) -> Coded | Floats:
         """What `make` returns. Its errors name one of the tensors, and get the name of the matrix here."""

@@ -283,7 +283,7 @@ int64_t experts_by(const moesaic::Experts& job) {
 
 #if defined(MOESAIC_INT8)
 }  // namespace MOESAIC_ISA
-#include "integer_experts.h"
+#include "integer_products.h"
 #else
 #if defined(MOESAIC_AMX_BF16)
 constexpr bool kPacked = false;  // tiles are loaded from bf16 rows
@@ -321,6 +321,11 @@ inline int64_t experts(const moesaic::Experts& job) {
     return plain ? experts_with<Silu>(job) : experts_with<Biased>(job);
 }
 
+}  // namespace MOESAIC_ISA
+#endif
+
+namespace MOESAIC_ISA {
+
 // A dense MLP is a single expert to which every row is routed.
 inline void gated_mlp(const moesaic::GatedMlp& job) {
     uint64_t gate = uint64_t(job.gate), up = uint64_t(job.up), down = uint64_t(job.down);
@@ -328,4 +333,3 @@ inline void gated_mlp(const moesaic::GatedMlp& job) {
 }
 
 }  // namespace MOESAIC_ISA
-#endif

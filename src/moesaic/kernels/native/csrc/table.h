@@ -284,6 +284,13 @@ struct Products {
     void (*gated_mlp)(const GatedMlp&);
 };
 
+// The same with rows that are rounded to int8, for weights that `is_integer` names.
+struct IntegerProducts {
+    void (*linear)(const Linear&);
+    int64_t (*experts)(const Experts&);
+    void (*gated_mlp)(const GatedMlp&);
+};
+
 struct Table : Products {
     void (*attention)(const Attention&);
     void (*store)(const Store&);
