@@ -28,6 +28,10 @@ FORMS = ["int8 rows", "packed int4", "awq"]
 EVERY = [(form, name) for form in FORMS for name in SETS]
 
 
+QWEN3 = (CASES["qwen3"][0], {**CASES["qwen3"][1], "num_attention_heads": 8})
+"""Two ranks have whole groups of 32 columns of its output projection."""
+
+
 class Models(dict[str, Path]):
     """By format, and the answers of one process with each kernels."""
 
@@ -36,7 +40,7 @@ class Models(dict[str, Path]):
         self.known: dict[tuple[str, str], list[Answer]] = {}
 
     def __missing__(self, form: str) -> Path:
-        source = tiny_models.save(tiny_models.build(*CASES["qwen3"]), self.root / f"source of {form}")
+        source = tiny_models.save(tiny_models.build(*QWEN3), self.root / f"source of {form}")
         self[form], _ = quantizers.quantize(source, self.root / form, FORMATS[form])
         byte_tokenizer(self[form])
         return self[form]
@@ -67,7 +71,10 @@ def test_tokens_are_those_of_the_slow_products(
 ) -> None:
     wanted, base = models.wanted(form, name), name.partition("_")[0]
     assert wanted != models.wanted(form, base)
-    monkeypatch.setattr(table.ops, "experts", partial(integer_products.experts, base))
+    for name in ("experts", "gated_mlp"):
+        monkeypatch.setattr(table.ops, name, partial(getattr(integer_products, name), base))
+    for name in ("linear", "linears"):
+        monkeypatch.setattr(table.ops, name, getattr(integer_products, name))
     slow = LLM(str(models[form]), threads=1, kernels=base, enforce_eager=True, max_model_len=LONGEST)
     assert answers(slow) == wanted
 
@@ -136,6 +143,18 @@ def test_a_checkpoint_without_integers_is_refused(tmp_path: Path, dtype: torch.d
 def test_ranks_that_share_experts_are_refused(models: Models) -> None:
     settings = {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 2, "kernels": SETS[0]}
     message = r"--expert-tensor-parallel-size: got 2; allowed: 1 with native \(\w+\) kernels"
+    ranks = group_of_threads(str(models[FORMS[0]]), max_model_len=LONGEST, **settings)
+    with pytest.raises((ConfigError, AssertionError), match=message), ranks:
+        pass
+
+
+def test_ranks_that_would_round_other_numbers_together_are_refused(models: Models) -> None:
+    """Eight ranks have one head of 16 numbers each."""
+    settings = {"tensor_parallel_size": 8, "kernels": SETS[0]}
+    message = (
+        r"--tensor-parallel-size: got 8; allowed: ranks with whole groups of 32 columns of "
+        r"model.layers.0.self_attn.o_proj with native \(\w+\) kernels"
+    )
     ranks = group_of_threads(str(models[FORMS[0]]), max_model_len=LONGEST, **settings)
     with pytest.raises((ConfigError, AssertionError), match=message), ranks:
         pass

@@ -1,4 +1,4 @@
-"""Kernels that round the rows of experts in integers to int8, and multiply integers."""
+"""Kernels that round the rows of weights in integers to int8, and multiply integers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from tests.kernels.test_compressed_native import NONE, SIZES, Mlp, Size, uneven
 from tests.kernels.test_quantized import codes_of
 from tests.kernels.test_rounding import everything_else
-from tests.support.integer_products import Integers, expert, products
+from tests.support.guarded import Guarded
+from tests.support.integer_products import Integers, expert, gated_mlp, linear, linears, products
 from tests.support.native_kernels import same_bits, stored
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import OF_EXPERTS, QUANTIZED, expert_code, is_integer, of_expert, of_matrices
 from moesaic.kernels import table
+from moesaic.kernels.matrix import QuantizedMatrix
 from moesaic.kernels.quantized import Bytes, dequantize, pack
 
 HERE = [name for name in table.instruction_sets() if name in table.INTEGER]
@@ -133,8 +135,51 @@ def test_other_experts_have_the_bits_of_the_set_without_rounding(name: str, dtyp
     assert same_bits(found, compute(base(name), dtype, size, [mlp], rows, [0] * 9)) and found.any()
 
 
+def drawn(dtype: str, rows: int, columns: int) -> QuantizedMatrix:
+    rng = np.random.default_rng([rows, columns])
+    stored = pack(dtype, *codes_of(rng, QUANTIZED[dtype], rows, columns))
+    return QuantizedMatrix(Guarded()(torch.from_numpy(stored)), columns, dtype)
+
+
 @each
-def test_all_but_experts_has_the_bits_of_the_set_without_rounding(name: str) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (9, 31), (70, 1030), (200, 96), (17, 2100)], ids=str)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_linear_has_the_bits_of_the_slow_products(name: str, dtype: str, shape: tuple[int, int]) -> None:
+    weight, bias = drawn(dtype, *shape), torch.randn(shape[0])
+    rows = torch.randn(130, shape[1])
+    wanted = linear(rows, weight, bias)
+    kernels = table.pick("cpu", name)
+    for count, threads in ((1, 1), (5, 2), (9, 1), (130, 2)):
+        kernels.set_threads(threads, False)
+        assert same_bits(kernels.linear(rows[:count], weight, bias), wanted[:count])
+    assert shape[1] == 1 or not same_bits(table.pick("cpu", base(name)).linear(rows, weight, bias), wanted)
+
+
+@each
+def test_each_of_three_projections_has_the_products_of_its_type(name: str) -> None:
+    rows, biases = torch.randn(9, 130), [torch.randn(40), None, torch.randn(7)]
+    for types in (("int4_offset", "fp8", "int8_16"), ("fp8", "mxfp4", "int8"), ("int8", "int8", "int4")):
+        weights = [drawn(dtype, size, 130) for dtype, size in zip(types, (40, 5, 7), strict=True)]
+        found = table.pick("cpu", name).linears(rows, weights, biases)
+        table.pick("cpu", base(name))
+        assert all(map(same_bits, found, linears(rows, weights, biases)))
+
+
+@each
+@pytest.mark.parametrize(("inner", "down"), [("int8", "int8"), ("int4_offset", "int8_16"), ("int8", "fp8")])
+def test_a_gated_mlp_has_the_bits_of_the_slow_products(name: str, inner: str, down: str) -> None:
+    mlp, rows = (
+        (drawn(inner, 70, 130), drawn(inner, 70, 130), drawn(down, 130, 70)),
+        0.1 * torch.randn(9, 130),
+    )
+    found = table.pick("cpu", name).gated_mlp(rows, *mlp)
+    exact = table.pick("cpu", base(name)).gated_mlp(rows, *mlp)
+    assert same_bits(found, gated_mlp(base(name), rows, *mlp)) and found.any()
+    assert same_bits(found, exact) == (down == "fp8"), "all matrices must be integers"
+
+
+@each
+def test_all_but_integers_has_the_bits_of_the_set_without_rounding(name: str) -> None:
     for found, wanted in zip(everything_else(name), everything_else(base(name)), strict=True):
         assert same_bits(found, wanted)
     rows, weight = stored(7, 70), stored(5, 70, dtype=torch.bfloat16)

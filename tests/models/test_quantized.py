@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.experts import store
 from moesaic.experts.store import Store
 from moesaic.kernels import table
+from moesaic.kernels.matrix import kind_of
 from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.fingerprint import ExpertDigests
@@ -143,34 +145,40 @@ def test_one_matrix_of_a_shared_expert_may_be_left_as_it_is(sources: dict[str, P
 
 
 @pytest.mark.skipif(torch.bfloat16 not in kernels.stored, reason="these kernels keep no bf16")
-def test_dense_matrices_stay_in_bf16_if_that_loses_nothing(sources: dict[str, Path], tmp_path: Path) -> None:
-    """Where the scales are powers of two, and the config says so."""
+@pytest.mark.parametrize("packed", [True, False])
+def test_matrices_become_bf16_if_that_loses_nothing(
+    sources: dict[str, Path], tmp_path: Path, packed: bool
+) -> None:
+    """Where the scales are powers of two, and the config says so. packed: False as in amx_bf16, where no
+    matrix stays in FP8. Otherwise those of the heads become bf16.
+    """
     quantised, plain = quantizers.quantize(sources["deepseek3"], tmp_path, quantizers.POWERS)
-    tokens = tiny_models.prompt(40, model_configs.VOCAB)
-    reference, loaded = theirs("deepseek3", plain), registry.load(quantised, kernels)
+    tokens, chosen = tiny_models.prompt(40, model_configs.VOCAB), replace(kernels, packed=packed)
+    reference, loaded = theirs("deepseek3", plain), registry.load(quantised, chosen)
 
-    def types(model: Any) -> set[torch.dtype]:
-        shared = model.blocks[1].dense_part
-        return {model.blocks[0].attention_part.out.weight.dtype, shared.gate.dtype, shared.down.dtype}
+    def types(model: Any) -> tuple[str, set[str]]:
+        attention, shared = model.blocks[0].attention_part, model.blocks[1].dense_part
+        others = attention.out.weight, shared.gate, shared.down
+        return kind_of(attention.key_up), set(map(kind_of, others))
 
-    assert types(loaded) == {torch.bfloat16}
-    outside = sum(one.nbytes for one in loaded._tensors()) - sum(
+    assert types(loaded) == ("bfloat16", {"fp8" if packed else "bfloat16"})
+    experts = sum(
         one.nbytes for weights in loaded.experts.values() for e in weights.held for one in weights.of(e)
     )
-    assert registry.bytes_outside_experts(quantised, kernels) == outside
+    assert registry.bytes_outside_experts(quantised, chosen) == loaded.num_bytes - experts
     logits = Driver(loaded).prefill(tokens)
     torch.testing.assert_close(logits, tiny_models.reference_logits(reference, tokens), rtol=1e-4, atol=1e-4)
     assert Driver(loaded).greedy(tokens, 24) == tiny_models.reference_greedy(reference, tokens, 24)
-    told = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    told, wide = {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8" if packed else "float32"
     tiny_models.edit(quantised, quantization_config=told)
-    assert types(registry.load(quantised, kernels)) == {torch.float32}
+    assert types(registry.load(quantised, chosen)) == ("float32", {wide})
     tensors = load_file(quantised / "model.safetensors")
     for name, one in tensors.items():
         if name.endswith("_scale_inv"):
             one *= 1.1
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     tiny_models.edit(quantised, quantization_config=quantizers.POWERS.config)
-    assert types(registry.load(quantised, kernels)) == {torch.float32}
+    assert types(registry.load(quantised, chosen)) == ("float32", {wide})
 
 
 @pytest.mark.parametrize(("name", "form"), [("qwen3", "packed int4"), ("gpt-oss", "mxfp4")])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from moesaic.core.stored import BLOCK, QUANTIZED, of_matrices
+from moesaic.core.stored import BLOCK, QUANTIZED, is_integer, of_expert, of_matrices
 from moesaic.kernels import quantized, table
+from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of
 from moesaic.kernels.weights import ExpertWeights
 
 try:
-    from moesaic.kernels.native.ops import experts as by_kernels
+    from moesaic.kernels.native import ops
+
+    by_kernels, linear_by_kernels, mlp_by_kernels = ops.experts, ops.linear, ops.gated_mlp
 except ImportError:  # installed without a compiler
     pass
 
@@ -131,3 +135,25 @@ def experts(
         row, place = torch.nonzero(ids == chosen, as_tuple=True)
         out[row, place] = expert(base, weights.packed, stored, hidden[row])
     return out
+
+
+def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `ops.linear`."""
+    if not isinstance(weight, QuantizedMatrix) or not is_integer(weight.kind):
+        return linear_by_kernels(rows, weight, bias)
+    found = products(rows, Integers.of(weight.kind, weight.stored.numpy(), weight.columns))
+    return found if bias is None else found + bias
+
+
+def linears(
+    rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """As `ops.linears`."""
+    return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def gated_mlp(base: str, rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
+    """As `ops.gated_mlp`."""
+    mlp, dtype = (gate, up, down), of_expert(kind_of(gate), kind_of(down))
+    stored = [one.stored.numpy() for one in mlp if isinstance(one, QuantizedMatrix)]
+    return expert(base, dtype, stored, rows) if is_integer(dtype) else mlp_by_kernels(rows, *mlp)

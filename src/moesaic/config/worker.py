@@ -62,7 +62,7 @@ class ModelConfig:
     """Kernels for a CPU: the native ones of one instruction set, or the torch reference. auto takes the
     fastest that this CPU runs in float32. avx512_bf16 and amx_bf16 round the activations that meet bf16
     weights to bf16: they are faster, and answers may differ. So do avx512_int8 and avx2_int8, which round the
-    activations of experts in integers to int8."""
+    activations that meet weights in integers to int8."""
 
 
 @dataclass(frozen=True)

@@ -208,14 +208,27 @@ class ModelSizes:
         return self.experts * self.expert_bytes
 
     @property
-    def other(self) -> float:
-        """Bytes of everything but routed experts: attention, gates, dense and shared parts, embeddings."""
+    def outside(self) -> int:
+        """Parameters of all but routed experts: attention, gates, dense and shared parts, embeddings."""
         attention = self.layers * sum(self.attention.projected(self.hidden))
-        gates = self.moe_layers * self.hidden * self.experts
         shared = self.moe_layers * 3 * self.hidden * self.shared_width
         dense = (self.layers - self.moe_layers) * 3 * self.hidden * self.dense_width
-        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
-        return (attention + gates + shared + dense + embeddings) * self.number
+        return attention + self.gates + shared + dense + self.embeddings
+
+    @property
+    def gates(self) -> int:
+        """Parameters of the gates."""
+        return self.moe_layers * self.hidden * self.experts
+
+    @property
+    def embeddings(self) -> int:
+        """Parameters of the embedding and the head."""
+        return (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def other(self) -> float:
+        """Bytes of everything but routed experts."""
+        return self.outside * self.number
 
     @property
     def weights(self) -> float:
@@ -225,7 +238,7 @@ class ModelSizes:
     @property
     def parameters(self) -> int:
         """Number of parameters of the whole model without norms and biases. Mixtral 8x7B: 46.7 billion."""
-        return round(self.other / self.number) + self.moe_layers * self.experts * self.expert
+        return self.outside + self.moe_layers * self.experts * self.expert
 
     @property
     def active(self) -> int:

@@ -13,6 +13,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
+from moesaic.kernels.matrix import Weight
 from moesaic.kernels.reference import attention, delta, dense, experts, gate
 from moesaic.kernels.states import LayerStates
 from moesaic.kernels.weights import ExpertWeights
@@ -26,7 +27,7 @@ except ImportError:  # installed without a compiler
 
 class Linear(Protocol):
     def __call__(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
 
@@ -139,9 +140,9 @@ class Kernels:
     """Dtypes that weights may be stored in."""
     cached: frozenset[torch.dtype]
     """Dtypes that KV caches may be stored in."""
-    embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    embed: Callable[[Weight, torch.Tensor], torch.Tensor]
     linear: Linear
-    linears: Callable[[torch.Tensor, Sequence[torch.Tensor], Biases], tuple[torch.Tensor, ...]]
+    linears: Callable[[torch.Tensor, Sequence[Weight], Biases], tuple[torch.Tensor, ...]]
     head_linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Pair]
@@ -149,7 +150,7 @@ class Kernels:
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     paged_attention: PagedAttention
-    gated_mlp: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    gated_mlp: Callable[[torch.Tensor, Weight, Weight, Weight], torch.Tensor]
     gate: Gate
     experts: Experts
     merge: Callable[
@@ -172,9 +173,10 @@ class Kernels:
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
     packed: bool = False
-    """True if experts may be of a type of `core.stored.PACKED`: compressed or quantised."""
+    """True if experts may be of a type of `core.stored.PACKED`, compressed or quantised, and other matrices
+    a QuantizedMatrix."""
     integer: bool = False
-    """True if these kernels are chosen for experts in integers, whose rows they round."""
+    """True if these kernels are chosen for weights in integers, whose rows they round."""
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
@@ -231,7 +233,7 @@ REFERENCE = Kernels(
 ROUNDING = frozenset({"avx512_bf16", "amx_bf16"})
 """Instruction sets that round rows to bf16 for bf16 weights. They are only used by name."""
 INTEGER = frozenset({"avx512_int8", "avx2_int8"})
-"""Instruction sets that round rows to int8 for experts in integers (`core.stored.is_integer`), and else are
+"""Instruction sets that round rows to int8 for weights in integers (`core.stored.is_integer`), and else are
 the set before the underscore. They are only used by name."""
 
 

@@ -117,8 +117,8 @@ class Checkpoint:
         """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
         It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected or
-        it is returned `transposed`, as [columns, rows] of the part. A compressed tensor stays compressed if
-        dtype is uint8, as a quantised one; then it cannot have a part, and never be transposed.
+        it is returned `transposed`, as [columns, rows] of the part. A compressed or quantised tensor stays so
+        if dtype is uint8. Then it cannot be transposed, and a part must be one for which `Matrix.cuts` holds.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
@@ -175,7 +175,8 @@ class Checkpoint:
 
         try:
             packed = dtype is torch.uint8
-            tensor = torch.from_numpy(matrix.packed(array) if packed else matrix.floats(array)[part])
+            numbers = matrix.packed(array, part=part) if packed else matrix.floats(array)[part]
+            tensor = torch.from_numpy(numbers)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if self._progress is not None:
@@ -298,6 +299,10 @@ class Claims(Checkpoint):
         """As `Checkpoint.tensor`, but returns a tensor without memory."""
         self.claim(name, *shape)
         selected = torch.empty(shape, dtype=dtype, device="meta")[part]
+        quantized = self.quantized(name, *shape) if dtype is torch.uint8 else None
+        if quantized is not None:
+            rows, columns = selected.shape
+            return torch.empty(rows, row_bytes(quantized.dtype, columns), dtype=dtype, device="meta")
         return selected.t() if transposed else selected
 
 

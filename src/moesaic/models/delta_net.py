@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.matrix import Weight, joined, rows_of
 from moesaic.kernels.states import LayerStates, StateSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Projected
@@ -25,11 +26,11 @@ class GatedDeltaNet:
     """The linear attention of one layer. See `block.Recurrence`."""
 
     kernels: Kernels
-    mixed: torch.Tensor
+    mixed: Weight
     """[C, h] projection to query, key and value of all heads, before the convolution."""
-    output_gate: torch.Tensor
+    output_gate: Weight
     """[Hv * dv, h]"""
-    gates: torch.Tensor
+    gates: Weight
     """[2 * Hv, h] projection to beta and alpha of each value head."""
     taps: torch.Tensor
     """[C, taps] float32, of the convolution. The channels of one tap lie together."""
@@ -84,7 +85,7 @@ def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: flo
         mixed=mixed,
         output_gate=gate,
         gates=gates,
-        taps=_joined([taps[:, part] for part in _mixed_parts(loader, sizes)], 1).t(),
+        taps=torch.cat([taps[:, part] for part in _mixed_parts(loader, sizes)], 1).contiguous().t(),
         decay=_decay(loader, name, sizes.value_heads)[kept],
         bias=loader.exact(f"{name}.dt_bias", sizes.value_heads)[kept],
         norm=loader.exact(f"{name}.norm.weight", sizes.value_width),
@@ -117,40 +118,32 @@ def _mixed_parts(loader: Loader, sizes: StateSizes) -> list[slice]:
     return [slice(start + part.start, start + part.stop) for start, part in starts]
 
 
-def _by_part(
-    loader: Loader, name: str, sizes: StateSizes, hidden: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_part(loader: Loader, name: str, sizes: StateSizes, hidden: int) -> tuple[Weight, Weight, Weight]:
     values, width = _value_heads(loader, sizes), sizes.value_heads * sizes.value_width
     if loader.shard.size == 1:
-        mixed = loader.matrix(f"{name}.in_proj_qkv", sizes.channels, hidden)
+        mixed = loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden)
     else:
         parts = _mixed_parts(loader, sizes)
-        mixed = _joined([loader.matrix(f"{name}.in_proj_qkv", sizes.channels, hidden, p) for p in parts])
+        mixed = joined([loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden, p) for p in parts])
     kept = slice(values.start, values.stop)
-    gates = [loader.matrix(f"{name}.in_proj_{gate}", sizes.value_heads, hidden, kept) for gate in "ba"]
-    gate = loader.matrix(f"{name}.in_proj_z", width, hidden, columns_of(values, sizes.value_width))
-    return mixed, gate, _joined(gates)
+    gates = [loader.weight(f"{name}.in_proj_{gate}", sizes.value_heads, hidden, kept) for gate in "ba"]
+    gate = loader.weight(f"{name}.in_proj_z", width, hidden, columns_of(values, sizes.value_width))
+    return mixed, gate, joined(gates)
 
 
-def _by_head(
-    loader: Loader, name: str, sizes: StateSizes, hidden: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_head(loader: Loader, name: str, sizes: StateSizes, hidden: int) -> tuple[Weight, Weight, Weight]:
     keys, shared = loader.shard.heads(sizes.key_heads), sizes.value_heads // sizes.key_heads
     widths = [sizes.key_width] * 2 + [shared * sizes.value_width] * 2
     parts = _of_heads(loader, f"{name}.in_proj_qkvz", sizes.key_heads, keys, widths, hidden)
     gates = _of_heads(loader, f"{name}.in_proj_ba", sizes.key_heads, keys, [shared, shared], hidden)
-    return _joined(parts[:3]), parts[3], _joined(gates)
+    return joined(parts[:3]), parts[3], joined(gates)
 
 
 def _of_heads(
     loader: Loader, name: str, heads: int, kept: range, widths: list[int], hidden: int
-) -> list[torch.Tensor]:
+) -> list[Weight]:
     """The rows of several projections, which follow each other head by head in one matrix."""
     total = sum(widths)
-    matrix = loader.matrix(name, heads * total, hidden, columns_of(kept, total))
-    parts = matrix.view(len(kept), total, hidden).split_with_sizes(widths, dim=1)
-    return [part.reshape(-1, hidden) for part in parts]
-
-
-def _joined(parts: list[torch.Tensor], axis: int = 0) -> torch.Tensor:
-    return torch.cat(parts, axis).contiguous()
+    matrix = loader.weight(name, heads * total, hidden, columns_of(kept, total))
+    rows = torch.arange(len(kept) * total).view(len(kept), total)
+    return [rows_of(matrix, part.flatten()) for part in rows.split_with_sizes(widths, dim=1)]

@@ -11,6 +11,7 @@ import torch
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
+from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Projected
 from moesaic.models.rope import RopeTable
@@ -20,7 +21,7 @@ from moesaic.models.rope import RopeTable
 class Projection:
     """A linear map with an optional bias."""
 
-    weight: torch.Tensor
+    weight: Weight
     """[o, i]"""
     bias: torch.Tensor | None = None
     """[o] float32"""
@@ -154,11 +155,11 @@ class GatedMLP:
     """down(silu(gate) * up): the dense feed-forward, and the shared experts as one wide MLP."""
 
     kernels: Kernels
-    gate: torch.Tensor
+    gate: Weight
     """[w, h]"""
-    up: torch.Tensor
+    up: Weight
     """[w, h]"""
-    down: torch.Tensor
+    down: Weight
     """[h, w]"""
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:

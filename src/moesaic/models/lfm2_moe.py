@@ -16,7 +16,7 @@ from moesaic.models import rope, short_convolution
 from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.gates import load_gate
-from moesaic.models.layers import GatedMLP, GroupedQueryAttention
+from moesaic.models.layers import GroupedQueryAttention
 from moesaic.models.loader import ExpertNames, Heads, Loader, columns_of, read_heads
 from moesaic.models.qwen3_next import MOST_TAPS
 from moesaic.models.spec import KVLayout, ModelSpec
@@ -24,6 +24,8 @@ from moesaic.models.spec import KVLayout, ModelSpec
 UNUSED: tuple[str, ...] = ()
 CONVOLUTION, FULL = "conv", "full_attention"
 ADDED = 1e-6
+WORDS = "w1", "w3", "w2"
+"""Of a dense layer's gate, up and down."""
 """What is added to the sum that divides the weights of the chosen experts."""
 
 
@@ -145,16 +147,7 @@ def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) ->
         attention_part=part,
         post_norm=loader.exact(f"{name}.ffn_norm.weight", hidden),
         router=load_gate(loader, gate, config.gating, *sizes, correction) if sparse else None,
-        dense_part=None if sparse else _dense(loader, f"{name}.feed_forward", hidden, config.dense_width),
-    )
-
-
-def _dense(loader: Loader, name: str, hidden: int, width: int) -> GatedMLP:
-    return GatedMLP(
-        loader.kernels,
-        loader.matrix(f"{name}.w1", width, hidden),
-        loader.matrix(f"{name}.w3", width, hidden),
-        loader.matrix(f"{name}.w2", hidden, width),
+        dense_part=None if sparse else loader.mlp(f"{name}.feed_forward", hidden, config.dense_width, WORDS),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,21 +12,31 @@ from moesaic.core.experts import (
     BIASED_ROWS,
     COLUMNS,
     DOWN_COLUMNS,
-    PARTS,
     ROWS,
     SILU,
     Activation,
     Stored,
     column_tensors,
 )
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_expert, of_matrices, row_bytes
+from moesaic.core.stored import (
+    COMPRESSED,
+    QUANTIZED,
+    is_integer,
+    is_packed,
+    of_expert,
+    of_matrices,
+    row_bytes,
+)
+from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of, of_one_type, plain
 from moesaic.kernels.table import Kernels
-from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import Fields
 from moesaic.models.layers import GatedMLP, GroupedQueryAttention, Projection
 from moesaic.models.rope import RopeConfig, RopeTable, rotary_width
 from moesaic.models.shard import WHOLE, Shard
+
+ROUNDED = 32
+"""Numbers of a row that kernels of integers round with one scale (kLine of csrc/integers.h)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,30 @@ class Loader:
         """
         full = [f"{prefix}.{name}" for name in names]
         return next((each for each in full if each + ending in self.checkpoint.names), full[0])
+
+    def weight(self, name: str, rows: int, columns: int, *part: slice) -> Weight:
+        """Returns `name`.weight [rows, columns], or a part of it, for kernels that multiply by it.
+
+        On a CPU quantised ones stay in the type in which they are stored, if the kernels read it. They become
+        what `matrix` returns if a part begins or ends within a group of a row. Raises ConfigError for a part
+        of which kernels of integers would round other numbers together than in the whole.
+        """
+        if not self.kernels.packed or self.device.startswith("cuda"):
+            return self.matrix(name, rows, columns, *part)
+        quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns)
+        rounded = quantized is not None and self.kernels.integer and is_integer(quantized.dtype)
+        if quantized is not None and rounded and not quantized.cuts(part, ROUNDED):
+            allowed = (
+                f"ranks with whole groups of {ROUNDED} columns of {name} with {self.kernels.name} kernels"
+            )
+            raise ConfigError.field("--tensor-parallel-size", self.shard.size, allowed)
+        if quantized is None or not quantized.cuts(part):
+            return self.matrix(name, rows, columns, *part)
+        stored = self.checkpoint.tensor(
+            f"{name}.weight", rows, columns, dtype=torch.uint8, device=self.device, part=part
+        )
+        kept = len(range(columns)[part[1]]) if len(part) > 1 else columns
+        return QuantizedMatrix(stored, kept, quantized.dtype)
 
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
         """Returns `name`.weight [rows, columns], or a part of it. Quantised ones become float32 on a CPU.
@@ -134,7 +168,7 @@ class Loader:
     ) -> Projection:
         """Returns the rows `kept` of `name`.weight [rows, columns] and `name`.bias: those of some heads."""
         vector = self.exact(f"{name}.bias", rows)[kept] if bias else None
-        return Projection(self.matrix(name, rows, columns, kept), vector)
+        return Projection(self.weight(name, rows, columns, kept), vector)
 
     def output_projection(
         self, name: str, rows: int, columns: int, kept: slice, bias: bool = False
@@ -145,19 +179,26 @@ class Loader:
         it counts once.
         """
         vector = self.exact(f"{name}.bias", rows) if bias else None
-        part = self.matrix(name, rows, columns, slice(None), kept)
+        part = self.weight(name, rows, columns, slice(None), kept)
         return Projection(part, vector if self.shard.rank == 0 else None)
 
-    def mlp(self, name: str, hidden: int, width: int) -> GatedMLP:
-        """Returns the MLP under `name`. If the types of its matrices differ, all become float32."""
-        parts = [
-            self.matrix(f"{name}.gate_proj", width, hidden),
-            self.matrix(f"{name}.up_proj", width, hidden),
-            self.matrix(f"{name}.down_proj", hidden, width),
-        ]
-        if len({part.dtype for part in parts}) > 1:
-            parts = [part.float() for part in parts]
-        return GatedMLP(self.kernels, *parts)
+    def mlp(
+        self,
+        name: str,
+        hidden: int,
+        width: int,
+        words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> GatedMLP:
+        """Returns the MLP under `name`. words: of gate, up and down.
+
+        If the types of its matrices differ, all become float32. But down may be of another quantised type.
+        """
+        gate, up = (self.weight(f"{name}.{word}", width, hidden) for word in words[:2])
+        down = self.weight(f"{name}.{words[2]}", hidden, width)
+        kinds = [kind_of(one) for one in (gate, up, down)]
+        if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or {kinds[1], kinds[2]} <= QUANTIZED.keys()):
+            return GatedMLP(self.kernels, gate, up, down)
+        return GatedMLP(self.kernels, *of_one_type([plain(one) for one in (gate, up, down)]))
 
 
 def _in_bf16(matrix: torch.Tensor) -> torch.Tensor:
@@ -286,109 +327,3 @@ def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
     if matrix is None or down is None:
         return None if matrix is None else matrix.dtype
     return of_expert(matrix.dtype, down.dtype)
-
-
-def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
-    """Checks that every expert exists with its shape, without reading any, and that a fused tensor has no
-    others."""
-    for name, *shape in names.stored(0):
-        inside = checkpoint.inside(name)
-        if inside is not None:
-            checkpoint.claim(inside.tensor, *inside.whole(names.num_experts, *shape))
-    for expert in range(names.num_experts):
-        for name, *shape in names.stored(expert):
-            checkpoint.claim(name, *shape)
-
-
-def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None) -> ExpertWeights:
-    """Loads the experts of one layer. `expert_ids` None means all.
-
-    If experts are split over ranks, this loads the rank's part: rows of gate and up, columns of down.
-    Raises CheckpointError for an id out of range, and for experts that cannot all have one type.
-    """
-    wanted = set(range(names.num_experts) if expert_ids is None else expert_ids)
-    if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
-        raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
-    kind = loader.expert_type(names)
-    if is_packed(kind) or (kind != "float32" and loader.device.startswith("cpu")):
-        _refuse_other_types(loader.checkpoint, names, sorted(wanted), kind)
-    packed = kind if is_packed(kind) else COMPRESSED
-    loader = replace(loader, dtype=torch.uint8 if is_packed(kind) else getattr(torch, kind), scan=False)
-    load = FORMS[names.form]
-    held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
-    return ExpertWeights.of_held(names.num_experts, held, PARTS[names.form], names.activation, packed)
-
-
-def _refuse_other_types(checkpoint: Checkpoint, names: ExpertNames, wanted: Iterable[int], kind: str) -> None:
-    """Raises CheckpointError unless these experts are all of type `kind`, or none is quantised."""
-    inner, down = of_matrices(kind)
-    for expert in wanted:
-        *inners, last = (one for one in names.stored(expert) if len(one) == 3)
-        for matrix, allowed in [*((one, inner) for one in inners), (last, down)]:
-            quantized = checkpoint.quantized(*matrix)
-            found = None if quantized is None else quantized.dtype
-            if found != (allowed if allowed in QUANTIZED else None):
-                found = found or str(checkpoint.dtype(matrix[0])).removeprefix("torch.")
-                problem = f"got {found}; allowed: {allowed}, as the layer's first expert"
-                raise CheckpointError(f"{checkpoint.path}: tensor {matrix[0]}: {problem}")
-
-
-def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
-    """Loads gate, up and down of one expert in ROWS."""
-    parts: Sequence[tuple[slice, ...]] = ((), (), ())
-    if loader.of_expert.size > 1:
-        kept = loader.of_expert.part(names.width)
-        parts = (kept,), (kept,), (slice(None), kept)
-    shapes = names.shapes(expert)
-    return tuple(loader.matrix(*shape, *part) for shape, part in zip(shapes, parts, strict=True))
-
-
-def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
-    """Loads gate, up and down of one expert in COLUMNS, as rows, and their biases."""
-    gate_up, down = names.stored(expert)[:2]
-    gates, ups = _turns(loader, names)
-    return (
-        loader.transposed(gate_up, slice(None), gates),
-        loader.transposed(gate_up, slice(None), ups),
-        loader.transposed(down, loader.of_expert.part(names.width)),
-        *_biases(loader, names, expert),
-    )
-
-
-def _with_down_in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
-    """Loads gate, up and down of one expert in DOWN_COLUMNS."""
-    gate, up, down = names.stored(expert)
-    kept = loader.of_expert.part(names.width)
-    return loader.plain(gate, kept), loader.plain(up, kept), loader.transposed(down, kept)
-
-
-def _in_biased_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
-    """Loads gate, up and down of one expert in BIASED_ROWS, and their biases."""
-    return *_in_rows(loader, names, expert), *_biases(loader, names, expert)
-
-
-def _turns(loader: Loader, names: ExpertNames) -> tuple[slice, slice]:
-    """The places of the rank's gates and ups, which take turns."""
-    kept = loader.of_expert.part(names.width)
-    gates, ups = (slice(2 * kept.start + odd, 2 * kept.stop, 2) for odd in (0, 1))
-    return gates, ups
-
-
-def _biases(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
-    """Loads the biases of gate, up and down.
-
-    The down bias is that of the first of the ranks that share the expert, and zeros on the others, so that it
-    counts once.
-    """
-    inner, last = map(loader.vector, names.biases(expert))
-    gates, ups = _turns(loader, names)
-    down = last if loader.of_expert.rank == 0 else torch.zeros_like(last)
-    return inner[gates].contiguous(), inner[ups].contiguous(), down
-
-
-FORMS = {
-    ROWS: _in_rows,
-    BIASED_ROWS: _in_biased_rows,
-    COLUMNS: _in_columns,
-    DOWN_COLUMNS: _with_down_in_columns,
-}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
+from moesaic.kernels.matrix import QuantizedMatrix, Weight, number_of
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
@@ -21,12 +22,12 @@ class Model:
 
     spec: ModelSpec
     kernels: Kernels
-    embedding: torch.Tensor
+    embedding: Weight
     """[V, h]"""
     blocks: tuple[Block, ...]
     final_norm: torch.Tensor
     """[h]"""
-    head: torch.Tensor
+    head: Weight
     """[V, h]; the same tensor as the embedding if the two are tied."""
     epsilon: float
     experts: Mapping[int, ExpertWeights]
@@ -54,23 +55,28 @@ class Model:
     @property
     def num_parameters(self) -> int:
         """Parameters in this process. Tied ones count once."""
-        others = sum(tensor.numel() for tensor in self._tensors() if tensor.is_floating_point())
+        others = sum(one.numel() for one in self._weights() if _has_numbers(one))
         return others + sum(weights.packed_numbers for weights in self.experts.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of these parameters as stored in memory."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        return sum(one.nbytes for one in self._weights())
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _weights(self) -> list[Weight]:
         parts = (self.embedding, self.blocks, self.final_norm, self.head, tuple(self.experts.values()))
-        weights = [one for one in _walk(parts) if one.is_floating_point() or one.dtype is torch.uint8]
-        return list({(tensor.data_ptr(), tensor.shape): tensor for tensor in weights}.values())
+        weights = [one for one in _walk(parts) if _has_numbers(one) or number_of(one) is torch.uint8]
+        return list({(one.data_ptr(), one.shape): one for one in weights}.values())
 
 
-def _walk(part: object) -> Iterator[torch.Tensor]:
+def _has_numbers(weight: Weight) -> bool:
+    """False for the bytes of an expert and for tables of integers."""
+    return isinstance(weight, QuantizedMatrix) or weight.is_floating_point()
+
+
+def _walk(part: object) -> Iterator[Weight]:
     """Yields every weight in nested dataclasses and tuples. Rotary tables and constants are none."""
-    if isinstance(part, torch.Tensor):
+    if isinstance(part, torch.Tensor | QuantizedMatrix):
         yield part
     elif isinstance(part, tuple):
         for item in part:

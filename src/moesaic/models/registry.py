@@ -15,6 +15,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
 from moesaic.core.stored import COMPRESSED, QUANTIZED, is_integer, is_packed, of_matrices
 from moesaic.core.text_config import TEXT, WRAPPERS, text_of
+from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import fingerprint
@@ -27,9 +28,10 @@ from moesaic.models.files import model_files, read_config
 from moesaic.models.gguf.header import is_gguf
 from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
-from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts, quantised_experts
+from moesaic.models.loader import ExpertNames, Loader, quantised_experts
 from moesaic.models.model import Model
 from moesaic.models.quantization import parse as quantization
+from moesaic.models.routed import claim_experts, experts
 from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
 from moesaic.models.wrapped import IMAGES
@@ -94,16 +96,14 @@ def load(
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
     if with_experts:
-        _refuse_integer_kernels(
-            path, loader, {each: file.expert_names(config, each) for each in spec.moe_layers}
-        )
+        names = {each: file.expert_names(config, each) for each in spec.moe_layers}
+        _refuse_integer_kernels(path, loader, names)
     model = replace(
         _outside(config, spec, loader),
         blocks=tuple(file.blocks(config, loader)),
         experts=_experts(file, config, loader, with_experts),
     )
-    images = IMAGES if checkpoint.wrapped else ()
-    checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec), *images))
+    checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec), *(IMAGES if checkpoint.wrapped else ())))
     return model
 
 
@@ -128,7 +128,7 @@ def load_outside(path: Path, kernels: Kernels) -> Model:
 def _outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
     kernels, factors = loader.kernels, _multipliers(config)
     centred: bool = getattr(config, "layer_norm", False)
-    embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    embedding = loader.weight("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     return Model(
         spec=spec,
         kernels=kernels,
@@ -353,12 +353,12 @@ def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
     It builds the whole model from tensors without memory, and stops at the first one that does not fit.
     """
     spec, loader = config.spec, Loader(claims, REFERENCE, "meta", torch.float32, positions=0)
-    embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     loader.exact("model.norm.weight", spec.hidden_size)
     file.blocks(config, loader)
     _experts(file, config, loader, read=False)
     if not config.tied or HEAD in claims.names:
-        claims.claim(HEAD, *embedding.shape)
+        claims.claim(HEAD, spec.vocab_size, spec.hidden_size)
 
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
@@ -377,11 +377,11 @@ def _kept(stored: torch.dtype, device: str, kernels: Kernels) -> torch.dtype:
     return stored if not device.startswith("cpu") or stored in kernels.stored else torch.float32
 
 
-def _head(config: Config, loader: Loader, embedding: torch.Tensor) -> torch.Tensor:
+def _head(config: Config, loader: Loader, embedding: Weight) -> Weight:
     shape = config.spec.vocab_size, config.spec.hidden_size
     if not config.tied or HEAD in loader.checkpoint.names:
         loader.checkpoint.claim(HEAD, *shape)
-    return embedding if _is_tied(config, loader.checkpoint) else loader.matrix("lm_head", *shape)
+    return embedding if _is_tied(config, loader.checkpoint) else loader.weight("lm_head", *shape)
 
 
 def _is_tied(config: Config, checkpoint: Checkpoint) -> bool:

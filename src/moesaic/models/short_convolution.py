@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.matrix import Weight
 from moesaic.kernels.states import LayerStates
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Projected
@@ -24,7 +25,7 @@ class ShortConvolution:
     """The convolution of one layer. See `block.Recurrence`. A rank of a group has c of the h channels."""
 
     kernels: Kernels
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    inputs: tuple[Weight, Weight, Weight]
     """[c, h] each: the projections to B, C and x."""
     taps: torch.Tensor
     """[c, taps] float32. The channels of one tap lie together."""
@@ -53,7 +54,7 @@ def load(loader: Loader, name: str, hidden: int, taps: int) -> ShortConvolution:
     """Loads in_proj, conv and out_proj under `name`, for the channels of the shard."""
     kept, whole = loader.shard.heads(hidden), f"{name}.in_proj"
     parts = [slice(begin + kept.start, begin + kept.stop) for begin in (0, hidden, 2 * hidden)]
-    before, after, value = (loader.matrix(whole, 3 * hidden, hidden, part) for part in parts)
+    before, after, value = (loader.weight(whole, 3 * hidden, hidden, part) for part in parts)
     channels = slice(kept.start, kept.stop)
     weight = loader.exact(f"{name}.conv.weight", hidden, 1, taps)[channels, 0]
     return ShortConvolution(

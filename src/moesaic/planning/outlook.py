@@ -33,7 +33,7 @@ class Format:
     experts: float
     """Bytes of all routed experts."""
     other: float
-    """Bytes of everything else. It is bf16, or float32 where the experts are float32 or quantised."""
+    """Bytes of everything else: see `sizes.in_format`."""
 
     @property
     def weights(self) -> float:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANTIZED, of_matrices
+from moesaic.core.stored import BLOCK, COMPRESSED, NUMBER_BYTES, QUANTIZED, of_matrices, row_bytes
 from moesaic.core.text_config import TEXT
 from moesaic.cost.reading import read
-from moesaic.cost.sizes import ModelSizes
+from moesaic.cost.sizes import Latent, ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
 from moesaic.models.conversion import conversion_of, read_by_config, scratch_of
@@ -65,8 +65,7 @@ def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") 
     if quantised:
         model = replace(in_format(model, layout.largest, gpu=False), tied=registry.is_tied(path))
         outside = registry.bytes_outside_experts(path, kernels, dtype)
-        mean = model.number * outside / model.other  # what is not quantised stays in bf16
-        model = replace(model, number=mean, quantized=layout.largest)
+        model = replace(model, number=outside / model.outside, quantized=layout.largest)
     elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
     found = conversion_of(Headers(path), layout)
@@ -82,7 +81,7 @@ def has_weights(path: Path) -> bool:
 
 def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
     """The sizes of the model computed from one type. gpu: rows have the type of the weights."""
-    number = _number(name)
+    number = _number(model, name)
     return replace(
         model,
         number=number,
@@ -95,10 +94,18 @@ def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
     )
 
 
-def _number(name: str) -> float:
-    """Bytes of a number of other matrices if the experts have this type.
+def _number(model: ModelSizes, name: str) -> float:
+    """Bytes of a number of all but the experts, as a mean, if the experts have this type.
 
-    Quantised ones become float32 when they are loaded. Files in MXFP4 have bf16 beside the experts.
+    Beside quantised experts, other matrices have the type of gate and up. Gates and the heads' matrices of
+    latent attention are float32, and files have the embedding and the LM head in bf16. Files in MXFP4 have
+    everything beside the experts in bf16.
     """
-    kind = "float32" if of_matrices(name)[0] in QUANTIZED and name != "mxfp4" else name
-    return float(NUMBER_BYTES.get(kind, NUMBER_BYTES["bfloat16"]))
+    kind, plain = of_matrices(name)[0], NUMBER_BYTES["bfloat16"]
+    if kind not in QUANTIZED or name == "mxfp4":
+        return float(NUMBER_BYTES.get(name, plain))
+    one, wide = model.attention, model.gates
+    if isinstance(one, Latent):
+        wide += model.layers * one.heads * (one.straight + one.value) * one.rank
+    stored = row_bytes(kind, BLOCK) / BLOCK * (model.outside - wide - model.embeddings)
+    return (stored + NUMBER_BYTES["float32"] * wide + plain * model.embeddings) / model.outside

@@ -9,6 +9,7 @@ import torch
 from moesaic.core.messages import WorkerInfo
 from moesaic.core.stored import is_packed
 from moesaic.experts.client import NoServers
+from moesaic.kernels.matrix import kind_of
 from moesaic.kernels.table import torch_code
 from moesaic.kvcache.paged import bytes_per_token
 from moesaic.kvcache.states import state_bytes
@@ -88,7 +89,7 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         model_type=spec.model_type,
         device=_device_name(loaded.device),
         kernels=loaded.kernels.name,
-        dtype=str(loaded.dtype).removeprefix("torch.") + _packed(parts),
+        dtype=kind_of(model.head) + _packed(parts),
         threads=loaded.threads,
         num_parameters=model.num_parameters + (elsewhere.parameters if elsewhere else 0),
         weight_bytes=model.num_bytes + (elsewhere.num_bytes if elsewhere else 0),

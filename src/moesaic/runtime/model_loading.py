@@ -10,6 +10,7 @@ from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.kernels import table
+from moesaic.kernels.matrix import number_of
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
@@ -28,6 +29,7 @@ class LoadedModel:
     model: Model
     device: torch.device
     dtype: torch.dtype
+    """That of the head's numbers, float32 if it is quantised."""
     kernels: table.Kernels
     threads: int
 
@@ -66,7 +68,7 @@ def load_model(
     num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
-    return LoadedModel(model, device, model.head.dtype, kernels, threads)
+    return LoadedModel(model, device, number_of(model.head), kernels, threads)
 
 
 def device_of(config: ModelConfig) -> torch.device:

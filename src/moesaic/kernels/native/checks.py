@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from moesaic.core.stored import OF_EXPERTS
+from moesaic.kernels.matrix import QuantizedMatrix, Weight
+
+NARROW, WIDE = OF_EXPERTS.index("bfloat16"), OF_EXPERTS.index("float32")
 STORED = frozenset({torch.float32, torch.bfloat16})
 """Dtypes that weights may be stored in. Sums are float32."""
 CACHED = STORED | {torch.int8}
 """Dtypes that a KV cache may be stored in."""
 
 
-def shape(tensor: torch.Tensor, *wanted: int) -> None:
+def shape(tensor: Weight, *wanted: int) -> None:
     """Raises ValueError for another shape."""
     if tensor.shape != wanted:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not fit: allowed is {wanted}")
 
 
-def axes(tensor: torch.Tensor, count: int) -> torch.Size:
+def axes(tensor: Weight, count: int) -> torch.Size:
     """The shape. Raises ValueError for another number of axes, or if the last one has no numbers."""
-    if tensor.dim() != count or tensor.shape[-1] < 1:
+    if len(tensor.shape) != count or tensor.shape[-1] < 1:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not fit: allowed are {count} axes")
     return tensor.shape
 
@@ -71,6 +75,17 @@ def wide(stored: torch.Tensor, *wanted: int) -> bool:
     if not stored.is_contiguous():
         raise TypeError("a weight is not dense")
     return stored.dtype is torch.float32
+
+
+def weight(matrix: Weight, *wanted: int) -> tuple[int, int]:
+    """The address of a dense matrix, and how the compiled module is told its type. Raises as `wide` does."""
+    if not isinstance(matrix, QuantizedMatrix):
+        return matrix.data_ptr(), WIDE if wide(matrix, *wanted) else NARROW
+    if wanted:
+        shape(matrix, *wanted)
+    if not matrix.stored.is_contiguous():
+        raise TypeError("a weight is not dense")
+    return matrix.stored.data_ptr(), OF_EXPERTS.index(matrix.kind)
 
 
 def cache(stored: torch.Tensor, *wanted: int) -> int:

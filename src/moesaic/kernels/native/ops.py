@@ -10,42 +10,47 @@ from collections.abc import Sequence
 
 import torch
 
+from moesaic.core.stored import OF_EXPERTS, expert_code, of_expert
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width, width_of
 from moesaic.kernels.gating import Gating
+from moesaic.kernels.matrix import Weight
 from moesaic.kernels.native import _native, checks
 from moesaic.kernels.native.memory import MEMORY
 from moesaic.kernels.native.plain import numbers
 from moesaic.kernels.weights import ExpertWeights
 
 
-def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows [n, i] times weight [o, i] transposed, plus bias [o] float32. Returns [n, o]."""
     n, k = checks.axes(rows, 2)
     rows, columns = checks.rows(rows), len(weight)
-    wide = checks.wide(weight, columns, k)
+    address, stored = checks.weight(weight, columns, k)
     out = MEMORY.empty(n, columns)
     _native.linear1(
-        rows.data_ptr(), n, k, weight.data_ptr(), checks.exact(bias, columns), out.data_ptr(), columns, wide
+        rows.data_ptr(), n, k, address, checks.exact(bias, columns), out.data_ptr(), columns, stored
     )
     return out
 
 
 def linears(
-    rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """Three projections of the same rows [n, i]; for any other number, one after another."""
+    """Three projections of the same rows [n, i].
+
+    They run one after another if their number is another one, or if some weights are bf16 and others not.
+    """
     n, k = checks.axes(rows, 2)
     counts = [len(weight) for weight in weights]
-    kinds = {checks.wide(weight, count, k) for weight, count in zip(weights, counts, strict=True)}
-    if len(weights) != 3 or len(kinds) > 1:
+    each = [checks.weight(weight, count, k) for weight, count in zip(weights, counts, strict=True)]
+    if len(weights) != 3 or len({stored == checks.NARROW for _, stored in each}) > 1:
         return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     rows = checks.rows(rows)
     added = [checks.exact(bias, count) for bias, count in zip(biases, counts, strict=True)]
     outs = tuple(MEMORY.empty(n, count) for count in counts)
     _native.linear3(
-        rows.data_ptr(), n, k, *[weight.data_ptr() for weight in weights], *added,
-        *[out.data_ptr() for out in outs], *counts, kinds == {True},
+        rows.data_ptr(), n, k, *[address for address, _ in each], *added,
+        *[out.data_ptr() for out in outs], *counts, *[stored for _, stored in each],
     )  # fmt: skip
     return outs
 
@@ -124,19 +129,21 @@ def rope(
     return out
 
 
-def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h]."""
+def gated_mlp(rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
+    """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h].
+
+    Gate and up have one type. That of down may differ if both are quantised.
+    """
     n, hidden = checks.axes(rows, 2)
     rows, width = checks.rows(rows), len(gate)
-    wide = checks.wide(gate, width, hidden)
-    if checks.wide(up, width, hidden) != wide or checks.wide(down, hidden, width) != wide:
+    shapes = ((gate, width, hidden), (up, width, hidden), (down, hidden, width))
+    addresses, types = zip(*(checks.weight(*one) for one in shapes), strict=True)
+    if types[0] != types[1] or (types[0] != types[2] and min(types) <= checks.WIDE):
         raise TypeError("gate, up and down differ in type")
     checks.axes(down, 2)
     out = MEMORY.empty(n, hidden)
-    _native.gated_mlp(
-        rows.data_ptr(), gate.data_ptr(), up.data_ptr(), down.data_ptr(), out.data_ptr(),
-        n, hidden, width, wide,
-    )  # fmt: skip
+    stored = expert_code(of_expert(OF_EXPERTS[types[0]], OF_EXPERTS[types[2]]))
+    _native.gated_mlp(rows.data_ptr(), *addresses, out.data_ptr(), n, hidden, width, stored)
     return out
 
 
@@ -211,12 +218,12 @@ def merge(
     return out
 
 
-def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def embed(table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
     """Looks up rows token_ids [n] of a table [V, h]. Returns [n, h] float32."""
-    n, width, wide = len(token_ids), checks.axes(table, 2)[1], checks.wide(table)
+    n, width, (address, stored) = len(token_ids), checks.axes(table, 2)[1], checks.weight(table)
     ids = checks.exact(token_ids, n, dtype=torch.int64)
     out = MEMORY.empty(n, width)
-    _native.embed(table.data_ptr(), ids, out.data_ptr(), n, width, wide)
+    _native.embed(address, ids, out.data_ptr(), n, width, stored)
     return out
 
 

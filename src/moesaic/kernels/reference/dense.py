@@ -1,6 +1,7 @@
 """Projections, norms, rotary embedding, the gated MLP and the write to a cache, in float32.
 
-Weights stored in a narrower type are multiplied in that type. Results are always float32.
+Weights stored in a narrower type are multiplied in that type. Quantised ones become float32 at each use,
+which is slow. Results are always float32.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from moesaic.kernels.matrix import QuantizedMatrix, Weight, plain
 from moesaic.kernels.reference.cache import encode
 from moesaic.kernels.reference.product import product
 
 
-def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows [n, i] times weight [o, i] transposed, plus bias [o]. Returns [n, o]."""
-    answer = product(rows, weight).float()
+    answer = product(rows, plain(weight)).float()
     return answer if bias is None else answer + bias
 
 
 def linears(
-    rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
     """Several projections of the same rows [n, i]. Returns one [n, o] for each."""
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -84,8 +86,10 @@ def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     cache.flatten(0, 1).index_copy_(0, slots, encode(rows, cache.dtype))
 
 
-def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def embed(table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
     """Looks up rows token_ids [n] of a table [V, h]. Returns [n, h] float32."""
+    if isinstance(table, QuantizedMatrix):
+        return table.rows(token_ids).floats()
     return functional.embedding(token_ids, table).float()
 
 
@@ -116,7 +120,7 @@ def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, masks: torch.Tensor) 
     logits[lines] = logits[lines].masked_fill(forbidden, -torch.inf)
 
 
-def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def gated_mlp(rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
     """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h]."""
     wide = functional.silu(linear(rows, gate), inplace=True).mul_(linear(rows, up))
     return linear(wide, down)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import QUANTIZED
 from moesaic.kernels.quantized import dequantize, pack
 from moesaic.models.config import Fields
 from moesaic.models.gguf.blocks import BLOCKS, NUMBERS, decoded
@@ -104,11 +105,13 @@ class Gguf:
         if order is None and across is None and kind in NUMBERS:
             return None
         part = Part(f"{name}.weight", (kind,), (rows, columns))
-        if across is not None:
-            make: Callable[..., Coded | Floats] = partial(_across, kind, across)
-        else:
-            make = partial(_make, kind, order)
-        dtype = "float32" if kind in NUMBERS or across is not None else BLOCKS[kind].dtype
+        groups = None if across is None or kind in NUMBERS else _whole_groups(kind, across)
+        dtype = "float32" if kind in NUMBERS else BLOCKS[kind].dtype
+        make: Callable[..., Coded | Floats] = partial(_make, kind, order)
+        if across is not None and groups is not None:
+            make = partial(_groups_across, kind, across, groups)
+        elif across is not None:
+            make, dtype = partial(_across, kind, across), "float32"
         return Matrix(name, rows, columns, dtype, (part,), make, in_bf16=kind == "BF16")
 
     def _by_head(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
@@ -122,7 +125,9 @@ class Gguf:
             return None
         parts = Part(mixed, (types[0],), (-1, columns)), Part(gate, (types[1],), (-1, columns))
         make = partial(_heads_joined, self.linear[0], rows, types[0], types[1])
-        return Matrix(name, rows, columns, "float32", parts, make, in_bf16=types == ("BF16", "BF16"))
+        alike = types[0] == types[1] and types[0] not in NUMBERS
+        dtype = BLOCKS[types[0]].dtype if alike else "float32"
+        return Matrix(name, rows, columns, dtype, parts, make, in_bf16=types == ("BF16", "BF16"))
 
     def _expert(
         self, name: str, found: re.Match[str], rows: int, columns: int, kinds: Kinds
@@ -161,22 +166,40 @@ def _across(kind: str, order: Order, stored: Array) -> Floats:
     return found
 
 
+def _whole_groups(kind: str, order: Order) -> Order | None:
+    """Where our groups of a row are in the file, if `order` only moves whole ones; else None."""
+    size = QUANTIZED[BLOCKS[kind].dtype].group
+    firsts = order[::size]
+    moved = (firsts[:, None] + np.arange(size)).reshape(-1)
+    return firsts // size if not (firsts % size).any() and np.array_equal(order, moved) else None
+
+
+def _groups_across(kind: str, order: Order, groups: Order, stored: Array) -> Coded:
+    """As `_across` for a quantised matrix of which whole groups stand in another order."""
+    codes, scales, offsets = decoded(kind, stored)
+    return Coded(codes[:, order], scales[:, groups], None if offsets is None else offsets[:, groups])
+
+
 def _less_one(stored: Array) -> Floats:
     """Weights of a norm that one was added to. Adding it again gives the same bits."""
     found: Floats = stored - np.float32(1.0)
     return found
 
 
-def _heads_joined(heads: int, rows: int, of_mixed: str, of_gate: str, mixed: Array, gate: Array) -> Floats:
+def _heads_joined(
+    heads: int, rows: int, of_mixed: str, of_gate: str, mixed: Array, gate: Array
+) -> Coded | Floats:
     """mixed [queries + keys + values, h], gate [values, h] -> [rows, h], head by head."""
-    first, last = _numbers(of_mixed, mixed), _numbers(of_gate, gate)
-    width = (len(first) - len(last)) // 2
-    if not heads or len(first) + len(last) != rows or width < 0 or width % heads or len(last) % heads:
-        shapes = f"{list(first.shape)} and {list(last.shape)}"
-        raise CheckpointError(f"weight: got {shapes}; allowed: together {rows} rows of {heads} key heads")
-    parts = [*np.split(first, [width, 2 * width]), last]
-    by_head = [part.reshape(heads, -1, part.shape[1]) for part in parts]
-    return np.concatenate(by_head, axis=1).reshape(rows, -1)
+    width = (len(mixed) - len(gate)) // 2
+    if not heads or len(mixed) + len(gate) != rows or width < 0 or width % heads or len(gate) % heads:
+        problem = f"got {len(mixed)} and {len(gate)} rows; allowed: together {rows} rows of {heads} key heads"
+        raise CheckpointError(f"weight: {problem}")
+    parts = np.split(np.arange(rows), [width, 2 * width, len(mixed)])
+    order = np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).reshape(-1)
+    if of_mixed == of_gate:
+        return _make(of_mixed, order, np.concatenate([mixed, gate]))
+    found: Floats = np.concatenate([_numbers(of_mixed, mixed), _numbers(of_gate, gate)])[order]
+    return found
 
 
 def _own_order(name: str, rows: int, heads: int) -> Order:

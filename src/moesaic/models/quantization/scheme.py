@@ -87,9 +87,12 @@ class Matrix:
     in_bf16: bool = False
     """Whether bf16 seems to hold every number: then a dense matrix is kept in bf16 if it does."""
 
-    def packed(self, read: Callable[[Part], Array], out: Bytes | None = None) -> Bytes:
+    def packed(
+        self, read: Callable[[Part], Array], out: Bytes | None = None, part: tuple[slice, ...] = ()
+    ) -> Bytes:
         """The bytes [rows, row_bytes] of type `dtype`, in `out` if that is given.
 
+        part: the rows and columns that are wanted, for which `cuts` holds.
         Raises CheckpointError for NaN and infinite numbers, and for scales so large that a code is infinite.
         """
         made = self._made([read(part) for part in self.parts])
@@ -111,7 +114,19 @@ class Matrix:
             for begin in range(0, len(made.codes), BAND):
                 if (made.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
                     self._refuse("nan", "the matrix")
-        return pack(self.dtype, *self._grouped(made), out)
+        return pack(self.dtype, *self._part(*self._grouped(made), part), out)
+
+    def cuts(self, part: tuple[slice, ...], group: int = 1) -> bool:
+        """Whether a part has whole groups of each row, so that it can stay in type `dtype`.
+
+        group: also whole groups of this power of two.
+        """
+        if self.dtype not in QUANTIZED:
+            return False
+        columns, size = range(self.columns)[(*part, slice(None), slice(None))[1]], QUANTIZED[self.dtype].group
+        return all(
+            end % max(size, group) == 0 or end == self.columns for end in (columns.start, columns.stop)
+        )
 
     def _made(self, arrays: list[Array]) -> Coded | Floats:
         """What `make` returns. Its errors name one of the tensors, and get the name of the matrix here."""
@@ -140,6 +155,18 @@ class Matrix:
             of = np.arange(groups) * scales.shape[1] // groups
             scales, offsets = scales[:, of], None if offsets is None else offsets[:, of]
         return made.codes, scales, offsets
+
+    def _part(
+        self, codes: Bytes, scales: Floats, offsets: Floats | None, part: tuple[slice, ...]
+    ) -> tuple[Bytes, Floats, Floats | None]:
+        """A part of what `_grouped` returns."""
+        if not part:
+            return codes, scales, offsets
+        rows, columns = part[0], range(self.columns)[part[1] if len(part) > 1 else slice(None)]
+        size = QUANTIZED[self.dtype].group
+        groups = slice(columns.start // size, -(-columns.stop // size))
+        kept = codes[rows, columns.start : columns.stop]
+        return kept, scales[rows, groups], None if offsets is None else offsets[rows, groups]
 
     def _check(self, numbers: Floats, what: str) -> None:
         finite = np.isfinite(numbers)

@@ -214,20 +214,6 @@ struct Alike {
 };
 
 #if !defined(MOESAIC_AMX_BF16)
-// Calls use(pointer to a quantised type). Rows are packed alike for all of them.
-template <class Use>
-auto with_quantized(moesaic::Stored stored, const Use& use) {
-    switch (stored) {
-        case moesaic::Stored::kFp8: return use(static_cast<Fp8*>(nullptr));
-        case moesaic::Stored::kInt8: return use(static_cast<Int8*>(nullptr));
-        case moesaic::Stored::kInt8Offset: return use(static_cast<Int8Offset*>(nullptr));
-        case moesaic::Stored::kInt4: return use(static_cast<Int4*>(nullptr));
-        case moesaic::Stored::kInt4Offset: return use(static_cast<Int4Offset*>(nullptr));
-        case moesaic::Stored::kInt8Of16: return use(static_cast<Int8Of16*>(nullptr));
-        default: return use(static_cast<Mxfp4*>(nullptr));
-    }
-}
-
 struct Dequantized {
     using Rows = Int8;
     template <class Use>
@@ -297,7 +283,7 @@ int64_t experts_by(const moesaic::Experts& job) {
 
 #if defined(MOESAIC_INT8)
 }  // namespace MOESAIC_ISA
-#include "integer_experts.h"
+#include "integer_products.h"
 #else
 #if defined(MOESAIC_AMX_BF16)
 constexpr bool kPacked = false;  // tiles are loaded from bf16 rows
@@ -335,12 +321,15 @@ inline int64_t experts(const moesaic::Experts& job) {
     return plain ? experts_with<Silu>(job) : experts_with<Biased>(job);
 }
 
+}  // namespace MOESAIC_ISA
+#endif
+
+namespace MOESAIC_ISA {
+
 // A dense MLP is a single expert to which every row is routed.
 inline void gated_mlp(const moesaic::GatedMlp& job) {
     uint64_t gate = uint64_t(job.gate), up = uint64_t(job.up), down = uint64_t(job.down);
-    moesaic::Stored stored = job.wide ? moesaic::Stored::kWide : moesaic::Stored::kNarrow;
-    experts({job.rows, nullptr, &gate, &up, &down, job.out, job.n, 1, job.h, job.w, 1, stored, stored});
+    experts({job.rows, nullptr, &gate, &up, &down, job.out, job.n, 1, job.h, job.w, 1, job.stored, job.down_stored});
 }
 
 }  // namespace MOESAIC_ISA
-#endif

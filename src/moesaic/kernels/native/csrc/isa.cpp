@@ -21,12 +21,12 @@ extern const moesaic::Table kTable;
 #endif
 #if defined(MOESAIC_X86)
 namespace avx2_int8 {
-int64_t experts_in_integers(const moesaic::Experts& job);
+extern const moesaic::IntegerProducts kProducts;
 }
 #endif
 #if defined(MOESAIC_HAS_AVX512_INT8)
 namespace avx512_int8 {
-int64_t experts_in_integers(const moesaic::Experts& job);
+extern const moesaic::IntegerProducts kProducts;
 }
 #endif
 #if defined(MOESAIC_HAS_AVX512_BF16)
@@ -44,20 +44,35 @@ namespace moesaic {
 namespace {
 
 #if defined(MOESAIC_X86)
-// `table` with integer products for the experts whose matrices all have integers.
-template <const Table& kTable, int64_t (*kExperts)(const Experts&)>
+// `table` with integer products for weights that are integers: of experts and dense MLPs, whose matrices must all be
+// so, and of each matrix of a projection.
+template <const Table& kTable, const IntegerProducts& kIntegers>
 Table with_integers(const char* name) {
     Table table = kTable;
     table.name = name;
     table.experts = [](const Experts& job) {
-        return is_integer(job.stored) && is_integer(job.down_stored) ? kExperts(job) : kTable.experts(job);
+        bool all = is_integer(job.stored) && is_integer(job.down_stored);
+        return all ? kIntegers.experts(job) : kTable.experts(job);
+    };
+    table.gated_mlp = [](const GatedMlp& job) {
+        bool all = is_integer(job.stored) && is_integer(job.down_stored);
+        all ? kIntegers.gated_mlp(job) : kTable.gated_mlp(job);
+    };
+    table.linear = [](const Linear& job) {
+        Linear integers{job.rows, job.n, job.k, {}, 0}, others = integers;
+        for (int64_t p = 0; p < job.num_parts; p++) {
+            Linear& mine = is_integer(job.parts[p].stored) ? integers : others;
+            mine.parts[mine.num_parts++] = job.parts[p];
+        }
+        if (integers.num_parts > 0) kIntegers.linear(integers);
+        if (others.num_parts > 0) kTable.linear(others);
     };
     return table;
 }
 
-const Table kAvx2Int8 = with_integers<avx2::kTable, avx2_int8::experts_in_integers>("avx2_int8");
+const Table kAvx2Int8 = with_integers<avx2::kTable, avx2_int8::kProducts>("avx2_int8");
 #if defined(MOESAIC_HAS_AVX512_INT8)
-const Table kAvx512Int8 = with_integers<avx512::kTable, avx512_int8::experts_in_integers>("avx512_int8");
+const Table kAvx512Int8 = with_integers<avx512::kTable, avx512_int8::kProducts>("avx512_int8");
 
 bool multiplies_int8() {  // CPUID leaf 7, ECX bit 11: VNNI
     unsigned a = 0, b = 0, c = 0, d = 0;

@@ -1,6 +1,5 @@
 // Compiled once per instruction set. MOESAIC_ISA is the name of the namespace and of the table. The sets that round
-// rows to bf16 only contain matrix products, and those that round them to int8 only experts; isa.cpp takes the other
-// operations from avx512 or avx2.
+// rows to bf16 or int8 only contain matrix products; isa.cpp takes the other operations from avx512 or avx2.
 #if !defined(MOESAIC_AVX512_BF16) && !defined(MOESAIC_INT8)
 #include "attention.h"
 #include "delta.h"
@@ -17,8 +16,8 @@ namespace MOESAIC_ISA {
 #define MOESAIC_PRODUCTS {MOESAIC_TEXT(MOESAIC_ISA), kPacked, linear, head_linear, experts, gated_mlp}
 
 #if defined(MOESAIC_INT8)
-int64_t experts_in_integers(const moesaic::Experts& job);
-int64_t experts_in_integers(const moesaic::Experts& job) { return experts(job); }
+extern const moesaic::IntegerProducts kProducts;
+const moesaic::IntegerProducts kProducts = {rounded_linear, experts, gated_mlp};
 #elif defined(MOESAIC_AVX512_BF16)
 extern const moesaic::Products kProducts;
 const moesaic::Products kProducts = MOESAIC_PRODUCTS;

@@ -109,11 +109,19 @@ inline void panels(const RowOf<T>* rows, int64_t width, int64_t n, const Use& us
 }
 
 // The columns of one part that a task multiplies, with all rows or some of them.
-template <class T>
 struct Share {
     const moesaic::Part* part;
     int64_t begin, columns;
-    const T* weight;
+
+    // Address of their weights. Rows have k numbers.
+    template <class Types>
+    const void* weights(int64_t k) const {
+        int64_t row = Types::with(part->stored, [&](auto* of) {
+            using T = std::remove_pointer_t<decltype(of)>;
+            return span<T>(k) * int64_t(sizeof(T));
+        });
+        return static_cast<const char*>(part->weight) + begin * row;
+    }
 };
 
 inline int64_t strips_of(const moesaic::Linear& job, int64_t columns) {
@@ -129,44 +137,85 @@ inline int64_t task_columns(const moesaic::Linear& job) {
     return columns;
 }
 
-template <class T>
-Share<T> share_of(const moesaic::Linear& job, int64_t columns, int64_t strip) {
+inline Share share_of(const moesaic::Linear& job, int64_t columns, int64_t strip) {
     const moesaic::Part* part = job.parts;
     for (int64_t own; strip >= (own = (part->columns + columns - 1) / columns); part++) strip -= own;
     int64_t begin = strip * columns;
-    return {part, begin, std::min(columns, part->columns - begin), static_cast<const T*>(part->weight) + begin * job.k};
+    return {part, begin, std::min(columns, part->columns - begin)};
 }
 
-template <class T>
+// The products of n rows, from row `first` on, with a task's weights, plus the bias. `then`: as for `multiply`.
+template <class T, class X>
+inline void multiply_share(const moesaic::Linear& job, const Share& mine, int64_t first, int64_t n, const X& x,
+                           const void* weights, const void* then) {
+    const moesaic::Part& part = *mine.part;
+    float* out = part.out + first * part.columns + mine.begin;
+    multiply<T>(x, n, static_cast<const T*>(weights), span<T>(job.k), mine.columns, job.k, out, part.columns,
+                static_cast<const T*>(then));
+    if (part.bias == nullptr) return;
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t c = 0; c < mine.columns; c++) out[i * part.columns + c] += part.bias[mine.begin + c];
+    }
+}
+
+// Types: which types the parts may have. Rows are packed alike for all of them.
+template <class Types>
 void linear_of(const moesaic::Linear& job) {
-    const RowOf<T>* rows = packed<T>(job.rows, job.n, job.k, kRows);
+    using Rows = typename Types::Rows;
+    const RowOf<Rows>* rows = packed<Rows>(job.rows, job.n, job.k, kRows);
     int64_t width = padded(job.k);
     // Many rows are split too, since a narrow matrix has few columns to split.
     int64_t bands = job.n > 4 * PANEL ? (job.n + 4 * PANEL - 1) / (4 * PANEL) : 1;
-    int64_t band = in_sets<T>((job.n + bands - 1) / bands);
+    int64_t band = in_sets<Rows>((job.n + bands - 1) / bands);
     int64_t columns = task_columns(job), tasks = strips_of(job, columns) * bands, products = 0;
     int64_t like = std::max<int64_t>(job.n, 4);  // rows: fewer wait for the weights as long as four
     for (int64_t p = 0; p < job.num_parts; p++) products += like * job.k * job.parts[p].columns;
     parallel(tasks, products, [&](int64_t task, int) {
-        Registers<T> registers;
+        Registers<Rows> registers;
         int64_t first = task % bands * band, last = first + band < job.n ? first + band : job.n;
-        Share<T> mine = share_of<T>(job, columns, task / bands);
-        const moesaic::Part& part = *mine.part;
-        panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, auto x) {
+        Share mine = share_of(job, columns, task / bands);
+        const void* weights = mine.weights<Types>(job.k);
+        panels<Rows>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, auto x) {
             // Tasks take similar times, so threads claim them in turn.
             int64_t next = row + n == last - first ? task + moesaic::pool().threads() : tasks;
-            const T* then = next < tasks ? share_of<T>(job, columns, next / bands).weight : nullptr;
-            float* out = part.out + (first + row) * part.columns + mine.begin;
-            multiply<T>(x, n, mine.weight, job.k, mine.columns, job.k, out, part.columns, then);
-            if (part.bias == nullptr) return;
-            for (int64_t i = 0; i < n; i++) {
-                for (int64_t c = 0; c < mine.columns; c++) out[i * part.columns + c] += part.bias[mine.begin + c];
-            }
+            const void* then = next < tasks ? share_of(job, columns, next / bands).template weights<Types>(job.k) : nullptr;
+            Types::with(mine.part->stored, [&](auto* of) {
+                multiply_share<std::remove_pointer_t<decltype(of)>>(job, mine, first + row, n, x, weights, then);
+            });
         });
     });
 }
 
-inline void linear(const moesaic::Linear& job) { job.wide ? linear_of<float>(job) : linear_of<Narrow>(job); }
+template <class T>
+struct Only {
+    using Rows = T;
+    template <class Use>
+    static auto with(moesaic::Stored, const Use& use) { return use(static_cast<T*>(nullptr)); }
+};
+
+#if !defined(MOESAIC_AMX_BF16)
+struct WideOrQuantized {
+    using Rows = float;
+    template <class Use>
+    static auto with(moesaic::Stored stored, const Use& use) {
+        if (stored == moesaic::Stored::kWide) return use(static_cast<float*>(nullptr));
+        return with_quantized(stored, use);
+    }
+};
+#endif
+
+inline void linear(const moesaic::Linear& job) {
+    bool narrow = true, wide = true;
+    for (int64_t p = 0; p < job.num_parts; p++) {
+        narrow = narrow && job.parts[p].stored == moesaic::Stored::kNarrow;
+        wide = wide && job.parts[p].stored == moesaic::Stored::kWide;
+    }
+    if (narrow) return linear_of<Only<Narrow>>(job);
+    if (wide) return linear_of<Only<float>>(job);
+#if !defined(MOESAIC_AMX_BF16)
+    linear_of<WideOrQuantized>(job);
+#endif
+}
 
 // out[columns] = sum over i of x[i] * weight[i * ld ..], in the order of i. It is for weights whose columns are
 // contiguous instead of rows. R rows at once, C chunks of columns.

@@ -83,37 +83,6 @@ int64_t perform(int64_t (*operation)(const Experts&), const Experts& job) {
     return outside_python([&] { return operation(job); });
 }
 
-void linear1(Address rows, int64_t n, int64_t k, Address weight, Address bias, Address out, int64_t columns,
-             bool wide) {
-    perform(active->linear, Linear{at<float>(rows),
-                                   n,
-                                   k,
-                                   {{at<void>(weight), at<float>(bias), at<float>(out), columns}},
-                                   1,
-                                   wide});
-}
-
-void linear3(Address rows, int64_t n, int64_t k, Address weight0, Address weight1, Address weight2, Address bias0,
-             Address bias1, Address bias2, Address out0, Address out1, Address out2, int64_t columns0,
-             int64_t columns1, int64_t columns2, bool wide) {
-    perform(active->linear, Linear{at<float>(rows),
-                                   n,
-                                   k,
-                                   {{at<void>(weight0), at<float>(bias0), at<float>(out0), columns0},
-                                    {at<void>(weight1), at<float>(bias1), at<float>(out1), columns1},
-                                    {at<void>(weight2), at<float>(bias2), at<float>(out2), columns2}},
-                                   3,
-                                   wide});
-}
-
-void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address weight, int64_t weight_head,
-                 int64_t weight_k, int64_t weight_column, Address out, int64_t n, int64_t heads, int64_t k,
-                 int64_t columns, bool wide) {
-    perform(active->head_linear,
-            HeadLinear{at<float>(rows), row_stride, head_stride, at<void>(weight), weight_head, weight_k,
-                       weight_column, at<float>(out), n, heads, k, columns, wide});
-}
-
 // Converts a number to Stored. Raises ValueError if it is invalid, or if these kernels do not support it.
 Stored stored_as(int number) {
     int most = int(active->packed ? Stored::kInt8Of16 : Stored::kWide);
@@ -132,6 +101,39 @@ Types types_of(int number) {
         throw nb::value_error("stored: two types; allowed: only quantised ones");
     }
     return {inner, down};
+}
+
+// The same for a type of weights outside of experts, which are not compressed.
+Stored dense_stored(int number) {
+    Stored stored = stored_as(number);
+    if (stored == Stored::kCompressed) throw nb::value_error("stored: got compressed; allowed: only for experts");
+    return stored;
+}
+
+void linear1(Address rows, int64_t n, int64_t k, Address weight, Address bias, Address out, int64_t columns,
+             int stored) {
+    Part part{at<void>(weight), at<float>(bias), at<float>(out), columns, dense_stored(stored)};
+    perform(active->linear, Linear{at<float>(rows), n, k, {part}, 1});
+}
+
+void linear3(Address rows, int64_t n, int64_t k, Address weight0, Address weight1, Address weight2, Address bias0,
+             Address bias1, Address bias2, Address out0, Address out1, Address out2, int64_t columns0,
+             int64_t columns1, int64_t columns2, int stored0, int stored1, int stored2) {
+    Part parts[3] = {{at<void>(weight0), at<float>(bias0), at<float>(out0), columns0, dense_stored(stored0)},
+                     {at<void>(weight1), at<float>(bias1), at<float>(out1), columns1, dense_stored(stored1)},
+                     {at<void>(weight2), at<float>(bias2), at<float>(out2), columns2, dense_stored(stored2)}};
+    int narrow = 0;
+    for (const Part& part : parts) narrow += part.stored == Stored::kNarrow;
+    if (narrow % 3 != 0) throw nb::value_error("stored: bf16 beside other types; allowed: only bf16, or none");
+    perform(active->linear, Linear{at<float>(rows), n, k, {parts[0], parts[1], parts[2]}, 3});
+}
+
+void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address weight, int64_t weight_head,
+                 int64_t weight_k, int64_t weight_column, Address out, int64_t n, int64_t heads, int64_t k,
+                 int64_t columns, bool wide) {
+    perform(active->head_linear,
+            HeadLinear{at<float>(rows), row_stride, head_stride, at<void>(weight), weight_head, weight_k,
+                       weight_column, at<float>(out), n, heads, k, columns, wide});
 }
 
 int64_t experts(Address hidden, Address ids, Address gate, Address up, Address down, Address gate_bias,
@@ -176,9 +178,10 @@ void put(const Matrix<float>& out, const Vector<const int64_t>& lines, const Mat
 }
 
 void gated_mlp(Address rows, Address gate, Address up, Address down, Address out, int64_t n, int64_t h, int64_t w,
-               bool wide) {
-    perform(active->gated_mlp,
-            GatedMlp{at<float>(rows), at<void>(gate), at<void>(up), at<void>(down), at<float>(out), n, h, w, wide});
+               int stored) {
+    Types types = types_of(stored);
+    perform(active->gated_mlp, GatedMlp{at<float>(rows), at<void>(gate), at<void>(up), at<void>(down), at<float>(out),
+                                        n, h, w, types.inner, types.down});
 }
 
 void attention(Address query, Address keys, Address values, Address sinks, Address query_starts, Address context_lens,
@@ -230,8 +233,9 @@ void merge(Address residual, Address dense, Address rows, Address weights, Addre
     outside_python([&] { active->merge(job); });
 }
 
-void embed(Address table, Address ids, Address out, int64_t n, int64_t width, bool wide) {
-    perform(active->embed, Embed{at<void>(table), at<int64_t>(ids), at<float>(out), n, width, wide});
+void embed(Address table, Address ids, Address out, int64_t n, int64_t width, int stored) {
+    perform(active->embed,
+            Embed{at<void>(table), at<int64_t>(ids), at<float>(out), n, width, dense_stored(stored)});
 }
 
 void join(Address left, Address right, Address out, int64_t n, int64_t heads, int64_t left_width,

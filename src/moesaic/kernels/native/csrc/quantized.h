@@ -9,8 +9,10 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "simd.h"
+#include "table.h"
 
 namespace MOESAIC_ISA {
 
@@ -37,6 +39,20 @@ using Int8Of16 = Quantized<Values::kInt8, 16, false>;
 
 template <Values kOf, int64_t kGroupSize, bool kOffset>
 constexpr bool kQuantized<Quantized<kOf, kGroupSize, kOffset>> = true;
+
+// Calls use(pointer to a quantised type). Rows are packed alike for all of them.
+template <class Use>
+auto with_quantized(moesaic::Stored stored, const Use& use) {
+    switch (stored) {
+        case moesaic::Stored::kFp8: return use(static_cast<Fp8*>(nullptr));
+        case moesaic::Stored::kInt8: return use(static_cast<Int8*>(nullptr));
+        case moesaic::Stored::kInt8Offset: return use(static_cast<Int8Offset*>(nullptr));
+        case moesaic::Stored::kInt4: return use(static_cast<Int4*>(nullptr));
+        case moesaic::Stored::kInt4Offset: return use(static_cast<Int4Offset*>(nullptr));
+        case moesaic::Stored::kInt8Of16: return use(static_cast<Int8Of16*>(nullptr));
+        default: return use(static_cast<Mxfp4*>(nullptr));
+    }
+}
 
 template <class T>
 constexpr int64_t quantized_bytes(int64_t numbers) {

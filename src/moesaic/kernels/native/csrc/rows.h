@@ -8,6 +8,8 @@
 
 namespace MOESAIC_ISA {
 
+constexpr moesaic::Stored kWide = moesaic::Stored::kWide;
+
 inline Vec load_some(const float* p, int64_t count) {  // padded with zeros
     if (count >= LANES) return load(p);
     float lanes[LANES] = {};
@@ -157,7 +159,7 @@ inline void choose(const moesaic::Gate& job, float* products, float* choice, int
 inline void gate(const moesaic::Gate& job) {
     float* products = scratch(kWork, 2 * job.n * job.experts);
     float* choices = products + job.n * job.experts;
-    linear({job.rows, job.n, job.h, {{job.weight, job.added_to_products, products, job.experts}}, 1, true});
+    linear({job.rows, job.n, job.h, {{job.weight, job.added_to_products, products, job.experts, kWide}}, 1});
     parallel_rows(job.n, job.experts * (job.top_k + 4), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             choose(job, products + r * job.experts, choices + r * job.experts, job.ids + r * job.top_k,
@@ -193,7 +195,30 @@ void embed_of(const moesaic::Embed& job) {
     });
 }
 
-inline void embed(const moesaic::Embed& job) { job.wide ? embed_of<float>(job) : embed_of<bf16>(job); }
+template <class T>
+void embed_quantized(const moesaic::Embed& job) {
+    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
+        alignas(64) float numbers[BLOCK];
+        for (int64_t r = begin; r < end; r++) {
+            const T* from = static_cast<const T*>(job.table) + job.ids[r] * span<T>(job.width);
+            for (int64_t i = 0; i < job.width; i += BLOCK) {
+                int64_t count = std::min(job.width - i, BLOCK);
+                dequantize(from + span<T>(i), count, numbers);
+                std::memcpy(job.out + r * job.width + i, numbers, size_t(count) * 4);
+            }
+        }
+    });
+}
+
+inline void embed(const moesaic::Embed& job) {
+    switch (job.stored) {
+        case moesaic::Stored::kNarrow: return embed_of<bf16>(job);
+        case moesaic::Stored::kWide: return embed_of<float>(job);
+        default: return with_quantized(job.stored, [&](auto* of) {
+            embed_quantized<std::remove_pointer_t<decltype(of)>>(job);
+        });
+    }
+}
 
 inline void join_rows(const moesaic::Join& job) {
     int64_t width = job.left_width + job.right_width;
@@ -212,7 +237,7 @@ inline void join_rows(const moesaic::Join& job) {
 
 inline void sigmoid_gate(const moesaic::SigmoidGate& job) {
     float* scores = scratch(kWork, job.n);
-    linear({job.rows, job.n, job.h, {{job.weight, nullptr, scores, 1}}, 1, true});
+    linear({job.rows, job.n, job.h, {{job.weight, nullptr, scores, 1, kWide}}, 1});
     parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             Vec below = add(set1(1.0f), exponential(set1(-scores[r])));

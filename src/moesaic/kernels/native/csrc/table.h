@@ -7,20 +7,27 @@
 
 namespace moesaic {
 
+// bf16, float32, bf16 in 12 bits (compressed.h), and the types of quantized.h. core/stored.py has the same order.
+enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4, kInt8Of16 };
+
+inline bool is_quantized(Stored stored) { return stored >= Stored::kFp8; }
+// Whether a number is an integer times a scale, plus an offset perhaps: core/stored.py says so too.
+inline bool is_integer(Stored stored) { return is_quantized(stored) && stored != Stored::kFp8 && stored != Stored::kMxfp4; }
+
 // One matrix of a projection: out[n, columns] = rows[n, k] times weight[columns, k] transposed, plus bias.
 struct Part {
     const void* weight;
     const float* bias;  // [columns] or null
     float* out;
     int64_t columns;
+    Stored stored;  // of the weight: any type but kCompressed
 };
 
 struct Linear {
     const float* rows;  // [n, k]
     int64_t n, k;
-    Part parts[3];
+    Part parts[3];  // all are bf16, or none is
     int64_t num_parts;
-    bool wide;
 };
 
 // A matrix per head: out[n, heads, columns] = rows[n, heads, k] times weight[heads, k, columns].
@@ -34,13 +41,6 @@ struct HeadLinear {
     int64_t n, heads, k, columns;
     bool wide;
 };
-
-// bf16, float32, bf16 in 12 bits (compressed.h), and the types of quantized.h. core/stored.py has the same order.
-enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4, kInt8Of16 };
-
-inline bool is_quantized(Stored stored) { return stored >= Stored::kFp8; }
-// Whether a number is an integer times a scale, plus an offset perhaps: core/stored.py says so too.
-inline bool is_integer(Stored stored) { return is_quantized(stored) && stored != Stored::kFp8 && stored != Stored::kMxfp4; }
 
 struct Scattered {  // rows and results at arbitrary addresses: those of a server's clients
     const uint64_t* rows;   // [n] addresses of [h]; null: the rows are not scattered
@@ -91,7 +91,7 @@ struct GatedMlp {
     const void* down;  // [h, w]
     float* out;        // [n, h]
     int64_t n, h, w;
-    bool wide;
+    Stored stored, down_stored;  // as in Experts
 };
 
 // Attention of each row over its own sequence, up to its own position.
@@ -176,7 +176,7 @@ struct Embed {
     const int64_t* ids;  // [n]
     float* out;
     int64_t n, width;
-    bool wide;
+    Stored stored;  // of the table: any type but kCompressed
 };
 
 // out[n, heads, left_width + right_width]: `left` and `right` concatenated.
@@ -277,10 +277,17 @@ constexpr int64_t kAllHeld = -1;
 // Operations that multiply by weights: all that depends on whether rows are rounded.
 struct Products {
     const char* name;
-    bool packed;  // whether they support compressed and quantised experts
+    bool packed;  // whether they support compressed and quantised weights
     void (*linear)(const Linear&);
     void (*head_linear)(const HeadLinear&);
     int64_t (*experts)(const Experts&);  // kAllHeld, or the (token, slot) pair whose expert is missing
+    void (*gated_mlp)(const GatedMlp&);
+};
+
+// The same with rows that are rounded to int8, for weights that `is_integer` names.
+struct IntegerProducts {
+    void (*linear)(const Linear&);
+    int64_t (*experts)(const Experts&);
     void (*gated_mlp)(const GatedMlp&);
 };
 

@@ -1,4 +1,4 @@
-// The routed experts with integer products. Experts of other types have the products of the set without rounding.
+// Experts and projections with integer products. Weights of other types have the products of the set without rounding.
 #pragma once
 
 #include "integers.h"
@@ -19,6 +19,8 @@ struct Rounded {
         }
     }
 };
+
+inline void rounded_linear(const moesaic::Linear& job) { linear_of<Rounded>(job); }
 
 inline int64_t experts(const moesaic::Experts& job) {
     bool plain = job.activation.is_silu() && job.biases.gate == nullptr;

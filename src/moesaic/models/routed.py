@@ -1,0 +1,121 @@
+"""Loads the routed experts of a layer, in each form in which files have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from moesaic.core.errors import CheckpointError
+from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_matrices
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.loader import ExpertNames, Loader
+
+
+def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
+    """Checks that every expert exists with its shape, without reading any, and that a fused tensor has no
+    others."""
+    for name, *shape in names.stored(0):
+        inside = checkpoint.inside(name)
+        if inside is not None:
+            checkpoint.claim(inside.tensor, *inside.whole(names.num_experts, *shape))
+    for expert in range(names.num_experts):
+        for name, *shape in names.stored(expert):
+            checkpoint.claim(name, *shape)
+
+
+def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None) -> ExpertWeights:
+    """Loads the experts of one layer. `expert_ids` None means all.
+
+    If experts are split over ranks, this loads the rank's part: rows of gate and up, columns of down.
+    Raises CheckpointError for an id out of range, and for experts that cannot all have one type.
+    """
+    wanted = set(range(names.num_experts) if expert_ids is None else expert_ids)
+    if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
+        raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
+    kind = loader.expert_type(names)
+    if is_packed(kind) or (kind != "float32" and loader.device.startswith("cpu")):
+        _refuse_other_types(loader.checkpoint, names, sorted(wanted), kind)
+    packed = kind if is_packed(kind) else COMPRESSED
+    loader = replace(loader, dtype=torch.uint8 if is_packed(kind) else getattr(torch, kind), scan=False)
+    load = FORMS[names.form]
+    held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
+    return ExpertWeights.of_held(names.num_experts, held, PARTS[names.form], names.activation, packed)
+
+
+def _refuse_other_types(checkpoint: Checkpoint, names: ExpertNames, wanted: Iterable[int], kind: str) -> None:
+    """Raises CheckpointError unless these experts are all of type `kind`, or none is quantised."""
+    inner, down = of_matrices(kind)
+    for expert in wanted:
+        *inners, last = (one for one in names.stored(expert) if len(one) == 3)
+        for matrix, allowed in [*((one, inner) for one in inners), (last, down)]:
+            quantized = checkpoint.quantized(*matrix)
+            found = None if quantized is None else quantized.dtype
+            if found != (allowed if allowed in QUANTIZED else None):
+                found = found or str(checkpoint.dtype(matrix[0])).removeprefix("torch.")
+                problem = f"got {found}; allowed: {allowed}, as the layer's first expert"
+                raise CheckpointError(f"{checkpoint.path}: tensor {matrix[0]}: {problem}")
+
+
+def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in ROWS."""
+    parts: Sequence[tuple[slice, ...]] = ((), (), ())
+    if loader.of_expert.size > 1:
+        kept = loader.of_expert.part(names.width)
+        parts = (kept,), (kept,), (slice(None), kept)
+    shapes = names.shapes(expert)
+    return tuple(loader.matrix(*shape, *part) for shape, part in zip(shapes, parts, strict=True))
+
+
+def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in COLUMNS, as rows, and their biases."""
+    gate_up, down = names.stored(expert)[:2]
+    gates, ups = _turns(loader, names)
+    return (
+        loader.transposed(gate_up, slice(None), gates),
+        loader.transposed(gate_up, slice(None), ups),
+        loader.transposed(down, loader.of_expert.part(names.width)),
+        *_biases(loader, names, expert),
+    )
+
+
+def _with_down_in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in DOWN_COLUMNS."""
+    gate, up, down = names.stored(expert)
+    kept = loader.of_expert.part(names.width)
+    return loader.plain(gate, kept), loader.plain(up, kept), loader.transposed(down, kept)
+
+
+def _in_biased_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in BIASED_ROWS, and their biases."""
+    return *_in_rows(loader, names, expert), *_biases(loader, names, expert)
+
+
+def _turns(loader: Loader, names: ExpertNames) -> tuple[slice, slice]:
+    """The places of the rank's gates and ups, which take turns."""
+    kept = loader.of_expert.part(names.width)
+    gates, ups = (slice(2 * kept.start + odd, 2 * kept.stop, 2) for odd in (0, 1))
+    return gates, ups
+
+
+def _biases(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads the biases of gate, up and down.
+
+    The down bias is that of the first of the ranks that share the expert, and zeros on the others, so that it
+    counts once.
+    """
+    inner, last = map(loader.vector, names.biases(expert))
+    gates, ups = _turns(loader, names)
+    down = last if loader.of_expert.rank == 0 else torch.zeros_like(last)
+    return inner[gates].contiguous(), inner[ups].contiguous(), down
+
+
+FORMS = {
+    ROWS: _in_rows,
+    BIASED_ROWS: _in_biased_rows,
+    COLUMNS: _in_columns,
+    DOWN_COLUMNS: _with_down_in_columns,
+}
