@@ -35,7 +35,8 @@ void head_outer(const moesaic::HeadLinear& job, int64_t head, int64_t first, int
             x[i] = job.rows + (begin + i) * job.row_stride + head * job.head_stride;
         }
         float* out = job.out + (begin * job.heads + head) * job.columns;
-        outer<T>(x, n, lines, job.columns, job.k, out, job.heads * job.columns);
+        Nothing nothing;
+        outer<T>(x, n, lines, job.columns, job.k, out, job.heads * job.columns, true, nothing);
     }
 }
 

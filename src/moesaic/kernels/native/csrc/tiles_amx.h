@@ -5,7 +5,7 @@
 // ones. Then it adds the two results, and adds that to the sum. The order is always the same, so a sum only depends on
 // its row and its column.
 //
-// With PARTS > 1 a number of a row is stored as the sum of so many bf16 numbers, each the nearest to what the ones before
+// With PARTS > 1 a number of a row is stored as the sum of so many bf16 numbers, each the nearest to what those before
 // it leave. Three hold a float32. A loaded tile of weights meets every part. Each part has sums of its own, which are
 // added up at the end, the smallest first. Intel's oneMKL calls these modes float_to_bf16x2 and float_to_bf16x3.
 #pragma once
