@@ -59,7 +59,7 @@ gpu: $(STAMP)
 SANITIZED := build/sanitize
 
 sanitize: $(STAMP)
-	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DMOESAIC_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DMOESAIC_SANITIZE=ON -DMOESAIC_EMULATE_AMX=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/cmake --build $(SANITIZED)
 	cp scripts/sanitized.py $(SANITIZED)/sitecustomize.py

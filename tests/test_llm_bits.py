@@ -12,17 +12,11 @@ import pytest
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.kernels import table
 from tests.support import model_configs, pairs, tiny_models
+from tests.support.native_kernels import native_sets
 from tests.support.tiny_checkpoints import MODELS, MORE, Written
 
 NEW = 24
-SETS = [
-    *table.instruction_sets()[:1],
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in table.instruction_sets()[1:]
-        if name not in table.INTEGER
-    ),
-] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
+SETS = native_sets({*table.INTEGER, "amx_bf16x2"})
 CACHES = [
     *MODELS.items(),
     ("qwen3-bias-dense-layers", "int8"),

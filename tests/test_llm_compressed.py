@@ -19,6 +19,7 @@ from moesaic.models import registry
 from moesaic.models.compressing import compress
 from moesaic.models.shard import Shard
 from tests.support.cluster_driver import Answer, cluster
+from tests.support.native_kernels import native_sets
 from tests.support.tiny_checkpoints import Written
 from tests.test_llm_offload import POLICIES, answers, params, prompts
 
@@ -29,14 +30,7 @@ except ImportError:  # installed without a compiler
 
 CASES = ("qwen3-bias-dense-layers", "deepseek-full")
 """Stored in bf16."""
-SETS = [
-    *table.instruction_sets()[:1],
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in table.instruction_sets()[1:]
-        if name not in table.INTEGER
-    ),
-] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
+SETS = native_sets()
 needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
 Both = tuple[Path, Path]
 
@@ -56,7 +50,7 @@ def test_in_memory(written: dict[str, Both], name: str, kernels: str) -> None:
     stored, compressed = (answers(path, "auto", kernels=kernels) for path in written[name])
     assert compressed == stored
     layout = registry.expert_layout(written[name][1], table.pick("cpu", kernels))
-    assert layout.dtype == ("bfloat16" if kernels == "amx_bf16" else "compressed")
+    assert layout.dtype == ("bfloat16" if kernels in table.TILED else "compressed")
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.support.native_kernels import native_sets
 
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
 
-SETS = [
-    *table.instruction_sets()[:1],
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in table.instruction_sets()[1:]
-        if name not in table.INTEGER
-    ),
-] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
 
-
-@pytest.fixture(params=SETS)
+@pytest.fixture(params=native_sets())
 def native(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """The kernels of one instruction set, on one thread. The random number generator starts anew."""
     torch.manual_seed(0)

@@ -161,6 +161,19 @@ def test_where_blocks_lie_changes_no_bit(native: Kernels, shape: str, dtype: tor
             check(story.step(step), rows)
 
 
+@pytest.mark.parametrize("dtype", CACHED)
+def test_heads_that_meet_a_few_tokens_at_a_time_have_the_same_bits(
+    native: Kernels, dtype: torch.dtype
+) -> None:
+    """A row alone takes the values of all heads in pieces of 64 KiB; many rows take each head's at once."""
+    story = Story(native, Shape(16, 8, 24, 140), dtype, None)
+    together = story.step([(1, 200, 300)])
+    check({(1, position): story.decode(1, position) for position in (200, 255, 256, 299)}, together)
+    check(story.step([(1, 290, 293)]), together)
+    native.set_threads(64, False)  # more than twice the splits: each head is a task
+    check({(1, 299): story.decode(1, 299)}, together)
+
+
 def test_a_window_wider_than_the_past_changes_no_bit(native: Kernels) -> None:
     story = Story(native, SHAPES["grouped"], torch.float32, None)
     wanted = story.step([(0, 0, 700)])

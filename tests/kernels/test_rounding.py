@@ -1,5 +1,5 @@
-"""Kernels that round rows that meet bf16 weights. All other results have the bits of avx512. Only a name
-picks these kernels.
+"""Kernels that round or split rows that meet bf16 weights. All other results have the bits of avx512. Only a
+name picks these kernels.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 
 torch.set_num_threads(1)
-HERE = [name for name in table.instruction_sets() if name in table.ROUNDING]
-each = pytest.mark.parametrize(
-    "name", HERE or [pytest.param("", marks=pytest.mark.skip("no instructions for bf16 on this CPU"))]
-)
+BY_NAME = table.ROUNDING | table.SPLITTING
+HERE = [name for name in table.instruction_sets() if name in BY_NAME]
+NONE = pytest.param("", marks=pytest.mark.skip("no instructions for bf16 on this CPU"))
+each = pytest.mark.parametrize("name", HERE or [NONE])
+each_rounding = pytest.mark.parametrize("name", [name for name in HERE if name in table.ROUNDING] or [NONE])
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_all_but_products_with_bf16_weights_has_the_bits_of_avx512(name: str) ->
         assert same_bits(found, wanted)
 
 
-@each
+@each_rounding
 def test_rows_are_rounded_to_the_nearest_even(name: str) -> None:
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     rows = torch.cat([1 + torch.arange(-9.0, 9.0)[:, None] / 512, stored(200, 1) * 1e9])
@@ -91,7 +92,7 @@ def test_strange_numbers_stay_in_their_row(name: str, strange: float) -> None:
     assert same_bits(found[others], wanted[others])
 
 
-@pytest.mark.parametrize("name", sorted(table.ROUNDING))
+@pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_only_its_name_picks_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.pick("cpu").name != f"native ({name})"
     if name in HERE:
@@ -152,7 +153,7 @@ def answers(path: Path, kernels: str, **settings: Any) -> list[tuple[list[int], 
     return [(one.token_ids, [entry.logprob for entry in one.logprobs or ()]) for one in outputs]
 
 
-@each
+@pytest.mark.parametrize("name", [name for name in HERE if name != "amx_bf16x2"] or [NONE])
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("model", ["qwen3-bias-dense-layers", "deepseek-full"])

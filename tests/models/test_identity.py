@@ -25,10 +25,14 @@ KERNELS = (
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in ("reference", *table.instruction_sets()[1:])
-        if name not in table.ROUNDING | table.INTEGER
+        if name not in table.BY_NAME
     ),
 )
 """The fastest of this machine; the others are slow to try with everything."""
+SPLITTING = [
+    pytest.param(name, marks=pytest.mark.slow) for name in table.instruction_sets() if name in table.SPLITTING
+]
+"""They differ from the fastest only where weights are bf16."""
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -74,7 +78,7 @@ def test_a_batch_of_chunks_and_single_rows_gives_each_its_own_answer(name: str, 
         assert error(found[row], wanted[index]) < 1e-4
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [*KERNELS, *SPLITTING])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mixtral-window", "qwen3", "deepseek-full"])
 def test_narrow_checkpoints_are_widened(

@@ -10,17 +10,14 @@ import pytest
 import torch
 from tests.support import model_configs, tiny_models
 from tests.support.model_driver import Driver
+from tests.support.native_kernels import native_sets
 
 from moesaic.kernels import table
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.models import registry
 
 LENGTH = 41
-SETS = [
-    pytest.param(name, marks=pytest.mark.slow if index else ())
-    for index, name in enumerate(table.instruction_sets())
-    if name not in table.INTEGER
-] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
+SETS = native_sets()
 """The fastest of this machine; the others are slow to try with everything."""
 Published = Callable[..., tuple[Any, Path]]
 

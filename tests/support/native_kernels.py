@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
+import pytest
 import torch
 
 from moesaic.core.experts import SILU, Activation
-from moesaic.kernels.table import ROUNDING, Kernels
+from moesaic.kernels.table import INTEGER, ROUNDING, Kernels, instruction_sets
 
 ROWS = (0, 1, 2, 3, 5, 7, 8, 13, 49, 130)
 WIDTHS = (1, 7, 24, 33, 100, 1030, 2100)
@@ -18,6 +20,19 @@ are cut at.
 STORED = (torch.float32, torch.bfloat16)
 CACHED = (*STORED, torch.int8)
 ROUNDING_NAMES = {f"native ({name})" for name in ROUNDING}
+
+
+def native_sets(without: Collection[str] = INTEGER) -> list[Any]:
+    """This CPU's instruction sets as parameters: the fastest unmarked, the others slow.
+
+    amx_bf16x2 is marked full: amx_bf16 and amx_bf16x3 have the same code with fewer and with more parts.
+    """
+    fastest, *others = instruction_sets() or ("",)
+    if not fastest:
+        return [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
+    marks = {"amx_bf16x2": pytest.mark.full}
+    rest = [name for name in others if name not in without]
+    return [fastest, *(pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in rest)]
 
 
 def stored(*shape: int, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> torch.Tensor:

@@ -19,7 +19,17 @@ Align = Literal["move", "variable"]
 NumaBinding = Literal["auto", "off"]
 DispatchName = Literal["affinity", "affinity-rounds", "least-loaded", "round-robin"]
 KernelName = Literal[
-    "auto", "avx512", "avx2", "portable", "avx512_bf16", "amx_bf16", "avx512_int8", "avx2_int8", "reference"
+    "auto",
+    "avx512",
+    "avx2",
+    "portable",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_bf16x2",
+    "amx_bf16x3",
+    "avx512_int8",
+    "avx2_int8",
+    "reference",
 ]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"]
 HostTransport = Literal["shm", "socket"]

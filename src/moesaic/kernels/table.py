@@ -232,16 +232,23 @@ REFERENCE = Kernels(
 
 ROUNDING = frozenset({"avx512_bf16", "amx_bf16"})
 """Instruction sets that round rows to bf16 for bf16 weights. They are only used by name."""
+SPLITTING = frozenset({"amx_bf16x2", "amx_bf16x3"})
+"""Instruction sets that make two or three bf16 numbers of each number of a row for bf16 weights. Three hold
+a float32, two nearly. They are only used by name."""
+TILED = frozenset({"amx_bf16"}) | SPLITTING
+"""Instruction sets that multiply in AMX tiles, loaded from bf16 rows."""
 INTEGER = frozenset({"avx512_int8", "avx2_int8"})
 """Instruction sets that round rows to int8 for weights in integers (`core.stored.is_integer`), and else are
 the set before the underscore. They are only used by name."""
+BY_NAME = ROUNDING | SPLITTING | INTEGER
+"""Instruction sets that `auto` never takes."""
 
 
 def instruction_sets() -> tuple[str, ...]:
     """The instruction sets of the native kernels that this CPU can run; empty if they were not built.
 
     The fastest in float32 comes first. The last are portable, which every CPU runs, and then those of
-    ROUNDING and INTEGER.
+    BY_NAME.
     """
     return () if _native is None else tuple(_native.instruction_sets())
 
@@ -301,7 +308,7 @@ def _natively(name: str) -> Kernels:
         set_threads=_native_threads,
         recorder=_recorder,
         one_core=_one_core,
-        packed=name != "amx_bf16",  # its tiles are loaded from bf16 rows
+        packed=name not in TILED,
         integer=name in INTEGER,
         reusing=memory.reusing,
     )

@@ -243,6 +243,10 @@ void multiply_near(const RowOf<T>* const* rows, int64_t n, const T* weights, int
     }
 }
 
+template <class T>
+void multiply_beside(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                     float* out, int64_t stride, const T* then, Stream stream);
+
 // out[r * stride + c] = rows[r] . weights[c * ld ..] for n rows and all `columns`, over k numbers.
 // This reads each weight once per TILE_ROWS rows, so `columns` must be few enough to stay in L2.
 // `then`: the weights that this thread will probably read next, as many as these; or null. A single tile of rows
@@ -252,15 +256,23 @@ void multiply_near(const RowOf<T>* const* rows, int64_t n, const T* weights, int
 template <class T, std::enable_if_t<!kQuantized<T>, int> = 0>
 void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
               float* out, int64_t stride, const T* then = nullptr) {
+    int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
+    Stream stream;
+    if (tiles > 1 && then != nullptr) {
+        constexpr int64_t kLines = TILE_COLUMNS * CHUNK * int64_t(sizeof(T)) / 64;  // that a step of a tile reads
+        stream = {then, columns * k * int64_t(sizeof(T)), (kLines + tiles - 1) / tiles * 64};
+    }
+    multiply_beside<T>(rows, n, weights, ld, columns, k, out, stride, then, stream);
+}
+
+// The same with the stream that its tiles prefetch. A single tile of rows also prefetches `then`.
+template <class T>
+void multiply_beside(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                     float* out, int64_t stride, const T* then, Stream stream) {
     const RowOf<T>* block_rows[TILE_ROWS];
     int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
     bool single = tiles == 1;
     Fetch fetch = single ? Fetch::kNextAndFar : sizeof(T) < 4 ? Fetch::kNext : Fetch::kNothing;
-    Stream stream;
-    if (!single && then != nullptr) {
-        constexpr int64_t kLines = TILE_COLUMNS * CHUNK * int64_t(sizeof(T)) / 64;  // that a step of a tile reads
-        stream = {then, columns * k * int64_t(sizeof(T)), (kLines + tiles - 1) / tiles * 64};
-    }
     if constexpr (kToWiden<T>) {
         if (widened<T>(n)) {
             return multiply_near<T, float, WIDE_ROWS, WIDE_COLUMNS, WIDE_COLUMNS>(rows, n, weights, ld, columns, k, out,

@@ -35,7 +35,8 @@ void head_outer(const moesaic::HeadLinear& job, int64_t head, int64_t first, int
             x[i] = job.rows + (begin + i) * job.row_stride + head * job.head_stride;
         }
         float* out = job.out + (begin * job.heads + head) * job.columns;
-        outer<T>(x, n, lines, job.columns, job.k, out, job.heads * job.columns);
+        Nothing nothing;
+        outer<T>(x, n, lines, job.columns, job.k, out, job.heads * job.columns, true, nothing);
     }
 }
 
@@ -48,7 +49,8 @@ void head_linear_of(const moesaic::HeadLinear& job) {
         int64_t last = first + kBand < job.n ? first + kBand : job.n;
         if (job.weight_k == 1) {
             Registers<T> registers;
-            float* memory = worker_scratch(worker, PANEL * padded(job.k));
+            int64_t bytes = PANEL * padded(job.k) * int64_t(sizeof(RowOf<T>));
+            float* memory = worker_scratch(worker, bytes / int64_t(sizeof(float)));
             head_dot<T>(job, head, first, last, reinterpret_cast<RowOf<T>*>(memory));
         } else {
             head_outer<T>(job, head, first, last, worker_scratch(worker, 2 * job.k));

@@ -4,31 +4,37 @@
 
 namespace MOESAIC_ISA {
 
-// Interleaves one number of each of 16 rows with the number after it.
-inline __m512i paired(Vec number, Vec after) {
+// Interleaves bf16 numbers of each of 16 rows with the numbers after them: the two halves.
+inline __m512i paired(__m512i halves) {
     alignas(64) static constexpr uint16_t kOrder[2 * LANES] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                                8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), rounded(number, after));
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), halves);
 }
 
 // Computes the activation of blocks [columns][P * SIDE], stored as P panels padded with zeros.
 template <int P, class Act>
 inline void activated_panels(const Act& activation, const float* gate, const float* up, int64_t columns, int64_t panel,
-                             bf16* inner) {
+                             Parts* inner) {
     for (int64_t row = 0; row < P * SIDE; row += SIDE) {
         auto number = [&](int64_t column) {
             int64_t at = column * P * SIDE + row;
             return column < columns ? activation.of_column(load(gate + at), load(up + at), column) : zero();
         };
         for (int64_t column = 0; column < padded(columns); column += 2) {
-            _mm512_storeu_si512(inner + row / SIDE * panel + column * SIDE, paired(number(column), number(column + 1)));
+            __m512i parts[PARTS];
+            split(number(column), number(column + 1), parts);
+            int64_t in = column % CHUNK;
+            for (int p = 0; p < PARTS; p++) {
+                bf16* to = tile_of(inner + row / SIDE * panel, column - in, p) + in * SIDE;
+                _mm512_storeu_si512(to, paired(parts[p]));
+            }
         }
     }
 }
 
 template <int P, class Act>
-inline void inner_panels(const Act& activation, const Strip& gate, const Strip& up, const bf16* hidden, int64_t panel,
-                         bf16* inner) {
+inline void inner_panels(const Act& activation, const Strip& gate, const Strip& up, const Parts* hidden, int64_t panel,
+                         Parts* inner) {
     alignas(64) float left[INNER_COLUMNS * P * SIDE], right[INNER_COLUMNS * P * SIDE];
     products_of<P>(gate, hidden, ToBlocks<P>{left});
     products_of<P>(up, hidden, ToBlocks<P>{right});
@@ -37,7 +43,7 @@ inline void inner_panels(const Act& activation, const Strip& gate, const Strip& 
 
 // The same for few rows: vectors hold columns of a row instead of mostly absent rows.
 template <class Act>
-void inner_rows(const Act& activation, const Strip& gate, const Strip& up, const bf16* hidden, int64_t n, bf16* inner) {
+void inner_rows(const Act& activation, const Strip& gate, const Strip& up, const Parts* hidden, int64_t n, Parts* inner) {
     float left[FEW * INNER_COLUMNS] = {}, right[FEW * INNER_COLUMNS] = {};
     products_of<1>(gate, hidden, ToRows<1>(left, INNER_COLUMNS, n));
     products_of<1>(up, hidden, ToRows<1>(right, INNER_COLUMNS, n));
@@ -53,23 +59,23 @@ void inner_rows(const Act& activation, const Strip& gate, const Strip& up, const
 }
 
 template <class Act>
-void tiled_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end, const bf16* hidden,
-                 bf16* inner, const After& after) {
+void tiled_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end, const Parts* hidden,
+                 Parts* inner, const After& after) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin), n = group.end - group.begin;
     const Tiled* gate = reinterpret_cast<const Tiled*>(job.gate[group.expert]) + begin * job.h;
     const Tiled* up = reinterpret_cast<const Tiled*>(job.up[group.expert]) + begin * job.h;
     const Act activation(job, group.expert, begin, columns);
-    for (int64_t row = 0; row < n; row += 2 * SIDE) {
-        bool fresh = row == 0, last = n - row <= 2 * SIDE;
+    for (int64_t row = 0; row < n; row += PANELS * SIDE) {
+        bool fresh = row == 0, last = n - row <= PANELS * SIDE;
         const Tiled* next = !last ? nullptr : begin + columns < end ? gate + columns * job.h
                                    : static_cast<const Tiled*>(after());
         Strip left{gate, fresh ? up : nullptr, job.h, columns, job.h, fresh};
         Strip right{up, next, job.h, columns, job.h, fresh};
-        const bf16* from = hidden + (group.place + row) * padded(job.h);
-        bf16* to = inner + (group.room + row) * padded(job.w) + begin * SIDE;
+        const Parts* from = hidden + (group.place + row) * padded(job.h);
+        Parts* to = inner + (group.room + row) * padded(job.w) + begin * SIDE;
         int64_t panel = SIDE * padded(job.w);
-        if (n - row > SIDE) {
-            inner_panels<2>(activation, left, right, from, panel, to);
+        if (PANELS > 1 && n - row > SIDE) {
+            inner_panels<PANELS>(activation, left, right, from, panel, to);
         } else if (n - row > FEW) {
             inner_panels<1>(activation, left, right, from, panel, to);
         } else {
@@ -80,13 +86,13 @@ void tiled_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
 
 template <>
 inline void inner_strip<Tiled, Silu>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                                     const int64_t*, const bf16* hidden, bf16* inner, const After& after) {
+                                     const int64_t*, const Parts* hidden, Parts* inner, const After& after) {
     tiled_strip<Silu>(job, group, begin, end, hidden, inner, after);
 }
 
 template <>
 inline void inner_strip<Tiled, Biased>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                                       const int64_t*, const bf16* hidden, bf16* inner, const After& after) {
+                                       const int64_t*, const Parts* hidden, Parts* inner, const After& after) {
     tiled_strip<Biased>(job, group, begin, end, hidden, inner, after);
 }
 

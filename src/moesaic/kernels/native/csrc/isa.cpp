@@ -6,6 +6,8 @@
 #if defined(MOESAIC_HAS_AMX_BF16)
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <cstdlib>
 #endif
 
 namespace portable {
@@ -36,6 +38,12 @@ extern const moesaic::Products kProducts;
 #endif
 #if defined(MOESAIC_HAS_AMX_BF16)
 namespace amx_bf16 {
+extern const moesaic::Products kProducts;
+}
+namespace amx_bf16x2 {
+extern const moesaic::Products kProducts;
+}
+namespace amx_bf16x3 {
 extern const moesaic::Products kProducts;
 }
 #endif
@@ -90,7 +98,8 @@ Table beside_avx512(const Products& products) {
 
 const Table kAvx512Bf16 = beside_avx512(avx512_bf16::kProducts);
 #if defined(MOESAIC_HAS_AMX_BF16)
-const Table kAmxBf16 = beside_avx512(amx_bf16::kProducts);
+const Table kTiled[] = {beside_avx512(amx_bf16::kProducts), beside_avx512(amx_bf16x2::kProducts),
+                        beside_avx512(amx_bf16x3::kProducts)};
 #endif
 
 bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers before GCC 11 have no name for it
@@ -99,7 +108,11 @@ bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers befor
 }
 #endif
 
-#if defined(MOESAIC_HAS_AMX_BF16)
+#if defined(MOESAIC_EMULATE_AMX)
+// Only tests ask for emulated tiles, in the environment: processes that they start see it too.
+bool has_tiles() { return std::getenv("MOESAIC_EMULATE_AMX") != nullptr; }
+bool gives_tiles() { return true; }
+#elif defined(MOESAIC_HAS_AMX_BF16)
 constexpr int kTileData = 18;  // number of the state component
 constexpr int kSupported = 0x1021, kRequest = 0x1023;  // ARCH_GET_XCOMP_SUPP, ARCH_REQ_XCOMP_PERM
 
@@ -109,6 +122,7 @@ bool has_tiles() {  // CPUID leaf 7, EDX bits 22 and 24: bf16 and tiles; and whe
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) &&
            syscall(SYS_arch_prctl, kSupported, &states) == 0 && (states >> kTileData & 1);
 }
+bool gives_tiles() { return syscall(SYS_arch_prctl, kRequest, kTileData) == 0; }
 #endif
 
 }  // namespace
@@ -126,7 +140,9 @@ std::vector<const Table*> available() {
     if (rounds) tables.push_back(&kAvx512Bf16);
 #endif
 #if defined(MOESAIC_HAS_AMX_BF16)
-    if (rounds && has_tiles()) tables.push_back(&kAmxBf16);
+    for (const Table& table : kTiled) {
+        if (rounds && has_tiles()) tables.push_back(&table);
+    }
 #endif
 #if defined(MOESAIC_HAS_AVX512_INT8)
     if (tables.front() == &avx512::kTable && multiplies_int8()) tables.push_back(&kAvx512Int8);
@@ -146,7 +162,9 @@ const Table* find(const std::string& name) {
 
 bool permitted([[maybe_unused]] const Table* table) {
 #if defined(MOESAIC_HAS_AMX_BF16)
-    if (table == &kAmxBf16) return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    for (const Table& tiled : kTiled) {
+        if (table == &tiled) return gives_tiles();
+    }
 #endif
     return true;
 }

@@ -217,16 +217,23 @@ inline void linear(const moesaic::Linear& job) {
 #endif
 }
 
-// out[columns] = sum over i of x[i] * weight[i * ld ..], in the order of i. It is for weights whose columns are
-// contiguous instead of rows. R rows at once, C chunks of columns.
-template <class T, int R, int C>
-MOESAIC_INLINE void outer_tile(const float* const* x, const T* const* weights, int64_t offset, int64_t k,
-                       float* const* out) {
+struct Nothing {  // to do at a step
+    MOESAIC_INLINE void operator()() {}
+};
+
+// out[columns] = (or +=) sum over i of x[i] * weight[i * ld ..], in the order of i. It is for weights whose columns are
+// contiguous instead of rows. R rows at once, C chunks of columns. Calls `step` for each i.
+template <class T, int R, int C, class Step>
+MOESAIC_INLINE void outer_tile(const float* const* x, const T* const* weights, int64_t offset, int64_t k, bool fresh,
+                               float* const* out, Step& step) {
+    Step mine = step;
     Vec sums[R][2 * C];
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < 2 * C; c++) sums[r][c] = zero();
+        for (int c = 0; !fresh && c < C; c++) load_chunk<T>(out[r] + c * CHUNK, sums[r][2 * c], sums[r][2 * c + 1]);
     }
     for (int64_t i = 0; i < k; i++) {
+        mine();
         const T* w = weights[i] + offset;
         Vec row[2 * C];
         for (int c = 0; c < C; c++) row[2 * c] = low(w + c * CHUNK), row[2 * c + 1] = high(w + c * CHUNK);
@@ -235,17 +242,20 @@ MOESAIC_INLINE void outer_tile(const float* const* x, const T* const* weights, i
             for (int c = 0; c < 2 * C; c++) sums[r][c] = fma(factor, row[c], sums[r][c]);
         }
     }
+    step = mine;
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < C; c++) store_chunk<T>(out[r] + c * CHUNK, sums[r][2 * c], sums[r][2 * c + 1]);
     }
 }
 
+constexpr int OUTER_ROWS = LANES == 16 ? 4 : 2, OUTER_CHUNKS = LANES == 16 ? 2 : 1;
+
 // The same for n rows and `columns` numbers of each weight row. Writes to out[row * stride ..].
-template <class T>
+template <class T, class Step>
 inline void outer(const float* const* x, int64_t n, const T* const* weights, int64_t columns, int64_t k,
-                  float* out, int64_t stride) {
-    constexpr int R = LANES == 16 ? 4 : 2, C = LANES == 16 ? 2 : 1;
-    float spare[C * CHUNK];  // output of a tile's rows beyond the last one
+                  float* out, int64_t stride, bool fresh, Step& step) {
+    constexpr int R = OUTER_ROWS, C = OUTER_CHUNKS;
+    float spare[C * CHUNK] = {};  // output of a tile's rows beyond the last one
     for (int64_t r = 0; r < n; r += R) {
         const float* rows[R];
         int64_t some = n - r < R ? n - r : R, column = 0;
@@ -255,17 +265,18 @@ inline void outer(const float* const* x, int64_t n, const T* const* weights, int
             for (; column + kChunks * CHUNK <= columns; column += kChunks * CHUNK) {
                 float* to[R];
                 for (int i = 0; i < R; i++) to[i] = i < some ? out + (r + i) * stride + column : spare;
-                some == 1 ? outer_tile<T, 1, kChunks>(rows, weights, column, k, to)
-                          : outer_tile<T, R, kChunks>(rows, weights, column, k, to);
+                some == 1 ? outer_tile<T, 1, kChunks>(rows, weights, column, k, fresh, to, step)
+                          : outer_tile<T, R, kChunks>(rows, weights, column, k, fresh, to, step);
             }
         };
         tile_of(std::integral_constant<int, C>{});
         if constexpr (C > 1) tile_of(std::integral_constant<int, 1>{});
         for (; column < columns; column++) {
             for (int64_t i = 0; i < some; i++) {
-                Vec sum = zero();
+                float* to = out + (r + i) * stride + column;
+                Vec sum = fresh ? zero() : set1(*to);
                 for (int64_t j = 0; j < k; j++) sum = fma(set1(rows[i][j]), set1(widen(weights[j][column])), sum);
-                out[(r + i) * stride + column] = first(sum);
+                *to = first(sum);
             }
         }
     }

@@ -81,6 +81,15 @@ inline void store_chunk(float* to, Vec a, Vec b) {
     }
 }
 
+template <class T>
+inline void load_chunk(const float* from, Vec& a, Vec& b) {  // what store_chunk stored
+    if constexpr (kInOrder<T>) {
+        a = load(from), b = load(from + LANES);
+    } else {
+        load_in_turn(from, a, b);
+    }
+}
+
 constexpr int64_t BLOCK = 1024;  // maximum numbers of a row whose products are added to the same sums (dot.h)
 
 template <class T>

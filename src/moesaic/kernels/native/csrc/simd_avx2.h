@@ -59,6 +59,12 @@ inline void store_in_turn(float* p, Vec a, Vec b) {
     store(p, _mm256_permute2f128_ps(low, high, 0x20)), store(p + LANES, _mm256_permute2f128_ps(low, high, 0x31));
 }
 
+inline void load_in_turn(const float* p, Vec& a, Vec& b) {
+    Vec one = load(p), other = load(p + LANES);
+    Vec low = _mm256_permute2f128_ps(one, other, 0x20), high = _mm256_permute2f128_ps(one, other, 0x31);
+    a = _mm256_shuffle_ps(low, high, 0x88), b = _mm256_shuffle_ps(low, high, 0xdd);
+}
+
 MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 MOESAIC_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 

@@ -60,6 +60,13 @@ inline void store_in_turn(float* p, Vec a, Vec b) {
     store(p, _mm512_permutex2var_ps(a, low, b)), store(p + LANES, _mm512_permutex2var_ps(a, high, b));
 }
 
+inline void load_in_turn(const float* p, Vec& a, Vec& b) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    Vec low = load(p), high = load(p + LANES);
+    a = _mm512_permutex2var_ps(low, even, high);
+    b = _mm512_permutex2var_ps(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high);
+}
+
 MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 MOESAIC_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 

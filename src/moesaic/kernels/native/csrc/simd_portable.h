@@ -93,6 +93,11 @@ inline void store_in_turn(float* p, Vec a, Vec b) {
     store(p, Vec{a[0], b[0], a[1], b[1]}), store(p + LANES, Vec{a[2], b[2], a[3], b[3]});
 }
 
+inline void load_in_turn(const float* p, Vec& a, Vec& b) {
+    Vec one = load(p), other = load(p + LANES);
+    a = Vec{one[0], one[2], other[0], other[2]}, b = Vec{one[1], one[3], other[1], other[3]};
+}
+
 MOESAIC_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 MOESAIC_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p); }
 

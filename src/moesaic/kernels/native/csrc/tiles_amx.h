@@ -4,27 +4,38 @@
 // Of 32 numbers the instruction adds the products of the even ones one after another, and likewise those of the odd
 // ones. Then it adds the two results, and adds that to the sum. The order is always the same, so a sum only depends on
 // its row and its column.
+//
+// With PARTS > 1 a number of a row is stored as the sum of so many bf16 numbers, each the nearest to what those before
+// it leave. Three hold a float32. A loaded tile of weights meets every part. Each part has sums of its own, which are
+// added up at the end, the smallest first. Intel's oneMKL calls these modes float_to_bf16x2 and float_to_bf16x3.
 #pragma once
+
+#if defined(MOESAIC_EMULATE_AMX)
+#include "amx_emulated.h"
+#else
+#include "amx_instructions.h"
+#endif
 
 namespace MOESAIC_ISA {
 
-struct Tiled : bf16 {};  // a bf16 weight whose rows are rounded and packed as panels
+struct Tiled : bf16 {};  // a bf16 weight whose rows are rounded or split, and packed as panels
 using Narrow = Tiled;    // the type of bf16 weights in products
 
-constexpr int64_t SIDE = 16;  // columns, or rows, of a tile
+constexpr int PARTS = MOESAIC_AMX_PARTS;
+struct Parts {  // memory of a number of a row. A panel has [CHUNK numbers][part][pair][row][2].
+    bf16 part[PARTS];
+};
+
+constexpr int64_t SIDE = 16;                     // columns, or rows, of a tile
+constexpr int64_t TILE = SIDE * CHUNK;           // numbers of a tile
+constexpr int64_t PANELS = PARTS == 1 ? 2 : 1;   // panels that a loaded tile of weights meets
 
 template <>
 constexpr int64_t kTogether<Tiled> = SIDE;
 
 template <>
 struct Form<Tiled> {
-    using Row = bf16;
-};
-
-struct alignas(64) Shapes {  // shapes of the eight tile registers, in the format of the instruction
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_a_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
+    using Row = Parts;
 };
 
 // Tile registers of a task. Configuring them takes a sixth of a microsecond, so it is done once per task. They are
@@ -32,32 +43,11 @@ struct alignas(64) Shapes {  // shapes of the eight tile registers, in the forma
 // another library's.
 template <>
 struct Registers<Tiled> {
-    Registers() {
-        static constexpr Shapes kShapes;
-        asm volatile("ldtilecfg %0" ::"m"(kShapes));
-    }
-    ~Registers() { asm volatile("tilerelease" ::: "memory"); }
+    Registers() { configure_tiles(); }
+    ~Registers() { release_tiles(); }
     Registers(const Registers&) = delete;
     Registers& operator=(const Registers&) = delete;
 };
-
-// GCC's intrinsics do not tell the compiler that a tile load reads memory.
-template <int N>
-MOESAIC_INLINE void load_tile(const bf16* from, int64_t ld) {
-    asm volatile("tileloadd (%0,%1,2), %%tmm%c2" ::"r"(from), "r"(ld), "i"(N) : "memory");
-}
-template <int N>
-MOESAIC_INLINE void store_tile(float* to, int64_t stride) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,4)" ::"r"(to), "r"(stride), "i"(N) : "memory");
-}
-template <int N>
-MOESAIC_INLINE void clear_tile() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(N));
-}
-template <int kSum, int kWeights, int kRows>
-MOESAIC_INLINE void add_products() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kWeights), "i"(kRows));
-}
 
 // x[i] lane j <-> x[j] lane i
 MOESAIC_INLINE void transpose(Vec (&x)[SIDE]) {
@@ -84,38 +74,60 @@ MOESAIC_INLINE void transpose(Vec (&x)[SIDE]) {
     }
 }
 
-// Numbers [i, i + CHUNK) of a row [count] as bf16 pairs, with zeros after its end.
-MOESAIC_INLINE Vec pairs_of(const float* row, int64_t i, int64_t count) {
-    float rest[CHUNK];
-    if (i + CHUNK > count) {
-        std::memset(rest, 0, sizeof rest);
-        std::memcpy(rest, row + i, size_t(count - i) * 4);
-        return _mm512_castsi512_ps(rounded(load(rest), load(rest + LANES)));
+// Splits two vectors into PARTS vectors of bf16. What follows a NaN or an infinity is zero.
+MOESAIC_INLINE void split(Vec low, Vec high, __m512i (&parts)[PARTS]) {
+    for (int p = 0; p < PARTS; p++) {
+        parts[p] = rounded(low, high);
+        if (p + 1 == PARTS) return;
+        auto rest = [](Vec x, __m256i part) {
+            Vec taken = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16));
+            __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(taken), set1(HUGE_VALF), _CMP_LT_OQ);
+            return _mm512_maskz_sub_ps(finite, x, taken);
+        };
+        low = rest(low, _mm512_castsi512_si256(parts[p]));
+        high = rest(high, _mm512_extracti64x4_epi64(parts[p], 1));
     }
-    return _mm512_castsi512_ps(rounded(load(row + i), load(row + i + LANES)));
 }
 
-// Packs rows [count], null for absent ones, as a panel [CHUNK numbers][pair][row][2], padded with zeros.
+// Tile of part p in a panel, for the chunk that begins at number i.
+inline bf16* tile_of(Parts* panel, int64_t i, int p) { return reinterpret_cast<bf16*>(panel + i * SIDE) + p * TILE; }
+
+// Splits numbers [i, i + CHUNK) of a row [count], with zeros after its end.
+MOESAIC_INLINE void split_chunk(const float* row, int64_t i, int64_t count, __m512i (&parts)[PARTS]) {
+    if (i + CHUNK <= count) return split(load(row + i), load(row + i + LANES), parts);
+    float rest[CHUNK] = {};
+    std::memcpy(rest, row + i, size_t(count - i) * 4);
+    split(load(rest), load(rest + LANES), parts);
+}
+
+// Packs rows [count], null for absent ones, as a panel that is padded with zeros.
 template <>
-inline void pack_set<Tiled>(const float* const* rows, int64_t count, bf16* out) {
+inline void pack_set<Tiled>(const float* const* rows, int64_t count, Parts* out) {
     for (int64_t i = 0; i < count; i += CHUNK) {
-        Vec pairs[SIDE];
-        for (int r = 0; r < SIDE; r++) pairs[r] = rows[r] == nullptr ? zero() : pairs_of(rows[r], i, count);
-        transpose(pairs);
-        for (int p = 0; p < SIDE; p++) _mm512_storeu_ps(out + i * SIDE + p * CHUNK, pairs[p]);
+        Vec pairs[PARTS][SIDE];
+        for (int r = 0; r < SIDE; r++) {
+            __m512i parts[PARTS] = {};
+            if (rows[r] != nullptr) split_chunk(rows[r], i, count, parts);
+            for (int p = 0; p < PARTS; p++) pairs[p][r] = _mm512_castsi512_ps(parts[p]);
+        }
+        for (int p = 0; p < PARTS; p++) {
+            transpose(pairs[p]);
+            for (int pair = 0; pair < SIDE; pair++) _mm512_storeu_ps(tile_of(out, i, p) + pair * CHUNK, pairs[p][pair]);
+        }
     }
 }
 
-// Multiplies CHUNK numbers of C tiles of columns, ld apart, by those of P panels.
-template <int C, int P, int c = 0>
-MOESAIC_INLINE void tiles_step(const Tiled* weights, int64_t ld, const bf16* rows, int64_t panel) {
-    if constexpr (c == 0) load_tile<6>(rows, CHUNK);
-    if constexpr (c == 0 && P == 2) load_tile<7>(rows + panel, CHUNK);
-    if constexpr (c < C) {
-        load_tile<4 + c % 2>(weights + c * SIDE * ld, ld);
-        add_products<c * P, 4 + c % 2, 6>();
-        if constexpr (P == 2) add_products<c * P + 1, 4 + c % 2, 7>();
-        tiles_step<C, P, c + 1>(weights, ld, rows, panel);
+// Multiplies CHUNK numbers of C tiles of columns, ld apart, by R tiles of rows, `apart` numbers from one to the next.
+template <int C, int R, int i = 0>
+MOESAIC_INLINE void tiles_step(const Tiled* weights, int64_t ld, const bf16* rows, int64_t apart) {
+    if constexpr (i < C * R) {
+        constexpr bool kAll = R <= 2;  // whether there are registers for all tiles of rows
+        constexpr int kRows = kAll ? 6 + i % R : 7, kWeights = kAll ? 4 + i / R % 2 : 6;
+        static_assert(C * R <= (kAll ? 4 : 6));
+        if constexpr (i < R || !kAll) load_tile<kRows>(rows + i % R * apart, CHUNK);
+        if constexpr (i % R == 0) load_tile<kWeights>(weights + i / R * SIDE * ld, ld);
+        add_products<i, kWeights, kRows>();
+        tiles_step<C, R, i + 1>(weights, ld, rows, apart);
     }
 }
 
@@ -124,11 +136,28 @@ MOESAIC_INLINE void clear_tiles() {
     if constexpr (i < N) clear_tile<i>(), clear_tiles<N, i + 1>();
 }
 
-template <int C, int P, int i = 0>
+template <int C, int R, int i = 0>
 MOESAIC_INLINE void store_tiles(float* out) {
-    if constexpr (i < C * P) {
-        store_tile<i>(out + i / P * SIDE * P * SIDE + i % P * SIDE, P * SIDE);
-        store_tiles<C, P, i + 1>(out);
+    if constexpr (i < C * R) {
+        store_tile<i>(out + i / R * SIDE * R * SIDE + i % R * SIDE, R * SIDE);
+        store_tiles<C, R, i + 1>(out);
+    }
+}
+
+// Stores the sums of C tiles of columns and P panels as block[column][row]. Those of parts are added up.
+template <int C, int P>
+MOESAIC_INLINE void store_sums(float* block) {
+    if constexpr (PARTS == 1) {
+        store_tiles<C, P>(block);
+    } else {
+        static_assert(P == 1);
+        alignas(64) float apart[C * SIDE][PARTS][SIDE];
+        store_tiles<C, PARTS>(apart[0][0]);
+        for (int64_t column = 0; column < C * SIDE; column++) {
+            Vec sum = load(apart[column][PARTS - 1]);
+            for (int p = PARTS - 2; p >= 0; p--) sum = add(load(apart[column][p]), sum);
+            store(block + column * SIDE, sum);
+        }
     }
 }
 
@@ -142,14 +171,17 @@ struct Source {
 // Computes block[column][row] for C tiles of columns and P panels, which are padded with zeros. columns: less than SIDE
 // if the only tile has fewer.
 template <int C, int P>
-inline void tiles(const Source& from, const bf16* panels, float* block, int64_t columns = SIDE) {
-    int64_t panel = SIDE * padded(from.k), whole = C == 1 && columns < SIDE ? 0 : from.k / CHUNK * CHUNK;
+inline void tiles(const Source& from, const Parts* panels, float* block, int64_t columns = SIDE) {
+    constexpr int kTiles = P * PARTS;
+    int64_t apart = PARTS > 1 ? TILE : SIDE * padded(from.k);
+    int64_t whole = C == 1 && columns < SIDE ? 0 : from.k / CHUNK * CHUNK;
     const Tiled* weights = from.weights;
-    clear_tiles<C * P>();
+    const bf16* rows = reinterpret_cast<const bf16*>(panels);
+    clear_tiles<C * kTiles>();
     for (int64_t i = 0; i < whole; i += CHUNK) {
         for (int r = 0; from.next != nullptr && r < C * SIDE; r++) prefetch(from.next + i + r * from.ld);
-        tiles_step<C, P>(weights, from.ld, panels, panel);
-        weights += CHUNK, panels += CHUNK * SIDE;
+        tiles_step<C, kTiles>(weights, from.ld, rows, apart);
+        weights += CHUNK, rows += TILE * PARTS;
     }
     for (int64_t i = whole; i < from.k; i += CHUNK) {  // the last numbers, or columns, after which other data follows
         alignas(64) Tiled copies[C * SIDE][CHUNK];
@@ -158,10 +190,10 @@ inline void tiles(const Source& from, const bf16* panels, float* block, int64_t 
         for (int64_t line = 0; line < lines; line++) {
             std::memcpy(static_cast<void*>(copies[line]), weights + line * from.ld, size_t(numbers) * 2);
         }
-        tiles_step<C, P>(copies[0], CHUNK, panels, panel);
-        weights += CHUNK, panels += CHUNK * SIDE;
+        tiles_step<C, kTiles>(copies[0], CHUNK, rows, apart);
+        weights += CHUNK, rows += TILE * PARTS;
     }
-    store_tiles<C, P>(block);
+    store_sums<C, P>(block);
 }
 
 constexpr int64_t FEW = 4;  // maximum number of rows for which gathering is faster than transposing the block
@@ -227,7 +259,7 @@ struct Strip {
 
 // Multiplies the columns of a strip from `column` on, C tiles at a time, then fewer.
 template <int C, int P, class To>
-inline void products(const Strip& strip, const bf16* panels, To& to, int64_t column = 0) {
+inline void products(const Strip& strip, const Parts* panels, To& to, int64_t column = 0) {
     for (; column + C * SIDE <= strip.columns; column += C * SIDE) {
         tiles<C, P>(strip.source(column, C * SIDE), panels, to.block(column));
         to.done(column, C * SIDE);
@@ -244,23 +276,24 @@ inline void products(const Strip& strip, const bf16* panels, To& to, int64_t col
 
 // Multiplies a strip by P panels. Weights in memory are read faster if fewer columns are read at a time.
 template <int P, class To>
-inline void products_of(const Strip& strip, const bf16* panels, To&& to) {
-    if constexpr (P == 2) return products<2, 2>(strip, panels, to);
-    strip.fresh ? products<1, P>(strip, panels, to) : products<4, P>(strip, panels, to);
+inline void products_of(const Strip& strip, const Parts* panels, To&& to) {
+    constexpr int C = P * PARTS == 1 ? 4 : 2;
+    P == 1 && strip.fresh ? products<1, P>(strip, panels, to) : products<C, P>(strip, panels, to);
 }
 
 // As `multiply` in dot.h, for n rows in panels.
 template <class T>
-void multiply(const bf16* panels, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k, float* out,
+void multiply(const Parts* panels, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k, float* out,
               int64_t stride, const T* then = nullptr) {
-    for (int64_t row = 0; row < n; row += 2 * SIDE) {
-        const bf16* own = panels + row * padded(k);
+    constexpr int64_t kRows = PANELS * SIDE;
+    for (int64_t row = 0; row < n; row += kRows) {
+        const Parts* own = panels + row * padded(k);
         int64_t left = n - row;
-        Strip strip{weights, left > 2 * SIDE ? nullptr : then, ld, columns, k, row == 0};
-        if (left > SIDE) {
-            products_of<2>(strip, own, ToRows<2>(out + row * stride, stride, left < 2 * SIDE ? left : 2 * SIDE));
+        Strip strip{weights, left > kRows ? nullptr : then, ld, columns, k, row == 0};
+        if (PANELS > 1 && left > SIDE) {
+            products_of<PANELS>(strip, own, ToRows<PANELS>(out + row * stride, stride, left < kRows ? left : kRows));
         } else {
-            products_of<1>(strip, own, ToRows<1>(out + row * stride, stride, left));
+            products_of<1>(strip, own, ToRows<1>(out + row * stride, stride, left < SIDE ? left : SIDE));
         }
     }
 }

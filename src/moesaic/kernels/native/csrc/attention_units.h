@@ -1,0 +1,78 @@
+// What attention computes together, and the results that are joined.
+#pragma once
+
+#include <algorithm>
+
+#include "rows.h"
+
+namespace MOESAIC_ISA {
+
+inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+// Query vectors with the same keys: some rows of a sequence, and some query heads of a key head.
+struct Unit {
+    int64_t sequence, first_row, rows, head, heads, kv_head;
+    int64_t lines() const { return rows * heads; }
+};
+
+// Units of the same rows, which a task computes together. They differ in their heads.
+struct Team {
+    const Unit* units;
+    int64_t size;
+    bool waits;  // whether it reads the cache faster than it computes, so that what comes next is fetched
+};
+
+// Partial result of a unit: for each line the largest score, the sum, and the values weighted by both.
+struct Gathered {
+    float* most;
+    float* sum;
+    float* values;  // [lines, width]
+    int64_t width;
+
+    static int64_t floats(int64_t lines, int64_t width) { return lines * (width + 2); }
+    static Gathered at(float* memory, int64_t lines, int64_t width) {
+        return {memory + lines * width, memory + lines * (width + 1), memory, width};
+    }
+};
+
+// Adds `later` to `into` for one line. An empty part (sum 0) changes nothing.
+inline void join(const Gathered& into, const Gathered& later, int64_t line) {
+    if (later.sum[line] == 0) return;
+    float* values = into.values + line * into.width;
+    const float* more = later.values + line * into.width;
+    if (into.sum[line] == 0) {
+        into.most[line] = later.most[line], into.sum[line] = later.sum[line];
+        std::memcpy(values, more, size_t(into.width) * 4);
+        return;
+    }
+    float most = std::max(into.most[line], later.most[line]);
+    float old = exponential1(into.most[line] - most), fresh = exponential1(later.most[line] - most);
+    into.most[line] = most;
+    into.sum[line] = into.sum[line] * old + later.sum[line] * fresh;
+    for (int64_t i = 0; i < into.width; i += LANES) {
+        store(values + i, fma(set1(fresh), load(more + i), mul(set1(old), load(values + i))));
+    }
+}
+
+// Cached tokens to prefetch in so many steps.
+template <class T>
+struct Coming {
+    const T* const* token;
+    const T* const* end;
+    int64_t bytes;  // of a token
+    int64_t each;   // bytes for a step
+    int64_t due = 0, at = 0;
+
+    Coming(const T* const* tokens, int64_t count, int64_t bytes, int64_t steps)
+        : token(tokens), end(tokens + count), bytes(bytes), each(count * bytes / steps + 1) {}
+
+    MOESAIC_INLINE void operator()() {
+        for (due += each; due > 0 && token < end; due -= 64) {
+            prefetch_l2(reinterpret_cast<const char*>(*token) + at);
+            at += 64;
+            if (at >= bytes) at = 0, token++;
+        }
+    }
+};
+
+}  // namespace MOESAIC_ISA
