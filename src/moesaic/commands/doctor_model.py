@@ -70,12 +70,31 @@ def examined(options: Doctor, folder: Path) -> ModelReport:
     """The report on a model. folder: for what is downloaded of a hub id."""
     assert options.model is not None
     found = files.find(options.model, folder, options.revision)
+    name = found.name or options.model
+    try:
+        report = _report(replace(options, model=name), name, found)
+    except ConfigError as error:
+        raise type(error)(_named(str(error), folder, name)) from error
+    return replace(report, problems=[_named(problem, folder, name) for problem in report.problems])
+
+
+def _named(message: str, folder: Path, name: str) -> str:
+    """A message that has the names of files on the hub and not those of their copies in `folder`.
+
+    >>> _named("/tmp/x/a.gguf: tensor b is missing", Path("/tmp/x"), "org/name:Q4_K_M")
+    'org/name:a.gguf: tensor b is missing'
+    """
+    repository = name.partition(":")[0]
+    return message.replace(f"{folder}/", f"{repository}:").replace(str(folder), repository)
+
+
+def _report(options: Doctor, name: str, found: Found) -> ModelReport:
     raw = found.read()
-    spec, problems = _understood(found, options.model, raw)
+    spec, problems = _understood(found, name, raw)
     stored = _stored(found, raw, spec)
-    sizes = _sizes(raw, options.model, stored)
+    sizes = _sizes(raw, name, stored)
     machine = examine()
-    report = ModelReport(options.model, raw.get("model_type"), spec, None, stored, problems)
+    report = ModelReport(name, raw.get("model_type"), spec, None, stored, problems)
     command = _Command(options, found)
     if isinstance(sizes, str):
         return report if problems else replace(report, command=command.serve(), unpredicted=sizes)
@@ -176,7 +195,7 @@ def _here(options: Doctor, found: Found, machine: Machine, measure: bool) -> Her
     if options.hardware not in (THIS, NONE):
         figures = find_hardware(options.hardware)
     elif options.hardware == THIS and measure:
-        own = found.directory
+        own = found.directory if found.here else None
         directory = nearest_existing(Path(machine.hub_cache)) if own is None else own
         directory = directory if directory.is_dir() else directory.parent
         figures = hardware.now(str(directory))
