@@ -86,6 +86,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "cost", "models.files", "models.registry", "models.shard", "policy.offloading"),
         "kernels.table",  # the type in which experts are computed depends on the kernels
         *("models.conversion", "models.headers"),  # how many bytes of the files an expert has
+        "policy.scheduling.step_prices",  # with which a worker that drafts tokens begins
     ),
     # published results, computed again
     "papers": ("core", "cost", "policy.offloading"),

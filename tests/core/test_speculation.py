@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 
 from moesaic.config import ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.core import speculation
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
 from moesaic.core.speculation import SpeculativeConfig
@@ -72,3 +75,8 @@ def test_what_it_does_not_go_with() -> None:
         WorkerConfig(**worker, offload=Offload(1 << 30, "cgopipe", 1, 1, 1))
     with pytest.raises(ConfigError, match="--speculative-config: method is missing"):
         WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig(speculative_config="{}"))
+
+
+def test_examples() -> None:
+    done = doctest.testmod(speculation)
+    assert done.failed == 0 and done.attempted == 2

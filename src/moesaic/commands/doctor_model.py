@@ -31,7 +31,7 @@ from moesaic.models import files, registry
 from moesaic.models.checkpoint import Claims, Listed
 from moesaic.models.files import Found
 from moesaic.models.spec import ModelSpec
-from moesaic.planning import outlook
+from moesaic.planning import drafts, outlook
 from moesaic.planning.outlook import Memory, Streamed
 from moesaic.planning.sizes import (
     ROW_BYTES,
@@ -260,10 +260,20 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
     if own.good:
         counts = (1, SchedulerConfig.max_num_seqs)
         fast = [] if here.hardware is None else outlook.speeds(model, here.hardware, number, context, counts)
-        return replace(
-            report, command=command.serve(None if own.longest == context else own.longest), speeds=fast
-        )
+        shorter = None if own.longest == context else own.longest
+        report = _with_drafts(report, model, here, number, context)
+        return replace(report, command=command.serve(shorter), speeds=fast)
     return _too_large(report, here, own.loaded, command, partial(outlook.streamed, model, context=context))
+
+
+def _with_drafts(
+    report: ModelReport, model: ModelSizes, here: Here, number: float, context: int
+) -> ModelReport:
+    """The report with the acceptance from which drafted tokens pay. number: bytes of a cached number."""
+    if here.hardware is None:
+        return replace(report, drafts=drafts.drafts(drafts.by_bytes(model)), drafts_by="bytes of weights")
+    price = drafts.by_machine(model, here.hardware, number, context)
+    return replace(report, drafts=drafts.drafts(price), drafts_by="the machine's figures")
 
 
 def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: Found) -> ModelSizes:

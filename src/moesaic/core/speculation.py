@@ -15,6 +15,18 @@ MOST_DRAFTED = 32
 LOOKUP = 5
 """prompt_lookup_max and prompt_lookup_min where neither is given."""
 FLAG = "--speculative-config"
+MOST_ROWS = 32
+"""Rows of a step, at most, when it checks drafts. Steps of so many rows are recorded. Larger ones are not,
+and drafts gained nothing there when they were measured."""
+REQUESTS = (1, 8, 16)
+"""Numbers of requests in a step for which it is said when drafts pay."""
+COUNTS = tuple(
+    (requests, tokens)
+    for requests in REQUESTS
+    for tokens in (1, 2, 4, 8)
+    if requests * (1 + tokens) <= MOST_ROWS
+)
+"""(requests in a step, drafted tokens of each) for which it is said when drafts pay."""
 
 
 @dataclass(frozen=True)
@@ -80,3 +92,22 @@ class SpeculativeConfig:
             if name not in value:
                 raise ConfigError(f"{FLAG}: {name} is missing")
         return cls(**value)
+
+
+def break_even(price: float, drafted: int) -> float | None:
+    """The acceptance from which steps pay that check so many drafted tokens of each request. None: never.
+
+    acceptance: the probability a that a drafted token is right if those before it were. price: of such a
+    step over that of a step without drafts. Solves 1 + a + ... + a^drafted = price for a.
+
+    >>> round(break_even(1.75, 2), 2)
+    0.5
+    """
+    if price > 1 + drafted:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        reached = sum(middle**place for place in range(1 + drafted)) >= price
+        low, high = (low, middle) if reached else (middle, high)
+    return high
