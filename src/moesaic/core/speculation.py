@@ -9,7 +9,9 @@ from typing import Any
 
 from moesaic.core.errors import ConfigError
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "mtp")
+OTHER_NAMES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
+"""Older names of methods."""
 MOST_DRAFTED = 32
 """Maximum of num_speculative_tokens."""
 LOOKUP = 5
@@ -37,7 +39,8 @@ class SpeculativeConfig:
     """
 
     method: str
-    """ngram: the tokens that followed the last ones where these stood before, in the prompt or the answer."""
+    """ngram: the tokens that followed the last ones where these stood before, in the prompt or the answer.
+    mtp: a token of the model's own layer for the token after the next one (multi-token prediction)."""
     num_speculative_tokens: int
     """Maximum number of drafted tokens of one request in a step."""
     prompt_lookup_max: int | None = None
@@ -46,6 +49,7 @@ class SpeculativeConfig:
     """Their minimum length. None: prompt_lookup_max, or else 5."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "method", OTHER_NAMES.get(str(self.method), self.method))
         if self.method not in METHODS:
             raise ConfigError.field(f"{FLAG}: method", self.method, ", ".join(METHODS))
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
@@ -54,10 +58,21 @@ class SpeculativeConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise ConfigError.field(f"{FLAG}: {name}", value, f"an integer from 1 to {most}")
+        if self.method == "mtp":
+            self._check_mtp()
         shortest, longest = self.lookup
         if shortest > longest:
             allowed = f"at most prompt_lookup_max, {longest}"
             raise ConfigError.field(f"{FLAG}: prompt_lookup_min", shortest, allowed)
+
+    def _check_mtp(self) -> None:
+        if self.num_speculative_tokens != 1:
+            raise ConfigError.field(
+                f"{FLAG}: num_speculative_tokens", self.num_speculative_tokens, "1 with mtp"
+            )
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                raise ConfigError.field(f"{FLAG}: {name}", getattr(self, name), "nothing with mtp")
 
     @property
     def lookup(self) -> tuple[int, int]:

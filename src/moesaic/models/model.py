@@ -12,6 +12,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
 from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
+from moesaic.models.prediction import PredictionLayer
 from moesaic.models.spec import ModelSpec
 
 
@@ -35,6 +36,8 @@ class Model:
     """Of embeddings, before the first block (Granite)."""
     centring: Centring | None = None
     """Before the final norm, where that subtracts the mean of a row (DBRX)."""
+    prediction: PredictionLayer | None = None
+    """Predicts the token after the next one. None: it is not loaded."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [n] -> hidden [n, h] float32."""
@@ -63,7 +66,8 @@ class Model:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
-        parts = (self.embedding, self.blocks, self.final_norm, self.head, tuple(self.experts.values()))
+        routed = tuple(self.experts.values())
+        parts = (self.embedding, self.blocks, self.final_norm, self.head, routed, self.prediction)
         weights = [one for one in _walk(parts) if one.is_floating_point() or one.dtype is torch.uint8]
         return list({(tensor.data_ptr(), tensor.shape): tensor for tensor in weights}.values())
 

@@ -158,6 +158,14 @@ def test_at_break_even_a_step_gives_as_many_tokens_for_its_price(price: float, t
     assert break_even(1.0, tokens) == pytest.approx(0.0, abs=1e-6)
 
 
+def test_tokens_that_the_model_proposes_are_drafted() -> None:
+    blocks = KVBlocks(400, 2)
+    found = sequences(2, blocks)
+    found[0].proposed = [7]
+    Speculation(None, 1, FREE).draft(found, 99, blocks, 0)
+    assert [one.drafted for one in found] == [[7], []]
+
+
 def test_its_prices_are_reported() -> None:
     prices = StepPrices(lambda rows: 100.0 * (1 + rows))
     subject = Speculation(Counting(), 4, prices)

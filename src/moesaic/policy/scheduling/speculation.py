@@ -92,7 +92,8 @@ class Speculation:
             if not most:
                 self._of(sequence).waited += 1
                 continue
-            proposed = self._drafter.propose(sequence.tokens.array, most)[:most]
+            proposed = sequence.proposed or self._drafter.propose(sequence.tokens.array, most)
+            proposed = proposed[:most]
             stops = (place for place, token in enumerate(proposed) if token in sequence.stop_ids)
             wanted = next(stops, len(proposed))  # behind the end of an answer there is nothing to draft
             fit = blocks.reserve(sequence.request_id, sequence.num_tokens, wanted, spare)
