@@ -86,6 +86,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "cost", "models.files", "models.registry", "models.shard", "policy.offloading"),
         "kernels.table",  # the type in which experts are computed depends on the kernels
         *("models.conversion", "models.headers"),  # how many bytes of the files an expert has
+        "policy.scheduling.step_prices",  # with which a worker that drafts tokens begins
     ),
     # published results, computed again
     "papers": ("core", "cost", "policy.offloading"),
@@ -146,7 +147,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "pymetis": ("policy.placement.solvers.metis",),
     "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
     "safetensors": ("models.opened",),
-    "huggingface_hub": ("models.files",),
+    "huggingface_hub": ("models.hub",),
     "tokenizers": ("tokenizer", "gguf_tokenizer", "tiktoken_model"),
     "transformers": ("verify.reference",),
     "jinja2": ("templates.compiled", "templates.process"),  # never in the process of the server
@@ -181,7 +182,7 @@ LATE_IMPORTS = {
     "commands.place": "only --model needs torch, which takes seconds to import",
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
-    "models.files": "the hub's library is needed for hub ids only and takes a second to import",
+    "models.hub": "the hub's library is needed for hub ids only and takes a second to import",
     "verify.reference": "transformers need not be installed",
     "templates.__main__": "its parent says where modules are found",
     "policy.offloading.planner": "only FlexGen's own search needs SciPy, which takes half a second to import",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -12,9 +13,11 @@ import pytest
 from moesaic import SamplingParams
 from moesaic.config import Schedule
 from tests.cluster.test_identity import alone
+from tests.support import prediction
 from tests.support.cluster_driver import Cluster, cluster
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+MTP = '{"method": "mtp", "num_speculative_tokens": 1}'
 SHAPES: dict[str, dict[str, Any]] = {
     "2 workers, 2 servers, chunks": {
         "attention_workers": 2,
@@ -96,3 +99,27 @@ def test_the_same_bits_through_kills(schedule: str) -> None:
         assert served.finish(kill) == alone(*repetitive())
         accepted(served)
     assert len(killed) == 2
+
+
+@pytest.mark.slow
+def test_the_layer_of_the_model_drafts_in_workers_of_one_process(tmp_path: Path) -> None:
+    """Tokens of a killed worker go on at the other one."""
+    path, killed = str(prediction.save("glm4_moe", tmp_path / "glm", strength=0.004)), list[str]()
+    numbers = random.Random(5)
+    prompts = [[numbers.randrange(1, prediction.VOCAB) for _ in range(4 + i)] for i in range(6)]
+    params = [SamplingParams(max_tokens=60, temperature=0.0, logprobs=0, ignore_eos=True) for _ in prompts]
+    found = []
+    for drafting in (None, MTP):
+        shape = {"expert_servers": 0, "attention_workers": 2}
+        with cluster(path, **shape, speculative_config=drafting) as served:  # type: ignore[arg-type]
+
+            def kill(tokens: int, served: Cluster = served, drafting: str | None = drafting) -> None:
+                if drafting is not None and tokens >= 60 and not killed:
+                    killed.append("attention worker 0")
+                    os.kill(served.pid(killed[0]), signal.SIGKILL)
+
+            served.submit(prompts, params)
+            found.append(served.finish(kill))
+            if drafting is not None:
+                accepted(served)
+    assert found[0] == found[1] and killed

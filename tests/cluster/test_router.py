@@ -5,7 +5,7 @@ from __future__ import annotations
 from moesaic.cluster.router import Router
 from moesaic.core import messages
 from moesaic.core.messages import Message
-from moesaic.core.metrics import WorkerStats
+from moesaic.core.metrics import SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.transport.local import LocalConnection, local_pair
 from tests.support.fake_worker import info
@@ -94,9 +94,12 @@ def test_a_request_moves_with_its_tokens_and_what_the_old_worker_still_says_is_i
 def test_what_a_worker_counted_stays_counted() -> None:
     workers = Workers(2)
     for worker in (0, 1):
-        workers.router.take(worker, messages.Stats(WorkerStats(running=2, steps=10)))
+        drafts = SpeculationStats(drafts=3, prices=(1.0, 1.5))
+        workers.router.take(worker, messages.Stats(WorkerStats(running=2, steps=10, speculation=drafts)))
+    assert workers.router.stats().speculation == SpeculationStats(drafts=6, prices=(2.0, 3.0))
     workers.router.leave(0)
-    assert workers.router.stats() == WorkerStats(running=2, steps=20)
+    left = SpeculationStats(drafts=6, prices=(1.0, 1.5))
+    assert workers.router.stats() == WorkerStats(running=2, steps=20, speculation=left)
 
 
 def test_the_engine_hears_what_all_workers_are_together() -> None:

@@ -18,7 +18,7 @@ from tests.support import model_configs, quantizers, tiny_models
 from tests.support.fake_hub import hub
 
 from moesaic import cli
-from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
+from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import OF_EXPERTS
 from moesaic.kernels import table
@@ -26,6 +26,7 @@ from moesaic.models import files, registry
 from moesaic.models.files import Found
 from moesaic.models.headers import Headers
 from moesaic.runtime.cache_size import AUTO_SHARE, cache_size_of
+from moesaic.runtime.drafting import speculation_of
 from moesaic.runtime.model_loading import load_model as load
 from moesaic.testing import byte_tokenizer
 
@@ -37,6 +38,7 @@ slow = {{ name = "disk", memory_gib = 500, bandwidth_gib = 1.5 }}
 link = {{ down_gib = 1.5 }}
 """
 REPOSITORY = "some-org/tiny-moe"
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 8}'
 
 
 @pytest.fixture(autouse=True)
@@ -269,6 +271,31 @@ def test_a_type_that_is_not_known_is_no_prediction(
 def test_without_figures_there_is_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
     found = examined(capsys, "demo", "--hardware", "none")
     assert found["command"] == "moesaic serve demo" and found["speeds"] == []
+    assert found["drafts_priced_by"] == "bytes of weights"
+    config = WorkerConfig(ModelConfig("demo"), scheduler=SchedulerConfig(speculative_config=DRAFTS))
+    prices = speculation_of(config, load(ModelConfig("demo")).model).stats().prices
+    for one in found["drafts"]:
+        ratio = prices[one["requests"] * (1 + one["tokens"]) - 1] / prices[one["requests"] - 1]
+        assert one["price"] == pytest.approx(ratio, rel=0.01), "a worker begins with the same prices"
+
+
+def test_drafts_pay_from_an_acceptance(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B)
+    found = examined(capsys, file, "--hardware", a_machine(tmp_path / "m.toml", 400))
+    assert found["drafts_priced_by"] == "the machine's figures"
+    rows = {(one["requests"], one["tokens"]): one for one in found["drafts"]}
+    assert list(rows) == [(1, 1), (1, 2), (1, 4), (1, 8), (8, 1), (8, 2), (16, 1)]
+    # One token reads 2 of 8 experts of a layer, two tokens 3.5 of them: 6/7 of the weights read are theirs.
+    read = {count: 8 * (1 - (3 / 4) ** count) * 176.2e6 * 32 + 1.6e9 for count in (1, 2, 3)}
+    for tokens in (1, 2):
+        assert rows[1, tokens]["price"] == pytest.approx(read[1 + tokens] / read[1], rel=0.03)
+    for one in rows.values():
+        if one["acceptance"] is None:
+            assert one["price"] > 1 + one["tokens"]
+        else:
+            gained = sum(one["acceptance"] ** place for place in range(1 + one["tokens"]))
+            assert gained == pytest.approx(one["price"])
+    assert examined(capsys, file, "--hardware", a_machine(tmp_path / "m.toml", 20))["drafts"] == []
 
 
 def test_for_people(capsys: pytest.CaptureFixture[str], machine: Path, tmp_path: Path) -> None:
@@ -276,6 +303,8 @@ def test_for_people(capsys: pytest.CaptureFixture[str], machine: Path, tmp_path:
     shown = capsys.readouterr().out
     for text in ("qwen3_moe", "6.7 million", "compressed", "fits here", "moesaic serve demo", "tokens/s"):
         assert text in shown
+    priced = shown[shown.index("Acceptance from which") :]
+    assert "no step was" in priced and "not drafted" in priced and "8 requests" in priced
     file = a_config(tmp_path / "model", MIXTRAL_8X7B, model_type="[bold]")
     assert cli.main(["doctor", str(file)]) == 1
     out, err = capsys.readouterr()

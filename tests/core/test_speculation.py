@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 
 from moesaic.config import ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.config.worker import ParallelConfig
+from moesaic.core import speculation
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
 from moesaic.core.speculation import SpeculativeConfig
 
 GOOD = {"method": "ngram", "num_speculative_tokens": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +40,9 @@ def test_lengths_have_the_defaults_of_vllm(given: dict[str, int], lookup: tuple[
         (7, "--speculative-config: got 7; allowed: a JSON object"),
         ({}, "--speculative-config: method is missing"),
         ({"method": "ngram"}, "--speculative-config: num_speculative_tokens is missing"),
-        (GOOD | {"method": "eagle"}, "--speculative-config: method: got 'eagle'; allowed: ngram"),
+        (GOOD | {"method": "eagle"}, "--speculative-config: method: got 'eagle'; allowed: ngram, mtp"),
+        (GOOD | {"method": "mtp"}, "num_speculative_tokens: got 4; allowed: 1 with mtp"),
+        (MTP | {"prompt_lookup_max": 3}, "prompt_lookup_max: got 3; allowed: nothing with mtp"),
         (GOOD | {"model": "x"}, "--speculative-config: unknown key 'model'; allowed: method, num_spec"),
         (
             GOOD | {"num_speculative_tokens": 0},
@@ -72,3 +79,29 @@ def test_what_it_does_not_go_with() -> None:
         WorkerConfig(**worker, offload=Offload(1 << 30, "cgopipe", 1, 1, 1))
     with pytest.raises(ConfigError, match="--speculative-config: method is missing"):
         WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig(speculative_config="{}"))
+
+
+def test_older_names_of_mtp() -> None:
+    wanted = SpeculativeConfig.of(MTP)
+    for name in ("deepseek_mtp", "glm4_moe_mtp"):
+        assert SpeculativeConfig.of(MTP | {"method": name}) == wanted
+
+
+def test_mtp_needs_a_process_that_computes_everything() -> None:
+    scheduler = SchedulerConfig(speculative_config=SpeculativeConfig.of(MTP).to_json())
+    worker = {"model": ModelConfig("m"), "scheduler": scheduler}
+    for flag, other in (
+        ("--expert-servers", {"remote_experts": True}),
+        ("--tensor-parallel-size", {"parallel": ParallelConfig(tensor_parallel_size=2)}),
+    ):
+        with pytest.raises(ConfigError, match=f"method: got 'mtp'; allowed: ngram with {flag}: only one"):
+            WorkerConfig(**worker, **other)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="allowed: nothing with --record-routing"):
+        WorkerConfig(**worker, record="rows")
+    with pytest.raises(ConfigError, match="allowed: nothing with --fast-memory"):
+        WorkerConfig(**worker, offload=Offload(1 << 30, "cgopipe", 1, 1, 1))
+
+
+def test_examples() -> None:
+    done = doctest.testmod(speculation)
+    assert done.failed == 0 and done.attempted == 2

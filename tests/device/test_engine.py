@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.support import gpu_cases, model_configs, pairs, tiny_models
+from tests.support import gpu_cases, model_configs, pairs, prediction, tiny_models
 from tests.support.gpu_sanitizer import NAME, sanitized
 
 from moesaic import LLM, RequestOutput, SamplingParams
@@ -70,6 +70,16 @@ def test_compressed_experts_are_decompressed(tmp_path: Path) -> None:
     gpu_cases.write("mixtral-window", stored, torch.bfloat16)
     compress(stored, compressed, 1, lambda done, total: None)
     assert on_device(compressed, new=3)[1] == on_device(stored, new=3)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", prediction.KINDS)
+def test_the_layer_that_drafts_tokens_is_on_the_device(tmp_path: Path, kind: str) -> None:
+    path = prediction.save(kind, tmp_path / kind, strength=0.004)
+    drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}, "max_num_seqs": 8}
+    llm, found = on_device(path, new=6, **drafting)
+    assert gpu_cases.tokens(found) == gpu_cases.tokens(gpu_cases.answers(on_cpu(path), 6))
+    assert llm.stats().speculation.accepted_tokens > 0
 
 
 EVERY = list(itertools.product(gpu_cases.MODELS, gpu_cases.SETTINGS))

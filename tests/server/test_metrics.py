@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from moesaic.core import messages
 from moesaic.core.metrics import SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, RequestOutput
+from moesaic.core.speculation import MOST_ROWS
 from moesaic.engine import EngineStats
 from moesaic.server.metrics import Distribution, EngineCollector, Meter, registry_of
 
@@ -64,7 +67,7 @@ def test_names_are_vllms_with_our_prefix() -> None:
             *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
             *("prompt_tokens", "generation_tokens", "request_success", "corrupted_requests"),
             *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
-            "spec_decode_num_accepted_tokens_per_pos",
+            *("spec_decode_num_accepted_tokens_per_pos", "spec_decode_break_even_acceptance"),
             *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
             *(
                 "collective_bytes",
@@ -77,6 +80,21 @@ def test_names_are_vllms_with_our_prefix() -> None:
             *("request_prefill_time_seconds", "request_decode_time_seconds"),
         )
     }
+
+
+def test_break_even_is_that_of_the_prices() -> None:
+    prices = tuple(2 * (1 + 0.5 * rows) for rows in range(MOST_ROWS))  # as two workers have them together
+    for pays, steps in ((0.5, prices), (math.inf, (1.0, 9.0) * 16)):
+        stats = WorkerStats(speculation=SpeculationStats(accepted_per_pos=(0, 0), prices=steps))
+        collector = EngineCollector(lambda stats=stats: EngineStats(0, stats), Meter(), "m")
+        found = {
+            (sample.labels["requests"], sample.labels["tokens"]): sample.value
+            for family in registry_of(collector).collect()
+            for sample in family.samples
+            if "break_even" in sample.name
+        }
+        assert list(found) == [("1", "1"), ("1", "2"), ("8", "1"), ("8", "2"), ("16", "1")]
+        assert found["1", "1"] == pytest.approx(pays)
 
 
 def test_drafted_tokens_are_counted_by_place() -> None:

@@ -277,7 +277,11 @@ def _send(worker: _Worker, message: Message) -> None:
 def _counters(stats: WorkerStats) -> WorkerStats:
     """Returns the part of a worker's statistics that outlives it: counts, but no state."""
     return replace(
-        stats, running=0, waiting=0, blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0)
+        stats,
+        running=0,
+        waiting=0,
+        blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0),
+        speculation=replace(stats.speculation, prices=()),
     )
 
 

@@ -31,7 +31,7 @@ from moesaic.models import files, registry
 from moesaic.models.checkpoint import Claims, Listed
 from moesaic.models.files import Found
 from moesaic.models.spec import ModelSpec
-from moesaic.planning import outlook
+from moesaic.planning import drafts, outlook
 from moesaic.planning.outlook import Memory, Streamed
 from moesaic.planning.sizes import (
     ROW_BYTES,
@@ -70,12 +70,31 @@ def examined(options: Doctor, folder: Path) -> ModelReport:
     """The report on a model. folder: for what is downloaded of a hub id."""
     assert options.model is not None
     found = files.find(options.model, folder, options.revision)
+    name = found.name or options.model
+    try:
+        report = _report(replace(options, model=name), name, found)
+    except ConfigError as error:
+        raise type(error)(_named(str(error), folder, name)) from error
+    return replace(report, problems=[_named(problem, folder, name) for problem in report.problems])
+
+
+def _named(message: str, folder: Path, name: str) -> str:
+    """A message that has the names of files on the hub and not those of their copies in `folder`.
+
+    >>> _named("/tmp/x/a.gguf: tensor b is missing", Path("/tmp/x"), "org/name:Q4_K_M")
+    'org/name:a.gguf: tensor b is missing'
+    """
+    repository = name.partition(":")[0]
+    return message.replace(f"{folder}/", f"{repository}:").replace(str(folder), repository)
+
+
+def _report(options: Doctor, name: str, found: Found) -> ModelReport:
     raw = found.read()
-    spec, problems = _understood(found, options.model, raw)
+    spec, problems = _understood(found, name, raw)
     stored = _stored(found, raw, spec)
-    sizes = _sizes(raw, options.model, stored)
+    sizes = _sizes(raw, name, stored)
     machine = examine()
-    report = ModelReport(options.model, raw.get("model_type"), spec, None, stored, problems)
+    report = ModelReport(name, raw.get("model_type"), spec, None, stored, problems)
     command = _Command(options, found)
     if isinstance(sizes, str):
         return report if problems else replace(report, command=command.serve(), unpredicted=sizes)
@@ -176,7 +195,7 @@ def _here(options: Doctor, found: Found, machine: Machine, measure: bool) -> Her
     if options.hardware not in (THIS, NONE):
         figures = find_hardware(options.hardware)
     elif options.hardware == THIS and measure:
-        own = found.directory
+        own = found.directory if found.here else None
         directory = nearest_existing(Path(machine.hub_cache)) if own is None else own
         directory = directory if directory.is_dir() else directory.parent
         figures = hardware.now(str(directory))
@@ -241,10 +260,20 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
     if own.good:
         counts = (1, SchedulerConfig.max_num_seqs)
         fast = [] if here.hardware is None else outlook.speeds(model, here.hardware, number, context, counts)
-        return replace(
-            report, command=command.serve(None if own.longest == context else own.longest), speeds=fast
-        )
+        shorter = None if own.longest == context else own.longest
+        report = _with_drafts(report, model, here, number, context)
+        return replace(report, command=command.serve(shorter), speeds=fast)
     return _too_large(report, here, own.loaded, command, partial(outlook.streamed, model, context=context))
+
+
+def _with_drafts(
+    report: ModelReport, model: ModelSizes, here: Here, number: float, context: int
+) -> ModelReport:
+    """The report with the acceptance from which drafted tokens pay. number: bytes of a cached number."""
+    if here.hardware is None:
+        return replace(report, drafts=drafts.drafts(drafts.by_bytes(model)), drafts_by="bytes of weights")
+    price = drafts.by_machine(model, here.hardware, number, context)
+    return replace(report, drafts=drafts.drafts(price), drafts_by="the machine's figures")
 
 
 def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: Found) -> ModelSizes:

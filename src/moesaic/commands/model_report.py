@@ -15,6 +15,7 @@ from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.sizes import ModelSizes
 from moesaic.models.config import shown
 from moesaic.models.spec import ModelSpec
+from moesaic.planning.drafts import Drafts
 from moesaic.planning.outlook import REQUESTS, Fit, Speed, Streamed, lengths
 
 
@@ -57,6 +58,11 @@ class ModelReport:
     command: str | None = None
     """The command that runs the model. None: there is none."""
     speeds: Sequence[Speed] = ()
+    """Predicted speeds; none without figures of the machine."""
+    drafts: Sequence[Drafts] = ()
+    """From which acceptance drafted tokens pay."""
+    drafts_by: str | None = None
+    """What the steps of `drafts` are priced by."""
     streamed: Streamed | None = None
     """How the model runs with --fast-memory. None: it fits, or does not run."""
     unpredicted: str | None = None
@@ -93,6 +99,8 @@ class ModelReport:
             "formats": [_fit_json(one) for one in self.fits],
             "command": self.command,
             "speeds": [asdict(one) for one in self.speeds],
+            "drafts": [asdict(one) for one in self.drafts],
+            "drafts_priced_by": self.drafts_by,
             "streamed": plan
             and {"fast_memory": plan.fast_memory, "tokens_per_second": plan.price.throughput},
             "notes": list(notes(self)),
@@ -146,6 +154,8 @@ def show(report: ModelReport) -> None:
     here = _here(report)
     if here:
         console.print(_pairs(report.machine or "this machine", here))
+    if report.drafts:
+        console.print(_drafts(report))
     for note in notes(report):
         colour = "red" if note.startswith(("not supported", "does not run")) else "yellow"
         console.print(f"[{colour}]{escape(note)}[/]", soft_wrap=True)
@@ -211,6 +221,31 @@ def _here(report: ModelReport) -> dict[str, str]:
         prompt, generate = lengths(report.context or 0)
         rows["predicted for"] = f"{prompt} prompt tokens and {generate} generated tokens a request"
     return rows
+
+
+def _drafts(report: ModelReport) -> Table:
+    """The acceptance from which drafts pay, by drafted tokens (rows) and requests (columns)."""
+    table = Table(
+        title="Acceptance from which drafted tokens pay (--speculative-config), and the price of their step "
+        f"beside one without. Priced by {report.drafts_by}: no step was measured",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    found = {(one.tokens, one.requests): one for one in report.drafts}
+    requests = sorted({one.requests for one in report.drafts})
+    table.add_column("drafted tokens")
+    for count in requests:
+        table.add_column("1 request" if count == 1 else f"{count} requests", justify="right")
+    for tokens in sorted({one.tokens for one in report.drafts}):
+        table.add_row(str(tokens), *(_pays(found.get((tokens, count))) for count in requests))
+    return table
+
+
+def _pays(one: Drafts | None) -> str:
+    if one is None:
+        return "not drafted"
+    return f"{'never' if one.acceptance is None else f'{one.acceptance:.2f}'} (x{one.price:.2f})"
 
 
 def _pairs(title: str, rows: dict[str, str]) -> Table:

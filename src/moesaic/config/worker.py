@@ -108,8 +108,8 @@ class SchedulerConfig:
     rounding."""
     speculative_config: str | None = None
     """Draft tokens and check several of them in a step, as JSON, such as {"method": "ngram",
-    "num_speculative_tokens": 4}. ngram also takes prompt_lookup_max and prompt_lookup_min. No answer changes.
-    None: one token of a request in a step."""
+    "num_speculative_tokens": 4}. ngram also takes prompt_lookup_max and prompt_lookup_min. mtp drafts 1 token
+    with the model's own layer for it. No answer changes. None: one token of a request in a step."""
 
 
 @dataclass(frozen=True)
@@ -311,10 +311,17 @@ class WorkerConfig:
 
     def _check_speculation(self, given: str) -> None:
         """Raises ConfigError for a wrong setting, and for what drafted tokens cannot go with."""
-        SpeculativeConfig.of(given)
+        chosen = SpeculativeConfig.of(given)
         for flag, other in (("--fast-memory", self.offload), ("--record-routing", self.record)):
             if other is not None:
                 raise ConfigError.field("--speculative-config", given, f"nothing with {flag}")
+        if chosen.method != "mtp":
+            return
+        ranks = self.parallel.tensor_parallel_size > 1
+        for why, given_too in (("--expert-servers", self.remote_experts), ("--tensor-parallel-size", ranks)):
+            if given_too:
+                allowed = f"ngram with {why}: only one process computes the layer of mtp"
+                raise ConfigError.field("--speculative-config: method", chosen.method, allowed)
 
     def to_json(self) -> str:
         """The settings as JSON, for the command line of a worker process."""

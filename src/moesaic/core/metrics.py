@@ -155,6 +155,8 @@ class SpeculationStats:
     """Drafted tokens that were right, as were all before them in their draft."""
     accepted_per_pos: tuple[int, ...] = ()
     """accepted_tokens by their place in the draft."""
+    prices: tuple[float, ...] = ()
+    """Prices of steps of 1, 2, .. rows, over that of one row. Of several workers it is the sum."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,26 @@ from typing import Any
 
 from moesaic.core.errors import ConfigError
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "mtp")
+OTHER_NAMES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
+"""Older names of methods."""
 MOST_DRAFTED = 32
 """Maximum of num_speculative_tokens."""
 LOOKUP = 5
 """prompt_lookup_max and prompt_lookup_min where neither is given."""
 FLAG = "--speculative-config"
+MOST_ROWS = 32
+"""Rows of a step, at most, when it checks drafts. Steps of so many rows are recorded. Larger ones are not,
+and drafts gained nothing there when they were measured."""
+REQUESTS = (1, 8, 16)
+"""Numbers of requests in a step for which it is said when drafts pay."""
+COUNTS = tuple(
+    (requests, tokens)
+    for requests in REQUESTS
+    for tokens in (1, 2, 4, 8)
+    if requests * (1 + tokens) <= MOST_ROWS
+)
+"""(requests in a step, drafted tokens of each) for which it is said when drafts pay."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +39,8 @@ class SpeculativeConfig:
     """
 
     method: str
-    """ngram: the tokens that followed the last ones where these stood before, in the prompt or the answer."""
+    """ngram: the tokens that followed the last ones where these stood before, in the prompt or the answer.
+    mtp: a token of the model's own layer for the token after the next one (multi-token prediction)."""
     num_speculative_tokens: int
     """Maximum number of drafted tokens of one request in a step."""
     prompt_lookup_max: int | None = None
@@ -34,6 +49,7 @@ class SpeculativeConfig:
     """Their minimum length. None: prompt_lookup_max, or else 5."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "method", OTHER_NAMES.get(str(self.method), self.method))
         if self.method not in METHODS:
             raise ConfigError.field(f"{FLAG}: method", self.method, ", ".join(METHODS))
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
@@ -42,10 +58,21 @@ class SpeculativeConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise ConfigError.field(f"{FLAG}: {name}", value, f"an integer from 1 to {most}")
+        if self.method == "mtp":
+            self._check_mtp()
         shortest, longest = self.lookup
         if shortest > longest:
             allowed = f"at most prompt_lookup_max, {longest}"
             raise ConfigError.field(f"{FLAG}: prompt_lookup_min", shortest, allowed)
+
+    def _check_mtp(self) -> None:
+        if self.num_speculative_tokens != 1:
+            raise ConfigError.field(
+                f"{FLAG}: num_speculative_tokens", self.num_speculative_tokens, "1 with mtp"
+            )
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                raise ConfigError.field(f"{FLAG}: {name}", getattr(self, name), "nothing with mtp")
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -80,3 +107,22 @@ class SpeculativeConfig:
             if name not in value:
                 raise ConfigError(f"{FLAG}: {name} is missing")
         return cls(**value)
+
+
+def break_even(price: float, drafted: int) -> float | None:
+    """The acceptance from which steps pay that check so many drafted tokens of each request. None: never.
+
+    acceptance: the probability a that a drafted token is right if those before it were. price: of such a
+    step over that of a step without drafts. Solves 1 + a + ... + a^drafted = price for a.
+
+    >>> round(break_even(1.75, 2), 2)
+    0.5
+    """
+    if price > 1 + drafted:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        reached = sum(middle**place for place in range(1 + drafted)) >= price
+        low, high = (low, middle) if reached else (middle, high)
+    return high

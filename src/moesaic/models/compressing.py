@@ -27,8 +27,9 @@ from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import fingerprint, fused
 from moesaic.models.checkpoint import INDEX, SINGLE, Progress
-from moesaic.models.files import INDEX_BYTES, PATTERNS, read_json
+from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.headers import COMPRESSED_ROWS, Headers
+from moesaic.models.hub import PATTERNS
 from moesaic.models.registry import expert_layout, quantised_type, read_spec
 
 PIECE = 2**21

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.text_config import text_of
-from moesaic.models import lookalikes
+from moesaic.models import hub, lookalikes
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 from moesaic.models.gguf.header import is_gguf as is_gguf
 from moesaic.models.gguf.hub import OnHub, on_hub
 from moesaic.models.gguf.model import Model as GgufModel
 
 DEMO = "demo"
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
-"""Files to download from a hub: weights as safetensors, never pickles or code."""
-IGNORED = ["*/*", "consolidated*"]
-"""Copies of the weights in other layouts, which some repositories have beside the one that is read."""
 MODEL = "a directory with config.json, a GGUF file, a hub id, demo, or HUB_ID:Q4_K_M for a GGUF file there"
 """What the name of a model can be."""
 WEIGHTS = (".safetensors", SUFFIX)
@@ -50,9 +44,9 @@ def resolve(model: str, revision: str | None = None) -> Path:
         )
     if model == DEMO:
         return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
-    path, hub = Path(model).expanduser(), on_hub(model)
-    if hub is not None and not path.exists():
-        return _gguf_from_hub(hub, model, revision)
+    path, file = Path(model).expanduser(), on_hub(model)
+    if file is not None and not path.exists():
+        return _gguf_from_hub(file, revision)
     if is_gguf(path) or path.is_dir():
         return gguf_at(path) or _checked(path, "no config.json in this directory")
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
@@ -110,85 +104,14 @@ def _checked(path: Path, problem: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with _hub_errors(model, revision):
-        path = snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
     why = f"no config.json in this repository; of one with GGUF files, name a file as {model}:Q4_K_M"
-    return _checked(Path(path), why)
+    return _checked(hub.download(model, revision, MODEL), why)
 
 
-def _gguf_from_hub(hub: OnHub, model: str, revision: str | None) -> Path:
+def _gguf_from_hub(file: OnHub, revision: str | None) -> Path:
     """A file that the cache has is not looked for on the hub."""
-    from huggingface_hub import HfApi, hf_hub_download
-
-    cached = _gguf_in_cache(hub, revision)
-    if cached is not None:
-        return GgufModel(cached).path
-    with _hub_errors(model, revision):
-        listed = HfApi().model_info(hub.repository, revision=revision).siblings or ()
-        names = hub.files({one.rfilename for one in listed})
-        found = [hf_hub_download(hub.repository, name, revision=revision) for name in names]
-    return GgufModel(Path(found[0])).path
-
-
-def _gguf_in_cache(hub: OnHub, revision: str | None) -> Path | None:
-    """Its first file in the local cache. None unless the cache has all of them."""
-    folder = _cached(hub.repository, revision)
-    if folder is None:
-        return None
-    names = {str(one.relative_to(folder)) for one in folder.rglob(f"*{SUFFIX}")}
-    try:
-        files = hub.files(names)
-    except ConfigError:
-        return None
-    return folder / files[0] if set(files) <= names else None
-
-
-def _cached(repository: str, revision: str | None) -> Path | None:
-    """What the local cache has of a repository."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-
-
-@contextmanager
-def _hub_errors(model: str, revision: str | None) -> Generator[None]:
-    """Turns the errors of the hub's library into ConfigError, in one line."""
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    out_of_reach = f"model: {model!r} is not in the local cache and the hub is out of reach"
-    network: Any = HfHubHTTPError.__bases__[0]  # the base of all errors of its HTTP library
-    try:
-        yield
-    except HFValidationError as error:
-        raise ConfigError.field("model", model, MODEL) from error
-    except GatedRepoError as error:
-        raise ConfigError(f"model: {model!r} is gated: accept its licence and log in to the hub") from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(f"model: {model!r} is neither a directory nor a model on the hub") from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"model: {model!r} has no revision {revision!r} on the hub") from error
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(out_of_reach) from error
-    except EntryNotFoundError as error:
-        raise CheckpointError(f"model: {model}: no config.json in this repository") from error
-    except HfHubHTTPError as error:
-        raise ConfigError(f"model: {model!r}: the hub answered {error.response.status_code}") from error
-    except (network, ConnectionError) as error:
-        raise ConfigError(out_of_reach) from error
+    found = hub.gguf_in_cache(file, revision) or hub.download_gguf(file, revision, MODEL)
+    return GgufModel(found).path
 
 
 @dataclass(frozen=True)
@@ -198,9 +121,17 @@ class Found:
     config: Path
     """Its config.json, or its GGUF file."""
     directory: Path | None = None
-    """The whole checkpoint: its directory or GGUF file. None: only small files are on this machine."""
+    """The whole checkpoint: its directory or GGUF file. A GGUF file on a hub has nothing but its header here.
+    None: only small files are on this machine."""
     files: Mapping[str, int] | None = None
     """The files of a model on the hub that would be downloaded, with their bytes."""
+    name: str | None = None
+    """The name of a model on the hub, which commands take."""
+
+    @property
+    def here(self) -> bool:
+        """Whether the weights are on this machine."""
+        return self.directory is not None and self.files is None
 
     def read(self) -> dict[str, Any]:
         """What its config.json says, or would say."""
@@ -222,20 +153,16 @@ def find(model: str, folder: Path, revision: str | None = None) -> Found:
     """Finds a model as `resolve` does, but does not download its weights. A path of a config.json is found,
     too.
 
-    folder: gets config.json and the index of tensors of a hub id that is not in the local cache. Raises
-    ConfigError in one line.
+    folder: gets config.json and the index of tensors of a hub id that is not in the local cache, or the
+    headers of its GGUF files. Raises ConfigError in one line.
     """
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".json":
         if revision is not None:
             raise ConfigError.field("--revision", revision, "none for a config.json, which has no other")
         return Found(path)
-    if (hub := on_hub(model)) is not None and not path.exists():
-        found = _gguf_in_cache(hub, revision)
-        if found is None:
-            allowed = "one in the local cache: a GGUF file on a hub is not examined before it is downloaded"
-            raise ConfigError.field("model", model, allowed)
-        return Found(found, found)
+    if (file := on_hub(model)) is not None and not path.exists():
+        return _gguf_on_hub(file, revision, folder)
     here = path.exists() or is_gguf(path)
     if model == DEMO or here or path.is_absolute() or model.startswith((".", "~")):
         found = resolve(model, revision)
@@ -243,12 +170,25 @@ def find(model: str, folder: Path, revision: str | None = None) -> Found:
     cached = _in_cache(model, revision)
     if cached is not None:
         return Found(cached / "config.json", cached)
-    return _small_files(model, revision, folder)
+    gguf = hub.only_gguf(model, revision, MODEL)
+    if gguf is not None:
+        return _gguf_on_hub(gguf, revision, folder)
+    files = hub.small_files(model, revision, folder, (INDEX, INDEX_BYTES), MODEL)
+    return Found(folder / "config.json", files=files, name=model)
+
+
+def _gguf_on_hub(file: OnHub, revision: str | None, folder: Path) -> Found:
+    cached = hub.gguf_in_cache(file, revision)
+    if cached is not None:
+        return Found(cached, cached, name=file.name)
+    files = hub.headers_of_gguf(file, revision, folder, MODEL)
+    found = folder / next(iter(files))
+    return Found(found, found, files, file.name)
 
 
 def _in_cache(model: str, revision: str | None) -> Path | None:
     """The directory of a hub id in the local cache. None unless it has all weights."""
-    path = _cached(model, revision)
+    path = hub.cached(model, revision)
     if path is None or not (path / "config.json").is_file():
         return None
     if (path / INDEX).is_file():
@@ -256,26 +196,6 @@ def _in_cache(model: str, revision: str | None) -> Path | None:
         shards = set(map(str, table.values())) if isinstance(table, dict) else set()
         return path if shards and all((path / shard).is_file() for shard in shards) else None
     return path if (path / SINGLE).is_file() else None
-
-
-def _small_files(model: str, revision: str | None, folder: Path) -> Found:
-    """Downloads config.json and the index of tensors into `folder`, and lists the other files."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.hf_api import RepoFile
-
-    with _hub_errors(model, revision):
-        config = hf_hub_download(model, "config.json", revision=revision, local_dir=folder)
-        tree = HfApi().list_repo_tree(model, revision=revision)
-        sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-        files = {name: size for name, size in sizes.items() if _wanted(name)}
-        if files.get(INDEX, INDEX_BYTES + 1) <= INDEX_BYTES:
-            hf_hub_download(model, INDEX, revision=revision, local_dir=folder)
-    return Found(Path(config), files=files)
-
-
-def _wanted(name: str) -> bool:
-    """Whether `resolve` downloads this file of a hub."""
-    return any(fnmatch(name, one) for one in PATTERNS) and not any(fnmatch(name, one) for one in IGNORED)
 
 
 def read_json(file: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:

@@ -13,9 +13,17 @@ from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
 from moesaic.models.grouped import GroupedQuery
 from moesaic.models.loader import read_heads
-from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, layers_after_dense, read
+from moesaic.models.shared_experts import (
+    UNUSED,
+    Config,
+    blocks,
+    expert_names,
+    layers_after_dense,
+    prediction_layer,
+    read,
+)
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+__all__ = ["UNUSED", "blocks", "expert_names", "parse", "prediction_layer"]
 DEFAULTS = {
     "first_k_dense_replace": 1,
     "intermediate_size": 10944,

@@ -13,6 +13,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
 from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
+from moesaic.models.prediction import PredictionLayer
 from moesaic.models.spec import ModelSpec
 
 
@@ -36,6 +37,8 @@ class Model:
     """Of embeddings, before the first block (Granite)."""
     centring: Centring | None = None
     """Before the final norm, where that subtracts the mean of a row (DBRX)."""
+    prediction: PredictionLayer | None = None
+    """Predicts the token after the next one. None: it is not loaded."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [n] -> hidden [n, h] float32."""
@@ -64,7 +67,8 @@ class Model:
         return sum(one.nbytes for one in self._weights())
 
     def _weights(self) -> list[Weight]:
-        parts = (self.embedding, self.blocks, self.final_norm, self.head, tuple(self.experts.values()))
+        routed = tuple(self.experts.values())
+        parts = (self.embedding, self.blocks, self.final_norm, self.head, routed, self.prediction)
         weights = [one for one in _walk(parts) if _has_numbers(one) or number_of(one) is torch.uint8]
         return list({(one.data_ptr(), one.shape): one for one in weights}.values())
 

@@ -18,7 +18,7 @@ from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models import fingerprint
+from moesaic.models import fingerprint, loading_prediction
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shown
@@ -76,6 +76,7 @@ def load(
     shard: Shard = WHOLE,
     mapped: bool = True,
     positions: int | None = None,
+    predicting: bool = False,
 ) -> Model:
     """Loads the model in a directory: with or without routed experts, and with all or one rank's heads.
 
@@ -86,12 +87,15 @@ def load(
     shard: with more than one rank, `output_projection` returns a partial sum, and the spec has the rank's
     heads.
     positions: maximum tokens of a request; None: the model's own maximum.
+    predicting: also load the layer that predicts the token after the next one.
 
-    Raises ConfigError for a shard that does not fit the model. Raises CheckpointError, naming it, for a key
-    or a tensor that is missing or not understood.
+    Raises ConfigError for a shard that does not fit the model, or a model without such a layer. Raises
+    CheckpointError, naming it, for a key or a tensor that is missing or not understood.
     """
     file, config = _parse(path)
     spec = shard.spec(config.spec)
+    if predicting:
+        loading_prediction.check(path, file, spec)
     checkpoint = Checkpoint(path, progress, mapped)
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
@@ -103,7 +107,10 @@ def load(
         blocks=tuple(file.blocks(config, loader)),
         experts=_experts(file, config, loader, with_experts),
     )
-    checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec), *(IMAGES if checkpoint.wrapped else ())))
+    if predicting:
+        model = loading_prediction.added(model, file, config, loader)
+    images = IMAGES if checkpoint.wrapped else ()
+    checkpoint.refuse_unread((*file.UNUSED, *loading_prediction.tensors(spec), *images))
     return model
 
 
@@ -183,7 +190,7 @@ def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) ->
     spec: ModelSpec = config.spec
     if claims is not None:
         _claim(file, config, claims)
-        claims.refuse_unread((*file.UNUSED, *_extra_layers(spec)))
+        claims.refuse_unread((*file.UNUSED, *loading_prediction.tensors(spec)))
     return spec
 
 
@@ -222,13 +229,6 @@ def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
     if stored not in DTYPES and kernels.packed and number is torch.bfloat16:
         return stored
     return str(number).removeprefix("torch.")
-
-
-def _extra_layers(spec: ModelSpec) -> list[str]:
-    """Patterns of the tensors of layers that are not loaded."""
-    first = spec.num_layers
-    extra = range(first, first + spec.extra_layers)
-    return [rf"(model\.layers|blk)\.{layer}\..*" for layer in extra]
 
 
 def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto") -> ExpertLayout:

@@ -14,6 +14,7 @@ from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.gates import load_gate
 from moesaic.models.layers import GatedMLP, TopKRouter
 from moesaic.models.loader import ExpertNames, Loader
+from moesaic.models.prediction import PredictionLayer
 from moesaic.models.rope import RopeConfig, RopeTable
 from moesaic.models.spec import NO_MULTIPLIERS, KVLayout, ModelSpec, Multipliers
 
@@ -184,14 +185,32 @@ def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
     if config.local_rope is not None and config.local_rope != config.rope:
         local = loader.rope_table(config.local_rope, config.attention.rotated, spec.max_position)
     return tuple(
-        _block(config, spec, loader, table if window is None else local, layer)
+        _block(config, loader, table if window is None else local, layer, layer in spec.moe_layers, window)
         for layer, window in enumerate(spec.sliding_windows)
     )
 
 
-def _block(config: Config, spec: ModelSpec, loader: Loader, table: RopeTable, layer: int) -> DecoderBlock:
+def prediction_layer(config: Config, loader: Loader) -> PredictionLayer:
+    """Loads the first layer after the others, which predicts the token after the next one. It has routed
+    experts."""
+    name, hidden, spec = f"model.layers.{config.num_layers}", config.hidden_size, config.spec
+    table = loader.rope_table(config.rope, config.attention.rotated, spec.max_position)
+    return PredictionLayer(
+        layer=config.num_layers,
+        kernels=loader.kernels,
+        epsilon=config.epsilon,
+        block=_block(config, loader, table, config.num_layers, True, None),
+        token_norm=loader.exact(f"{name}.enorm.weight", hidden),
+        hidden_norm=loader.exact(f"{name}.hnorm.weight", hidden),
+        projection=loader.matrix(f"{name}.eh_proj", hidden, 2 * hidden),
+        final_norm=loader.exact(f"{name}.shared_head.norm.weight", hidden),
+    )
+
+
+def _block(
+    config: Config, loader: Loader, table: RopeTable, layer: int, sparse: bool, window: int | None
+) -> DecoderBlock:
     name, hidden = f"model.layers.{layer}", config.hidden_size
-    sparse, window = layer in spec.moe_layers, spec.sliding_windows[layer]
     return DecoderBlock(
         kernels=loader.kernels,
         epsilon=config.epsilon,

@@ -71,12 +71,15 @@ class ModelSpec:
     states: StateSizes | None = None
     """Sizes of that state in one layer. None if no layer has one."""
     extra_layers: int = 0
-    """Layers of the files after the others, which predict several tokens at once. They are not loaded."""
+    """Layers of the files after the others, which predict several tokens at once. They are not loaded, but
+    for the first one where it drafts tokens."""
+    predicting: int = 0
+    """1 if that layer is loaded, else 0. Its keys and values are in the cache behind those of the others."""
 
     @property
     def kv_layers(self) -> int:
         """Layers that have keys and values in the KV cache."""
-        return self.num_layers - len(self.state_layers)
+        return self.num_layers - len(self.state_layers) + self.predicting
 
     def routed(self, origin: str) -> RoutedModel:
         """How recorded routing describes this model. origin: see `models.fingerprint.origin`."""

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from moesaic.core.errors import ConfigError
-from moesaic.models.files import INDEX, PATTERNS, read_json
+from moesaic.models.files import INDEX, read_json
+from moesaic.models.hub import PATTERNS
 from moesaic.quantizing.formats import Tensor
 
 RECORD = "quantize.json"

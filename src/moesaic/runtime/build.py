@@ -65,6 +65,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         observer=parts.observer,
         memory=parts.memory,
         constraints=constraints,
+        predictor=parts.predictor,
     )
     return Worker(
         context.connection,

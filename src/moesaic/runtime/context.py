@@ -20,6 +20,7 @@ from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.model_loading import LoadedModel, context_length
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.runtime.predicting import Predictor
 from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import StepRunner
@@ -86,3 +87,5 @@ class WorkerParts:
     """Name of their collective layout, for display."""
     speculation: Speculation = field(default_factory=Speculation)
     """Drafts tokens for the scheduler."""
+    predictor: Predictor | None = None
+    """Drafts tokens with a layer of the model after each step. None: it has no such layer, or need not."""

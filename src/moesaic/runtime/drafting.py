@@ -7,15 +7,21 @@ from dataclasses import replace
 from moesaic.config import WorkerConfig
 from moesaic.core.speculation import SpeculativeConfig
 from moesaic.models.model import Model
-from moesaic.policy.scheduling.drafters import Drafter, NgramDrafter
+from moesaic.policy.scheduling.drafters import Drafter, NgramDrafter, NoDrafter
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.policy.scheduling.step_prices import StepPrices, work_by_rows
 from moesaic.runtime.model_loading import LoadedModel
 
 
 def drafter_of(config: SpeculativeConfig) -> Drafter:
-    """The drafter that a method names."""
-    return NgramDrafter(*config.lookup)
+    """The drafter that a method names. With mtp steps draft tokens, so that no drafter is asked."""
+    return NoDrafter() if config.method == "mtp" else NgramDrafter(*config.lookup)
+
+
+def predicting(config: WorkerConfig) -> bool:
+    """Whether the model's own layer for the token after the next one drafts tokens."""
+    given = config.scheduler.speculative_config
+    return given is not None and SpeculativeConfig.of(given).method == "mtp"
 
 
 def with_room_for_drafts(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:

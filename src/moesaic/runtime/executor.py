@@ -31,6 +31,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepPlan,
 )
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.runtime.predicting import Predictor
 from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.sampling.checking import Sampled, joined, sample_step
 from moesaic.runtime.sampling.sampler import Sampler, not_finite, token_logprobs
@@ -69,12 +70,14 @@ class Executor:
         observer: WorkerObserver = UNOBSERVED,
         memory: LayerMemory | None = None,
         constraints: Constraints | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         """layerwise: for schedulers that run the model segment by segment.
 
         logit_rows: maximum number of rows whose logits are computed at once; None: all rows of a step.
         memory: in which the layer is looked up where numbers that are not finite began. constraints: of
-        structured outputs; None: no request has one.
+        structured outputs; None: no request has one. predictor: drafts tokens after each step; None: the
+        model drafts none.
         """
         self._model = model
         self._runner = runner
@@ -88,6 +91,7 @@ class Executor:
         self._observer = observer
         self._logit_rows = logit_rows
         self._memory = memory
+        self._predictor = predictor
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._events: list[Event] = []
         """Ends of runs that `progress` has not returned yet."""
@@ -210,8 +214,11 @@ class Executor:
             self._report_broken(plan, found)
             if found.logprobs:
                 self._logprobs[plan.step] = found.logprobs
+        proposed = None
+        if self._predictor is not None and plan.batch.num_rows:
+            proposed = self._predictor.propose(plan, result, found)
         self._observer.sampled(len(found.tokens))
-        return StepDone(plan.step, found.tokens, found.counts)
+        return StepDone(plan.step, found.tokens, found.counts, proposed)
 
     def _sample(self, plan: StepPlan, result: StepResult) -> Sampled:
         """The next tokens of each sampled sequence, and their log-probabilities."""

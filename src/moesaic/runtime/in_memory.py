@@ -30,7 +30,7 @@ from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.drafting import speculation_of, with_room_for_drafts
+from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -39,6 +39,7 @@ from moesaic.runtime.model_loading import (
     load_model,
 )
 from moesaic.runtime.observer import WorkerObserver
+from moesaic.runtime.predicting import Predictor
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
@@ -61,8 +62,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     config, limits = context.config, context.limits  # both are checked before weights are read
     _check(config)
     layout = announce_layout(context) if config.remote_experts else None
-    loaded = load_model(config.model, context.progress, layout, config.most_threads)
-    loaded = with_room_for_drafts(loaded, config)
+    loaded = _load(context, layout)
     kv_dtype = kv_type(config.cache, loaded)
     size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
     if layout is not None:
@@ -82,6 +82,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         recorder=recorder(config, loaded.model.spec, context.routing),
         observer=observer_of(config.trace, context.clock),
         speculation=speculation,
+        predictor=_predictor(stages, experts),
     )
 
 
@@ -117,6 +118,13 @@ def with_servers(
         elsewhere=layout,
         speculation=speculation,
     )
+
+
+def _load(context: WorkerContext, layout: ExpertLayout | None) -> LoadedModel:
+    config, progress = context.config, context.progress
+    drafts = predicting(config)
+    loaded = load_model(config.model, progress, layout, config.most_threads, predicting=drafts)
+    return with_room_for_drafts(loaded, config)
 
 
 def _paced(
@@ -162,6 +170,11 @@ def _stages(
     partial, top_k = config.scheduler.combine == "partial", 0 if layout is None else layout.top_k
     combine = Combine(partial, config.scheduler.max_num_batched_tokens, top_k, device)
     return BlockStages(loaded.model, memory, block_size, device, combine, shared)
+
+
+def _predictor(stages: BlockStages, experts: RoutedExperts) -> Predictor | None:
+    layer = stages.model.prediction
+    return None if layer is None else Predictor(layer, stages, experts)
 
 
 def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts) -> SegmentRunner:

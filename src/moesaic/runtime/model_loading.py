@@ -41,12 +41,14 @@ def load_model(
     most_threads: int | None = None,
     shard: Shard = WHOLE,
     own_memory: bool = False,
+    predicting: bool = False,
 ) -> LoadedModel:
     """Read the checkpoint onto the device that `config` names.
 
     elsewhere: routed experts that are not read. most_threads: this process's share of the cores. shard: the
     attention heads that are read. own_memory: copy the files instead of mapping them, and return freed memory
-    to the system, since memory is short.
+    to the system, since memory is short. predicting: also read the layer that predicts the token after the
+    next one.
     """
     (return_freed_memory if own_memory else keep_freed_memory)()
     device = device_of(config)
@@ -64,6 +66,7 @@ def load_model(
         shard,
         mapped,
         config.max_model_len,
+        predicting,
     )
     num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())

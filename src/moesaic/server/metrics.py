@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 from moesaic.core import messages
 from moesaic.core.metrics import BlockStats, GroupStats, SpeculationStats, StateStats
 from moesaic.core.request import FinishReason, RequestOutput
+from moesaic.core.speculation import COUNTS, break_even
 from moesaic.engine import EngineStats
 
 TOKEN_SECONDS = (
@@ -223,7 +225,7 @@ class EngineCollector(Collector):
             family.add_metric([self._model_name, state], count)
         return family
 
-    def _speculation(self, counts: SpeculationStats) -> Iterator[CounterMetricFamily]:
+    def _speculation(self, counts: SpeculationStats) -> Iterator[Metric]:
         """Metrics of drafted tokens. They are 0 where none are drafted."""
         for name, text, value in (
             ("num_drafts", "Checks of one request's drafted tokens.", counts.drafts),
@@ -237,6 +239,18 @@ class EngineCollector(Collector):
         for position, value in enumerate(counts.accepted_per_pos):
             family.add_metric([self._model_name, str(position)], value)
         yield family
+        yield self._break_even(counts)
+
+    def _break_even(self, counts: SpeculationStats) -> GaugeMetricFamily:
+        text = "Acceptance from which drafts pay, priced by the steps measured so far. +Inf: never."
+        labels, prices = ["model_name", "requests", "tokens"], counts.prices
+        family = GaugeMetricFamily("moesaic:spec_decode_break_even_acceptance", text, labels=labels)
+        for requests, tokens in COUNTS if prices else ():
+            if tokens <= len(counts.accepted_per_pos):
+                pays = break_even(prices[requests * (1 + tokens) - 1] / prices[requests - 1], tokens)
+                value = math.inf if pays is None else pays
+                family.add_metric([self._model_name, str(requests), str(tokens)], value)
+        return family
 
     def _group(self, group: GroupStats) -> Iterator[CounterMetricFamily]:
         """Metrics of a worker that is a group of ranks. They are 0 for other workers."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.support.toy_model import STOP_TOKEN, request
 
 from moesaic.core.metrics import SpeculationStats
+from moesaic.core.speculation import MOST_ROWS, break_even
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.acceptance import FIRST_WAIT, LAST_WAIT, SOON, Acceptance
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence
-from moesaic.policy.scheduling.speculation import MOST_ROWS, TRIALS_APART, Speculation, break_even
+from moesaic.policy.scheduling.speculation import TRIALS_APART, Speculation
 from moesaic.policy.scheduling.step_prices import StepPrices
 
 FREE = StepPrices(lambda rows: 1.0)
@@ -132,7 +135,7 @@ def test_counts() -> None:
         subject.draft([one], 99, blocks, 0)
         subject.checked(one, accepted)
     subject.checked(sequences(1, KVBlocks(9, 2))[0], 0)  # one without a draft
-    assert subject.stats() == SpeculationStats(3, 9, 4, (2, 1, 1))
+    assert replace(subject.stats(), prices=()) == SpeculationStats(3, 9, 4, (2, 1, 1))
     assert Speculation().stats() == SpeculationStats()
 
 
@@ -146,15 +149,32 @@ def test_acceptance_forgets() -> None:
     assert subject.rate > 0.99
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 4), (8, 2)])
-def test_at_break_even_a_step_gives_as_many_tokens_for_its_price(rows: int, tokens: int) -> None:
-    prices = StepPrices(lambda rows: 1 + 0.4 * rows)
-    acceptance = break_even(prices, rows, tokens)
+@pytest.mark.parametrize(("price", "tokens"), [(1.3, 1), (2.1, 4), (2.9, 2)])
+def test_at_break_even_a_step_gives_as_many_tokens_for_its_price(price: float, tokens: int) -> None:
+    acceptance = break_even(price, tokens)
     assert acceptance is not None
-    gained = sum(acceptance**place for place in range(1 + tokens))
-    assert gained / prices.price(rows * (1 + tokens)) == pytest.approx(1 / prices.price(rows))
-    assert break_even(StepPrices(lambda rows: float(rows**2)), rows, tokens) is None
-    assert break_even(FREE, rows, tokens) == pytest.approx(0.0, abs=1e-6)
+    assert sum(acceptance**place for place in range(1 + tokens)) == pytest.approx(price)
+    assert break_even(1.01 + tokens, tokens) is None
+    assert break_even(1.0, tokens) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_tokens_that_the_model_proposes_are_drafted() -> None:
+    blocks = KVBlocks(400, 2)
+    found = sequences(2, blocks)
+    found[0].proposed = [7]
+    Speculation(None, 1, FREE).draft(found, 99, blocks, 0)
+    assert [one.drafted for one in found] == [[7], []]
+
+
+def test_its_prices_are_reported() -> None:
+    prices = StepPrices(lambda rows: 100.0 * (1 + rows))
+    subject = Speculation(Counting(), 4, prices)
+    assert subject.stats().prices == tuple((1 + rows) / 2 for rows in range(1, MOST_ROWS + 1))
+    for _ in range(9):
+        subject.measured(1, 0.1)
+        subject.measured(2, 0.2)
+    assert subject.stats().prices[1] == pytest.approx(2.0)
+    assert Speculation().stats().prices == ()
 
 
 def test_tries_are_apart_where_requests_are_many() -> None:

@@ -125,6 +125,20 @@ def _bytes(file: Path, begin: int, end: int) -> bytes:
     return data
 
 
+def length(beginning: bytes, size: int) -> int:
+    """How many bytes the header of a file takes, whose first bytes are `beginning`. size: of the whole file.
+
+    If the header is longer than `beginning`, the answer is the least that it can take, and more than
+    `beginning` has. Raises ValueError for a file that is damaged, as `read` does.
+    """
+    cursor = _Cursor(beginning, size)
+    try:
+        _header(cursor)
+    except _Longer as error:
+        return error.least
+    return cursor.at
+
+
 @lru_cache(maxsize=64)
 def _read(file: Path, *_stamp: int) -> Header:
     with file.open("rb") as opened:
@@ -132,21 +146,32 @@ def _read(file: Path, *_stamp: int) -> Header:
             raise CheckpointError(f"{file}: not a GGUF file (it is empty)")
         with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             try:
-                return _header(_Cursor(mapped))
+                return _header(_Cursor(mapped, len(mapped)))
             except (struct.error, ValueError) as error:
                 raise CheckpointError(f"{file}: {error}") from error
 
 
-class _Cursor:
-    """Reads a file from its beginning. Raises ValueError at its end."""
+class _Longer(Exception):
+    """The header does not end in the bytes that are here. least: how many bytes of the file it takes."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+
+class _Cursor:
+    """Reads a file from its beginning. Raises ValueError at the file's end, and _Longer at that of `data`."""
+
+    def __init__(self, data: mmap.mmap | bytes, size: int) -> None:
+        """data: the file, or its beginning. size: bytes of the whole file."""
         self.data = data
+        self.size = size
         self.at = 0
 
     def take(self, size: int) -> bytes:
+        if size > self.size - self.at:
+            raise ValueError(f"{_DAMAGED}: {size} bytes at {self.at} of {self.size}")
         if size > len(self.data) - self.at:
-            raise ValueError(f"{_DAMAGED}: {size} bytes at {self.at} of {len(self.data)}")
+            raise _Longer(self.at + size)
         found = self.data[self.at : self.at + size]
         self.at += size
         return found
@@ -163,11 +188,18 @@ class _Cursor:
 
     def texts(self, count: int) -> Texts:
         """Skips that many texts."""
-        begin, at, end = self.at, self.at, len(self.data)
+        begin, at, here = self.at, self.at, len(self.data)
+        if 8 * count > self.size - begin:
+            raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {begin} of {self.size}")
         for _ in range(count):
-            at += 8 + int.from_bytes(self.data[at : at + 8], "little")
-            if at > end:
-                raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {begin} of {end}")
+            end = at + 8
+            if end <= here:
+                end += int.from_bytes(self.data[at:end], "little")
+            if end > self.size:
+                raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {begin} of {self.size}")
+            if end > here:
+                raise _Longer(end)
+            at = end
         self.at = at
         return Texts(begin, at, count)
 
@@ -213,7 +245,7 @@ def _header(cursor: _Cursor) -> Header:
     for name, kind, shape, offset in entries:
         if name in found:
             raise ValueError(f"{_DAMAGED}: two tensors {shown(name)}")
-        found[name] = _placed(name, kind, shape, begin + offset, len(cursor.data), alignment)
+        found[name] = _placed(name, kind, shape, begin + offset, cursor.size, alignment)
     return Header(metadata, found)
 
 

@@ -22,7 +22,12 @@ class OnHub:
 
     repository: str
     wanted: str
-    """Its name, or a word in it that is like Q4_K_M."""
+    """Its name, or a word in it that is like Q4_K_M. Empty: the only model of the repository."""
+
+    @property
+    def name(self) -> str:
+        """How a model is called that is this file."""
+        return f"{self.repository}:{self.wanted}"
 
     def files(self, names: Collection[str]) -> list[str]:
         """The files of the model in order, of all files of the repository.
@@ -34,16 +39,17 @@ class OnHub:
         if len(found) != 1:
             which = found if found else every
             listed = ", ".join(which[:SHOWN]) + (", .." if len(which) > SHOWN else "")
-            allowed = f"one of its files: {listed}" if which else "a repository with GGUF files"
-            raise ConfigError.field("model", f"{self.repository}:{self.wanted}", allowed)
+            how = "" if self.wanted else f" as {self.repository}:FILE"
+            allowed = f"one of its files{how}: {listed}" if which else "a repository with GGUF files"
+            raise ConfigError.field("model", self.name if self.wanted else self.repository, allowed)
         split = SPLIT.fullmatch(found[0])
         if split is None:
             return found
         return [f"{split[1]}-{each:05}-of-{split[3]}{SUFFIX}" for each in range(1, int(split[3]) + 1)]
 
     def _fits(self, name: str) -> bool:
-        if self.wanted.endswith(SUFFIX):
-            return name == self.wanted
+        if not self.wanted or self.wanted.endswith(SUFFIX):
+            return self.wanted in ("", name)
         split = SPLIT.fullmatch(name)
         stem = name.removesuffix(SUFFIX) if split is None else split[1]
         word = rf"(?:^|.*[-._/]){re.escape(self.wanted)}(?:[-./].*)?"

@@ -40,6 +40,7 @@ class Sequence:
         "num_computed",
         "num_prompt",
         "num_scored",
+        "proposed",
         "request",
         "request_id",
         "stage",
@@ -70,6 +71,8 @@ class Sequence:
         self.waiting_since = now
         self.drafted: list[int] = []
         """Tokens that may follow, which the step under way checks. They belong to `tokens` once accepted."""
+        self.proposed: list[int] = []
+        """Tokens that may follow by the model's own prediction. They are of the last step that sampled."""
         self.acceptance: Acceptance | None = None
         """Of its drafted tokens. None before the first draft."""
 
@@ -92,6 +95,10 @@ class Sequence:
         known = self.tokens.array[start : start + count]
         behind = self.drafted[: count - len(known)]
         return np.concatenate([known, np.array(behind, dtype=np.int64)]) if behind else known
+
+    def token_at(self, position: int) -> int:
+        """The token at a position; NO_TOKEN behind the newest one."""
+        return int(self.tokens.array[position]) if position < len(self.tokens) else NO_TOKEN
 
     @property
     def generated(self) -> list[int]:

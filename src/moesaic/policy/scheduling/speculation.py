@@ -18,20 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.core.metrics import SpeculationStats
+from moesaic.core.speculation import MOST_ROWS, REQUESTS, break_even
 from moesaic.policy.scheduling.acceptance import SLOW_FADE, Acceptance
 from moesaic.policy.scheduling.drafters import Drafter, NoDrafter
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence
 from moesaic.policy.scheduling.step_prices import REFRESH, StepPrices
 
-MOST_ROWS = 32
-"""Rows of a step, at most, when it checks drafts. Steps of so many rows are recorded. Larger ones are not,
-and drafts gained nothing there when they were measured."""
 TRIALS_APART = 8
 """Steps between two drafts that are only tried, with so many requests or more. Fewer requests have as many
 steps between."""
-REPORTED = (1, 8, 16)
-"""Numbers of requests for which `Speculation.described` says when drafts pay."""
 MARGIN = 1.1
 """Factor by which drafts must raise the tokens of a step over its price."""
 
@@ -61,10 +57,10 @@ class Speculation:
         """From which acceptance drafts pay, by the prices so far. Empty where nothing is drafted."""
         if not self._most:
             return ""
-        parts = []
-        for rows in REPORTED:
+        parts, price = [], self._prices.price
+        for rows in REQUESTS:
             most = min(self._most, MOST_ROWS // rows - 1)
-            first, last = (break_even(self._prices, rows, drafted) for drafted in (1, most))
+            first, last = (break_even(price(rows * (1 + each)) / price(rows), each) for each in (1, most))
             ends = ["never" if end is None else f"{end:.2f}" for end in (first, last)]
             parts.append(f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} at {rows}")
         tokens = "1 token" if self._most == 1 else f"1 to {self._most} tokens"
@@ -73,7 +69,11 @@ class Speculation:
     def stats(self) -> SpeculationStats:
         """Counts of drafts so far."""
         counts = self._counts
-        return SpeculationStats(counts.drafts, counts.drafted, counts.accepted, tuple(counts.positions))
+        prices = self._prices.now(MOST_ROWS)[1:] if self._most else np.zeros(0)
+        ratios = tuple((prices / prices[:1]).tolist())
+        return SpeculationStats(
+            counts.drafts, counts.drafted, counts.accepted, tuple(counts.positions), ratios
+        )
 
     def measured(self, rows: int, seconds: float) -> None:
         """A step whose rows were only new and drafted tokens took so long."""
@@ -92,7 +92,8 @@ class Speculation:
             if not most:
                 self._of(sequence).waited += 1
                 continue
-            proposed = self._drafter.propose(sequence.tokens.array, most)[:most]
+            proposed = sequence.proposed or self._drafter.propose(sequence.tokens.array, most)
+            proposed = proposed[:most]
             stops = (place for place, token in enumerate(proposed) if token in sequence.stop_ids)
             wanted = next(stops, len(proposed))  # behind the end of an answer there is nothing to draft
             fit = blocks.reserve(sequence.request_id, sequence.num_tokens, wanted, spare)
@@ -187,19 +188,3 @@ class _Counts:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
-
-
-def break_even(prices: StepPrices, rows: int, drafted: int) -> float | None:
-    """The acceptance from which drafting pays: `rows` requests with `drafted` tokens each. None: never.
-
-    Solves (1 + a + ... + a^d) / price(rows (1 + d)) = 1 / price(rows) for a.
-    """
-    wanted = prices.price(rows * (1 + drafted)) / prices.price(rows)
-    if wanted > 1 + drafted:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        reached = sum(middle**place for place in range(1 + drafted)) >= wanted
-        low, high = (low, middle) if reached else (middle, high)
-    return high

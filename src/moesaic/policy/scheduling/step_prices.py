@@ -93,12 +93,19 @@ class StepPrices:
         machine.
         """
         if len(self._table) <= last:
-            prices = [self.price(1), self.price(1)]  # that of no rows is never read
-            for rows in range(2, last + 1):
-                least = prices[-1] * (self._prior(rows) / self._prior(rows - 1)) ** LEAST_GROWTH
-                prices.append(max(self.price(rows), least))
-            self._table = np.array(prices)
+            self._table = self.now(last)
         return self._table[first : last + 1]
+
+    def now(self, last: int) -> FloatArray:
+        """[last + 1] the prices of 0 to `last` rows as `table` would have them if it were made now.
+
+        That of no rows means nothing.
+        """
+        prices = [self.price(1), self.price(1)]
+        for rows in range(2, last + 1):
+            least = prices[-1] * (self._prior(rows) / self._prior(rows - 1)) ** LEAST_GROWTH
+            prices.append(max(self.price(rows), least))
+        return np.array(prices)
 
     def _factor(self, rows: int) -> float:
         if not self._rows:

@@ -35,7 +35,8 @@ class EagerRunner:
         token_ids = torch.from_numpy(batch.token_ids).to(device)
         every = yield from self.stages.run(token_ids, positions, attention, hidden, first)
         wanted = every.hidden[torch.from_numpy(batch.logit_rows).to(device)]
-        return StepResult(wanted, expert_ids=every.expert_ids)
+        kept = None if self.stages.model.prediction is None else every.hidden
+        return StepResult(wanted, expert_ids=every.expert_ids, rows=kept)
 
     def _no_rows(self) -> StepGenerator:
         """Servers that wait for the rows of every worker wait for this worker's empty requests too."""

@@ -27,6 +27,9 @@ class StepResult:
     """[m, V] float32 logits of `hidden`. None: the step did not compute them."""
     expert_ids: ChosenExperts = ()
     """Expert ids of all rows; empty where the runner does not keep them."""
+    rows: torch.Tensor | None = None
+    """[n, h] as `hidden`, of all rows, where the model has a layer that goes on from them. None: the rows of
+    `hidden` are all rows, or nothing needs them."""
 
 
 class Combine:

@@ -51,6 +51,8 @@ class StepDone:
     counts: IntArray | None = None
     """[p] how many of the tokens each entry has: its drafted tokens up to the first wrong one, and one more.
     None: one each."""
+    proposed: IntArray | None = None
+    """[p] the token that may follow the new ones of each entry. None: the model proposes none."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class StepPlan:
     drafted: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[p] how many of the last rows of each entry of `sampled` are drafted tokens. The row before them is
     that of its newest token. Empty if no entry has any."""
+    following: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[s] the token after the last row of each sequence; NO_TOKEN where it is to be sampled."""
 
     @property
     def sample_rows(self) -> IntArray:

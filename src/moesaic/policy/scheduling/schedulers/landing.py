@@ -17,6 +17,9 @@ def land(plan: StepPlan, chunks: Ordered[Chunk], done: StepDone, batching: Conti
     """
     emit = Emit([], [], [], [], plan.step)
     fresh = _new_tokens(plan, done)
+    if done.proposed is not None:
+        for index, token in zip(plan.sampled.tolist(), done.proposed.tolist(), strict=True):
+            chunks[index][0].proposed = [token]
     for index, (sequence, rows) in enumerate(chunks):
         first, tokens = fresh.get(index, (0, []))
         accepted = max(0, len(tokens) - 1)

@@ -44,7 +44,8 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     request_ids = _ints([sequence.request_id for sequence in sequences])
     epochs = _ints([sequence.epoch for sequence in sequences])
     drafted = drafted if drafted.any() else drafted[:0]
-    return StepPlan(step, batch, request_ids, epochs, sampled, scored, drafted)
+    following = _ints([sequence.token_at(end) for sequence, end in zip(sequences, newest, strict=True)])
+    return StepPlan(step, batch, request_ids, epochs, sampled, scored, drafted, following)
 
 
 def _nothing(step: int) -> StepPlan:
