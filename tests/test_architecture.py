@@ -160,6 +160,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "httpx": ("client",),
     "rich": ("commands", "bench", "batch"),
     "cyclopts": ("cli", "commands"),
+    "yaml": ("commands.yaml_settings",),
     "llguidance": ("structured",),
 }
 """Foreign library -> the only places that import it."""
@@ -179,6 +180,7 @@ LATE_IMPORTS = {
     "cli": "what a command does is imported when it is called, so that --help answers at once",
     "commands.plan": "only --hardware this needs torch, which takes seconds to import",
     "commands.place": "only --model needs torch, which takes seconds to import",
+    "commands.settings": "only --config needs PyYAML",
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.files": "the hub's library is needed for hub ids only and takes a second to import",

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -30,6 +31,7 @@ from moesaic.commands.options import (
     Scale,
     ShowProfile,
 )
+from moesaic.commands.settings import COMMANDS, Settings
 from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
     CacheConfig,
@@ -48,6 +50,7 @@ from moesaic.config import (
     api_key,
     resolve_server,
 )
+from moesaic.config import settings as variables
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.profiling.options import ProfileOptions
 from moesaic.quantizing.options import QuantizeOptions
@@ -70,6 +73,15 @@ class Output:
     """Print JSON, for other programs."""
     debug: Annotated[bool, Parameter(negative="")] = False
     """Print a traceback with an error."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """Where a command's settings come from, beside its command line."""
+
+    config: Path | None = None
+    """YAML file of settings, with flags as keys, such as `max-num-seqs: 8`. Every flag is also a variable,
+    such as MOESAIC_MAX_NUM_SEQS. The command line takes precedence over variables, and they over the file."""
 
 
 app = App(
@@ -109,6 +121,7 @@ def serve(
     connections: Annotated[ConnectionConfig, FLAT] = ConnectionConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     record: Annotated[RecordConfig, FLAT] = RecordConfig(),
+    file: Annotated[ConfigFile, FLAT] = ConfigFile(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API.
@@ -155,6 +168,7 @@ def run_batch(
     parallel: Annotated[ParallelConfig, FLAT] = ParallelConfig(),
     offload: Annotated[OffloadConfig, FLAT] = OffloadConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
+    file: Annotated[ConfigFile, FLAT] = ConfigFile(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Answer a file of OpenAI batch lines: run-batch -i in.jsonl -o out.jsonl --model MODEL.
@@ -337,14 +351,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything = HELP_ALL in given
     app.help_formatter = GroupedFlags(SHORT, everything)
     given = ["--help" if word == HELP_ALL else word for word in given]
+    settings = Settings(variables(), app, _say)
+    for name in COMMANDS:
+        app[name].config = settings
     try:
-        code = int(app(given, exit_on_error=False, print_error=False, result_action="return_value") or 0)
+        command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False)
+        if getattr(bound.arguments.get("output"), "debug", False):
+            given = [*given, "--debug"]  # from a variable or a file
+        taken = settings.line()
+        if taken is not None:
+            _say(taken)
+        code = int(command(*bound.args, **bound.kwargs) or 0)
         sys.stdout.flush()
         return code
     except CycloptsError as error:
         return _fail(one_line(error, app), 2, given)
     except ConfigError as error:
-        return _fail(str(error), 2, given)
+        return _fail(settings.named(str(error)), 2, given)
     except MoesaicError as error:
         return _fail(str(error), 1, given)
     except KeyboardInterrupt:
@@ -356,6 +379,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         streams.replace("stdout")  # what the old one still holds would fail again at exit
         return _fail(f"cannot write: {error.strerror}", 1, given)
+
+
+def _say(line: str) -> None:
+    print(f"moesaic: {line}", file=sys.stderr, flush=True)
 
 
 def _fail(message: str, code: int, arguments: Sequence[str]) -> int:

@@ -4,7 +4,15 @@ help."""
 from __future__ import annotations
 
 ESSENTIAL = (
-    *("--input-file", "--output-file", "--model", "--max-model-len", "--kv-cache-memory", "--max-num-seqs"),
+    *(
+        "--config",
+        "--input-file",
+        "--output-file",
+        "--model",
+        "--max-model-len",
+        "--kv-cache-memory",
+        "--max-num-seqs",
+    ),
     *("--threads", "--kernels", "--attention-workers", "--expert-servers", "--min-replicas"),
     *("--tensor-parallel-size", "--fast-memory", "--host", "--port", "--api-key", "--served-model-name"),
     *("--num-prompts", "--input-len", "--output-len", "--json"),
@@ -12,7 +20,7 @@ ESSENTIAL = (
 """What `--help` explains; `--help-all` explains every flag."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Files": ("--input-file", "--output-file", "--max-in-flight"),
+    "Files": ("--config", "--input-file", "--output-file", "--max-in-flight"),
     "Requests": (
         *("--num-prompts", "--input-len", "--output-len", "--random-range-ratio", "--mix", "--seed"),
     ),

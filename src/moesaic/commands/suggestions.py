@@ -47,6 +47,11 @@ def about(flag: str, command: Sequence[str], app: App) -> str:
     return f"Did you mean {meant}?" if meant in here else _of_others(meant, flags)
 
 
+def flags_of(commands: Sequence[str], app: App) -> frozenset[str]:
+    """Every flag of these commands of `app`."""
+    return frozenset().union(*(names for name in commands for _, names in _flags(app[name], (name,))))
+
+
 def _of_others(flag: str, flags: Mapping[tuple[str, ...], frozenset[str]]) -> str:
     """Which commands have `flag`."""
     found = [" ".join(command) for command, names in flags.items() if flag in names]

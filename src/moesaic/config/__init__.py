@@ -10,6 +10,7 @@ from moesaic.config.environment import (
     hub_cache,
     one_gpu,
     renderer_environment,
+    settings,
     worker_environment,
 )
 from moesaic.config.expert_server import ExpertServerConfig
@@ -75,5 +76,6 @@ __all__ = [
     "parse_bytes",
     "renderer_environment",
     "resolve_server",
+    "settings",
     "worker_environment",
 ]
