@@ -33,7 +33,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "collectives": ("core", "transport", "policy.placement.shuffle"),
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
-        *("config", "core", "kernels", "models", "policy.fleet.replicas", "policy.scheduling.microqueue"),
+        *("config", "core", "kernels", "logs", "models", "policy.fleet.replicas"),
+        "policy.scheduling.microqueue",
         *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),
         *("policy.scheduling.step_barrier", "trace", "transport"),
     ),
@@ -44,7 +45,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
         *("experts.observer", "experts.pacing", "experts.remote"),
-        *("kernels", "kvcache", "collectives", "models", "offload", "policy", "structured", "trace"),
+        *("kernels", "kvcache", "collectives", "logs", "models", "offload", "policy", "structured", "trace"),
         "transport",
     ),
     "cluster": (
@@ -66,12 +67,12 @@ EDGES: dict[str, tuple[str, ...]] = {
     "bad_words": ("core", "tokenizer"),
     # Workers are known through a transport only.
     # the tokens that an answer of a certain form may have: masks for a worker, a grammar for an engine
-    "structured": ("core", "tokenizer"),
+    "structured": ("core", "logs", "tokenizer"),
     "engine": (
         *("bad_words", "core", "detokenizer", "stop_strings", "structured.grammar", "tokenizer"),
         "transport.base",
     ),
-    "server": ("config", "core", "engine", "parsers", "structured.grammar"),
+    "server": ("config", "core", "engine", "logs", "parsers", "structured.grammar"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),
     # the stages of a worker's step, layer by layer, beside another implementation
@@ -99,6 +100,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "tokenizer"),
     ),
     "config": ("core",),
+    "logs": (),  # the form of log lines, and the request that they belong to
     "testing": ("core", "tokenizer"),
     # these join the rest: an engine and its worker, here or in another process, and the command line
     "launch": (
@@ -116,7 +118,18 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("quantizing.options", "trace.options"),
     ),
     "commands": (
-        *("", "batch", "bench", "client", "config", "core", "experts.join", "kernels.table", "launch"),
+        *(
+            "",
+            "batch",
+            "bench",
+            "client",
+            "config",
+            "core",
+            "experts.join",
+            "kernels.table",
+            "launch",
+            "logs",
+        ),
         *("cluster.numa", "models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
         "quantizing",

@@ -10,8 +10,7 @@ import errno
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -20,6 +19,7 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands import descriptors, streams
+from moesaic.commands.flags import FLAT, ConfigFile, Output
 from moesaic.commands.model_options import Doctor, Verify
 from moesaic.commands.options import (
     Compress,
@@ -38,6 +38,7 @@ from moesaic.config import (
     ClusterConfig,
     ConnectionConfig,
     CorsConfig,
+    LogConfig,
     ModelConfig,
     OffloadConfig,
     ParallelConfig,
@@ -56,33 +57,10 @@ from moesaic.profiling.options import ProfileOptions
 from moesaic.quantizing.options import QuantizeOptions
 from moesaic.trace.options import RecordConfig
 
-FLAT = Parameter(name="*")
-"""Makes the fields of a config flags without a prefix."""
-
 SHORT = {"-i": "--input-file", "-o": "--output-file"}
 """Short flags. They are replaced by the long ones before the command line is parsed."""
 HELP_ALL = "--help-all"
 """As --help, but every flag is explained."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """The output of a command."""
-
-    json: Annotated[bool, Parameter(negative="")] = False
-    """Print JSON, for other programs."""
-    debug: Annotated[bool, Parameter(negative="")] = False
-    """Print a traceback with an error."""
-
-
-@dataclass(frozen=True)
-class ConfigFile:
-    """Where a command's settings come from, beside its command line."""
-
-    config: Path | None = None
-    """YAML file of settings, with flags as keys, such as `max-num-seqs: 8`. Every flag is also a variable,
-    such as MOESAIC_MAX_NUM_SEQS. The command line takes precedence over variables, and they over the file."""
-
 
 app = App(
     name="moesaic",
@@ -121,6 +99,7 @@ def serve(
     connections: Annotated[ConnectionConfig, FLAT] = ConnectionConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     record: Annotated[RecordConfig, FLAT] = RecordConfig(),
+    log: Annotated[LogConfig, FLAT] = LogConfig(),
     file: Annotated[ConfigFile, FLAT] = ConfigFile(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
@@ -130,7 +109,9 @@ def serve(
     """
     from moesaic.commands import serve as command
 
-    worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace, queues=queues)
+    worker = WorkerConfig(
+        model, cache, scheduler, trace=tracing.trace, queues=queues, log_level=log.log_level
+    )
     return command.run(worker, cluster, resolve_server(server), connections, record, output.json, cors)
 
 
@@ -168,6 +149,7 @@ def run_batch(
     parallel: Annotated[ParallelConfig, FLAT] = ParallelConfig(),
     offload: Annotated[OffloadConfig, FLAT] = OffloadConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
+    log: Annotated[LogConfig, FLAT] = LogConfig(),
     file: Annotated[ConfigFile, FLAT] = ConfigFile(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
@@ -177,7 +159,7 @@ def run_batch(
     """
     from moesaic.commands import run_batch as command
 
-    worker = WorkerConfig(model, cache, scheduler, parallel, trace=tracing.trace)
+    worker = WorkerConfig(model, cache, scheduler, parallel, trace=tracing.trace, log_level=log.log_level)
     return command.run(options, worker, offload, output.json)
 
 

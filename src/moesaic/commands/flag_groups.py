@@ -67,7 +67,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Connections": (*("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),),
     "Observing": (
-        *("--access-log", "--trace", "--record-routing", "--record-routing-share"),
+        *(
+            "--log-level",
+            "--access-log",
+            "--disable-log-stats",
+            "--trace",
+            "--record-routing",
+            "--record-routing-share",
+        ),
         *("--record-routing-memory", "--json", "--debug"),
     ),
 }

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
+from moesaic import logs
 from moesaic.batch import lengths
 from moesaic.batch import run as batch
 from moesaic.batch.options import RunBatch
@@ -26,6 +27,7 @@ from moesaic.tokenizer import Tokenizer
 
 def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json: bool) -> int:
     """Answer the lines that have no result yet, and print a summary. Returns the exit code."""
+    logs.set_up("run-batch", worker.log_level)
     descriptors.prepare(worker.parallel.tensor_parallel_size)
     planned = None
     if offload.fast_memory is not None:

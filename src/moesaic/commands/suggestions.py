@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from cyclopts import App
 
 ELSEWHERE = {
-    **dict.fromkeys(
-        ("--log-level", "--uvicorn-log-level", "--enable-log-requests", "--verbose"), "--access-log"
-    ),
+    **dict.fromkeys(("--uvicorn-log-level", "--enable-log-requests"), "--access-log"),
+    **dict.fromkeys(("--verbose", "--log-verbosity"), "--log-level"),
     **dict.fromkeys(("--ctx-size", "--context-length", "--max-seq-len", "--session-len"), "--max-model-len"),
     **dict.fromkeys(("--max-running-requests", "--max-batch-size", "--parallel"), "--max-num-seqs"),
     **dict.fromkeys(

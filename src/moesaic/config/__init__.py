@@ -14,7 +14,7 @@ from moesaic.config.environment import (
     worker_environment,
 )
 from moesaic.config.expert_server import ExpertServerConfig
-from moesaic.config.server import ConnectionConfig, ServerConfig, TraceConfig, resolve_server
+from moesaic.config.server import ConnectionConfig, LogConfig, ServerConfig, TraceConfig, resolve_server
 from moesaic.config.values import (
     SMALL_MODEL,
     Align,
@@ -24,6 +24,7 @@ from moesaic.config.values import (
     Dtype,
     HostTransport,
     KernelName,
+    LogLevel,
     MoeCollectives,
     OffloadSchedule,
     QueuePolicyName,
@@ -55,6 +56,8 @@ __all__ = [
     "ExpertServerConfig",
     "HostTransport",
     "KernelName",
+    "LogConfig",
+    "LogLevel",
     "ModelConfig",
     "MoeCollectives",
     "OffloadConfig",
