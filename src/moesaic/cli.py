@@ -19,7 +19,8 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands import descriptors, streams
-from moesaic.commands.flags import FLAT, ConfigFile, Output
+from moesaic.commands.client_options import Chat
+from moesaic.commands.flags import FLAT, ConfigFile, Debug, Output
 from moesaic.commands.model_options import Doctor, Verify
 from moesaic.commands.options import (
     Compress,
@@ -161,6 +162,17 @@ def run_batch(
 
     worker = WorkerConfig(model, cache, scheduler, parallel, trace=tracing.trace, log_level=log.log_level)
     return command.run(options, worker, offload, output.json)
+
+
+@app.command
+def chat(options: Annotated[Chat, FLAT] = Chat(), *, output: Annotated[Debug, FLAT] = Debug()) -> int:
+    """Talk to a model in the terminal: chat MODEL, or chat URL for any OpenAI-compatible server.
+
+    Without a terminal the standard input is one message, and its answer is printed.
+    """
+    from moesaic.commands import chat as command
+
+    return command.run(replace(options, api_key=options.api_key or api_key()))
 
 
 @profile.default

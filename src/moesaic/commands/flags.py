@@ -13,6 +13,14 @@ FLAT = Parameter(name="*")
 
 
 @dataclass(frozen=True)
+class Debug:
+    """How a command fails."""
+
+    debug: Annotated[bool, Parameter(negative="")] = False
+    """Print a traceback with an error."""
+
+
+@dataclass(frozen=True)
 class Output:
     """The output of a command."""
 
