@@ -169,7 +169,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "starlette": ("server",),
     "uvicorn": ("server",),
     "pydantic": ("server",),
-    "prometheus_client": ("server",),
+    "prometheus_client": ("server", "commands.top_view"),
     "httpx": ("client",),
     "rich": ("commands", "bench", "batch"),
     "cyclopts": ("cli", "commands"),

@@ -19,7 +19,7 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands import descriptors, streams
-from moesaic.commands.client_options import Chat
+from moesaic.commands.client_options import Chat, Top
 from moesaic.commands.flags import FLAT, ConfigFile, Debug, Output
 from moesaic.commands.model_options import Doctor, Verify
 from moesaic.commands.options import (
@@ -173,6 +173,15 @@ def chat(options: Annotated[Chat, FLAT] = Chat(), *, output: Annotated[Debug, FL
     from moesaic.commands import chat as command
 
     return command.run(replace(options, api_key=options.api_key or api_key()))
+
+
+@app.command
+def top(options: Annotated[Top, FLAT] = Top(), *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Watch a running server: throughput, requests, KV cache, processes and failures. Ctrl-C ends."""
+    from moesaic.commands import top as command
+
+    given = options.api_key or admin_key() or api_key()
+    return command.run(replace(options, api_key=given), output.json)
 
 
 @profile.default

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from moesaic.config import check_threads
 from moesaic.config.values import at_least
@@ -55,3 +59,26 @@ class Chat:
     def url(self) -> str | None:
         """The server's URL. None for a model that is loaded here."""
         return self.target if self.target.startswith(URLS) else None
+
+
+@dataclass(frozen=True)
+class Top:
+    """Watch a running server."""
+
+    url: str = "http://127.0.0.1:8000"
+    """URL of the server."""
+    _: KW_ONLY
+    interval: float = 2.0
+    """Seconds between two views. Throughput and load are those of this time."""
+    once: Annotated[bool, Parameter(negative="")] = False
+    """Print one view after one interval, and end."""
+    api_key: str | None = None
+    """Key of the server, sent as `Authorization: Bearer KEY`. None: the value of MOESAIC_ADMIN_KEY or of
+    MOESAIC_API_KEY. A server without an API key on another address than loopback shows its processes only to
+    the admin key."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval < math.inf:
+            raise ConfigError.field("--interval", self.interval, "a positive number of seconds")
+        if not self.url.startswith(URLS):
+            raise ConfigError.field("--url", self.url, "an address such as http://127.0.0.1:8000")
