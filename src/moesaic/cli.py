@@ -77,6 +77,7 @@ bench = App(
     default_parameter=Parameter(consume_multiple=True),  # --goodput ttft:500 tpot:50
 )
 app.command(bench)
+app.register_install_completion_command(help="Install completion of commands and flags for your shell.")
 profile = App(
     name="profile",
     help="Record which experts tokens choose, and show what that says.",

@@ -71,6 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--log-level",
             "--access-log",
             "--disable-log-stats",
+            "--metrics-prefix",
             "--trace",
             "--record-routing",
             "--record-routing-share",

@@ -186,6 +186,7 @@ def _serve(
             body_seconds=limits.timeout_body,
             cors=cors,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
+            metrics_prefix=server.metrics_prefix,
         )
         try:
             logged = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}

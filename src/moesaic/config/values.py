@@ -22,6 +22,7 @@ KernelName = Literal[
     "auto", "avx512", "avx2", "portable", "avx512_bf16", "amx_bf16", "avx512_int8", "avx2_int8", "reference"
 ]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"]
+MetricsPrefix = Literal["moesaic:", "vllm:"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 HostTransport = Literal["shm", "socket"]
 """Transport between processes of one host."""
