@@ -33,7 +33,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "collectives": ("core", "transport", "policy.placement.shuffle"),
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
-        *("config", "core", "kernels", "models", "policy.fleet.replicas", "policy.scheduling.microqueue"),
+        *("config", "core", "kernels", "logs", "models", "policy.fleet.replicas"),
+        "policy.scheduling.microqueue",
         *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),
         *("policy.scheduling.step_barrier", "trace", "transport"),
     ),
@@ -44,7 +45,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
         *("experts.observer", "experts.pacing", "experts.remote"),
-        *("kernels", "kvcache", "collectives", "models", "offload", "policy", "structured", "trace"),
+        *("kernels", "kvcache", "collectives", "logs", "models", "offload", "policy", "structured", "trace"),
         "transport",
     ),
     "cluster": (
@@ -66,12 +67,12 @@ EDGES: dict[str, tuple[str, ...]] = {
     "bad_words": ("core", "tokenizer"),
     # Workers are known through a transport only.
     # the tokens that an answer of a certain form may have: masks for a worker, a grammar for an engine
-    "structured": ("core", "tokenizer"),
+    "structured": ("core", "logs", "tokenizer"),
     "engine": (
         *("bad_words", "core", "detokenizer", "stop_strings", "structured.grammar", "tokenizer"),
         "transport.base",
     ),
-    "server": ("config", "core", "engine", "parsers", "structured.grammar"),
+    "server": ("config", "core", "engine", "logs", "parsers", "structured.grammar"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),
     # the stages of a worker's step, layer by layer, beside another implementation
@@ -100,6 +101,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "tokenizer"),
     ),
     "config": ("core",),
+    "logs": (),  # the form of log lines, and the request that they belong to
     "testing": ("core", "tokenizer"),
     # these join the rest: an engine and its worker, here or in another process, and the command line
     "launch": (
@@ -117,7 +119,18 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("quantizing.options", "trace.options"),
     ),
     "commands": (
-        *("", "batch", "bench", "client", "config", "core", "experts.join", "kernels.table", "launch"),
+        *(
+            "",
+            "batch",
+            "bench",
+            "client",
+            "config",
+            "core",
+            "experts.join",
+            "kernels.table",
+            "launch",
+            "logs",
+        ),
         *("cluster.numa", "models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
         "quantizing",
@@ -157,10 +170,11 @@ HOMES: dict[str, tuple[str, ...]] = {
     "starlette": ("server",),
     "uvicorn": ("server",),
     "pydantic": ("server",),
-    "prometheus_client": ("server",),
+    "prometheus_client": ("server", "commands.top_view"),
     "httpx": ("client",),
     "rich": ("commands", "bench", "batch"),
     "cyclopts": ("cli", "commands"),
+    "yaml": ("commands.yaml_settings",),
     "llguidance": ("structured",),
 }
 """Foreign library -> the only places that import it."""
@@ -180,6 +194,8 @@ LATE_IMPORTS = {
     "cli": "what a command does is imported when it is called, so that --help answers at once",
     "commands.plan": "only --hardware this needs torch, which takes seconds to import",
     "commands.place": "only --model needs torch, which takes seconds to import",
+    "commands.chat": "a chat with a server elsewhere needs no server here; Python may lack readline",
+    "commands.settings": "only --config needs PyYAML",
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.hub": "the hub's library is needed for hub ids only and takes a second to import",

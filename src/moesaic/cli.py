@@ -10,7 +10,7 @@ import errno
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -19,6 +19,8 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands import descriptors, streams
+from moesaic.commands.client_options import Chat, Top
+from moesaic.commands.flags import FLAT, ConfigFile, Debug, Output
 from moesaic.commands.model_options import Doctor, Verify
 from moesaic.commands.options import (
     Compress,
@@ -30,12 +32,14 @@ from moesaic.commands.options import (
     Scale,
     ShowProfile,
 )
+from moesaic.commands.settings import COMMANDS, Settings
 from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
     CacheConfig,
     ClusterConfig,
     ConnectionConfig,
     CorsConfig,
+    LogConfig,
     ModelConfig,
     OffloadConfig,
     QueueConfig,
@@ -47,29 +51,16 @@ from moesaic.config import (
     api_key,
     resolve_server,
 )
+from moesaic.config import settings as variables
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.profiling.options import ProfileOptions
 from moesaic.quantizing.options import QuantizeOptions
 from moesaic.trace.options import RecordConfig
 
-FLAT = Parameter(name="*")
-"""Makes the fields of a config flags without a prefix."""
-
 SHORT = {"-i": "--input-file", "-o": "--output-file"}
 """Short flags. They are replaced by the long ones before the command line is parsed."""
 HELP_ALL = "--help-all"
 """As --help, but every flag is explained."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """The output of a command."""
-
-    json: Annotated[bool, Parameter(negative="")] = False
-    """Print JSON, for other programs."""
-    debug: Annotated[bool, Parameter(negative="")] = False
-    """Print a traceback with an error."""
-
 
 app = App(
     name="moesaic",
@@ -85,6 +76,7 @@ bench = App(
     default_parameter=Parameter(consume_multiple=True),  # --goodput ttft:500 tpot:50
 )
 app.command(bench)
+app.register_install_completion_command(help="Install completion of commands and flags for your shell.")
 profile = App(
     name="profile",
     help="Record which experts tokens choose, and show what that says.",
@@ -108,6 +100,8 @@ def serve(
     connections: Annotated[ConnectionConfig, FLAT] = ConnectionConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     record: Annotated[RecordConfig, FLAT] = RecordConfig(),
+    log: Annotated[LogConfig, FLAT] = LogConfig(),
+    file: Annotated[ConfigFile, FLAT] = ConfigFile(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API.
@@ -116,7 +110,9 @@ def serve(
     """
     from moesaic.commands import serve as command
 
-    worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace, queues=queues)
+    worker = WorkerConfig(
+        model, cache, scheduler, trace=tracing.trace, queues=queues, log_level=log.log_level
+    )
     return command.run(worker, cluster, resolve_server(server), connections, record, output.json, cors)
 
 
@@ -156,6 +152,8 @@ def run_batch(
     offload: Annotated[OffloadConfig, FLAT] = OffloadConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     record: Annotated[RecordConfig, FLAT] = RecordConfig(),
+    log: Annotated[LogConfig, FLAT] = LogConfig(),
+    file: Annotated[ConfigFile, FLAT] = ConfigFile(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Answer a file of OpenAI batch lines: run-batch -i in.jsonl -o out.jsonl --model MODEL, or --base-url of
@@ -168,12 +166,40 @@ def run_batch(
     if options.base_url is not None:
         settings = (model, cache, scheduler, queues, cluster, offload, tracing, record)
         return command.run_remote(
-            replace(options, api_key=options.api_key or api_key()), settings, output.json
+            replace(options, api_key=options.api_key or api_key()), settings, log.log_level, output.json
         )
     if model is None:
         raise ConfigError("--model: got nothing; allowed: a checkpoint, or --base-url of a running server")
-    worker = WorkerConfig(model, cache, scheduler, cluster.parallel, trace=tracing.trace, queues=queues)
+    worker = WorkerConfig(
+        model,
+        cache,
+        scheduler,
+        cluster.parallel,
+        trace=tracing.trace,
+        queues=queues,
+        log_level=log.log_level,
+    )
     return command.run(options, worker, cluster, offload, record, output.json)
+
+
+@app.command
+def chat(options: Annotated[Chat, FLAT] = Chat(), *, output: Annotated[Debug, FLAT] = Debug()) -> int:
+    """Talk to a model in the terminal: chat MODEL, or chat URL for any OpenAI-compatible server.
+
+    Without a terminal the standard input is one message, and its answer is printed.
+    """
+    from moesaic.commands import chat as command
+
+    return command.run(replace(options, api_key=options.api_key or api_key()))
+
+
+@app.command
+def top(options: Annotated[Top, FLAT] = Top(), *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Watch a running server: throughput, requests, KV cache, processes and failures. Ctrl-C ends."""
+    from moesaic.commands import top as command
+
+    given = options.api_key or admin_key() or api_key()
+    return command.run(replace(options, api_key=given), output.json)
 
 
 @profile.default
@@ -346,14 +372,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything = HELP_ALL in given
     app.help_formatter = GroupedFlags(SHORT, everything)
     given = ["--help" if word == HELP_ALL else word for word in given]
+    settings = Settings(variables(), app, _say)
+    for name in COMMANDS:
+        app[name].config = settings
     try:
-        code = int(app(given, exit_on_error=False, print_error=False, result_action="return_value") or 0)
+        command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False)
+        if getattr(bound.arguments.get("output"), "debug", False):
+            given = [*given, "--debug"]  # from a variable or a file
+        taken = settings.line()
+        if taken is not None:
+            _say(taken)
+        code = int(command(*bound.args, **bound.kwargs) or 0)
         sys.stdout.flush()
         return code
     except CycloptsError as error:
         return _fail(one_line(error, app), 2, given)
     except ConfigError as error:
-        return _fail(str(error), 2, given)
+        return _fail(settings.named(str(error)), 2, given)
     except MoesaicError as error:
         return _fail(str(error), 1, given)
     except KeyboardInterrupt:
@@ -365,6 +400,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         streams.replace("stdout")  # what the old one still holds would fail again at exit
         return _fail(f"cannot write: {error.strerror}", 1, given)
+
+
+def _say(line: str) -> None:
+    print(f"moesaic: {line}", file=sys.stderr, flush=True)
 
 
 def _fail(message: str, code: int, arguments: Sequence[str]) -> int:

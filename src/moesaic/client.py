@@ -6,9 +6,10 @@ socket.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +24,8 @@ _IN_PROCESS = "http://moesaic.invalid"
 
 _SHOWN = 300
 """Maximum number of characters of an answer that an error message repeats."""
+_LEAVING_SECONDS = 5.0
+"""Seconds in which an application in this process may end a call whose client has left."""
 
 
 class ApiError(MoesaicError):
@@ -53,6 +56,13 @@ class Chunk:
     finish_reason: str | None = None
     usage: Usage | None = None
     """Token counts so far; None if the event has none."""
+    reasoning: str = ""
+    """The part of `text` that is reasoning. The rest follows it."""
+
+    @property
+    def content(self) -> str:
+        """The part of `text` that is not reasoning."""
+        return self.text.removeprefix(self.reasoning)
 
 
 @dataclass(frozen=True)
@@ -170,8 +180,84 @@ class Client:
 def _transport(app: Callable[..., Any] | None, limits: httpx.Limits) -> httpx.AsyncBaseTransport:
     if app is None:
         return httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
-    # A bug in the application must give status 500 here too, as it does over a socket.
-    return httpx.ASGITransport(app, raise_app_exceptions=False)
+    return _AppTransport(app)
+
+
+class _AppTransport(httpx.AsyncBaseTransport):
+    """Calls an ASGI application in this process. Its answer arrives piece by piece, as over a socket.
+
+    httpx's own transport passes an answer on only when it is complete.
+    """
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self._app = app
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": request.method,
+            "headers": [(name.lower(), value) for name, value in request.headers.raw],
+            "scheme": request.url.scheme,
+            "path": request.url.path,
+            "raw_path": request.url.raw_path.partition(b"?")[0],
+            "query_string": request.url.query,
+            "root_path": "",
+            "server": (request.url.host, request.url.port),
+            "client": ("127.0.0.1", 0),
+        }
+        call = _AppCall(self._app, scope, await request.aread())
+        try:
+            status, headers = await call.head()
+        except BaseException:
+            await call.aclose()
+            raise
+        return httpx.Response(status, headers=headers, stream=call)
+
+
+class _AppCall(httpx.AsyncByteStream):
+    """One call of an ASGI application: the body of its answer. Closing it early is a client that leaves."""
+
+    def __init__(self, app: Callable[..., Any], scope: dict[str, Any], body: bytes) -> None:
+        self._request: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+        self._answer: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        """What the application sends. None: it has ended."""
+        self._left = asyncio.Event()
+        self._task = asyncio.create_task(self._run(app, scope))
+
+    async def head(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+        """Status and headers. An application that ends without them has a bug: status 500."""
+        message = await self._answer.get()
+        if message is None:
+            self._answer.put_nowait(None)  # there is no body, either
+        return (500, []) if message is None else (message["status"], list(message.get("headers", ())))
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        more = True
+        while more and (message := await self._answer.get()) is not None:
+            yield message.get("body", b"")
+            more = message.get("more_body", False)
+
+    async def aclose(self) -> None:
+        self._left.set()
+        await asyncio.wait([self._task], timeout=_LEAVING_SECONDS)
+        self._task.cancel()
+
+    async def _run(self, app: Callable[..., Any], scope: dict[str, Any]) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        finally:
+            self._answer.put_nowait(None)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._request:
+            return self._request.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self._answer.put_nowait(message)
 
 
 def _reply(response: httpx.Response) -> Reply:
@@ -211,8 +297,10 @@ def _chunk(data: str, now: float) -> Chunk:
         raise ApiError(200, _message(event))
     choice = (event.get("choices") or [{}])[0]
     delta = choice.get("delta") or {}
-    parts = (choice.get("text"), delta.get("reasoning_content"), delta.get("content"))
-    return Chunk(now, "".join(part for part in parts if part), choice.get("finish_reason"), _usage(event))
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    parts = (choice.get("text"), reasoning, delta.get("content"))
+    text = "".join(part for part in parts if part)
+    return Chunk(now, text, choice.get("finish_reason"), _usage(event), reasoning)
 
 
 def _usage(event: dict[str, Any]) -> Usage | None:

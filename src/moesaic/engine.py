@@ -118,11 +118,13 @@ class Engine:
         *,
         own_text: bool = False,
         kept: Collection[str] = (),
+        name: str = "",
     ) -> int:
         """Send a prompt to the worker. Returns the id that its outputs carry.
 
         own_text: the answer is a text of its own, as in a chat, and does not continue the prompt's text.
         kept: special tokens that are part of the text even where others are skipped.
+        name: the request's name in log lines.
         Raises RequestError, OverloadedError or EngineDeadError. In these cases nothing was sent.
         """
         info = self._require_worker()
@@ -147,6 +149,7 @@ class Engine:
                 eos_token_ids=self.eos_token_ids,
                 arrival=self._clock(),
                 grammar=grammar,
+                name=name,
             )
             self._next_id += 1
             before = () if own_text else prompt_token_ids

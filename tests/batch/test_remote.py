@@ -153,7 +153,6 @@ def test_the_key_is_sent_and_a_wrong_one_is_one_line(
         (["--base-url", "http://127.0.0.1:1", "--seed", "1"], "--seed: not allowed with --base-url"),
         (["--base-url", "http://127.0.0.1:1", "--expert-servers", "2"], "--expert-servers: not allowed"),
         (["--base-url", "http://127.0.0.1:1", "--fast-memory", "2GiB"], "--fast-memory: not allowed"),
-        (["--api-key", "x", "--model", "demo"], "--api-key: needs --base-url"),
         ([], "--model: got nothing; allowed: a checkpoint, or --base-url of a running server"),
         (["--model", "demo", "--fast-memory", "1GiB", "--expert-servers", "2"], "allowed: 0 with --fast-mem"),
     ],

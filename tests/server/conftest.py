@@ -144,7 +144,7 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
 
         def run() -> None:
             try:
-                serve(app, front, listener, limits=limits, log_level="error", access_log=False)
+                serve(app, front, listener, limits=limits)
             except EngineDeadError as error:
                 errors.append(error)
 

@@ -11,7 +11,7 @@ from moesaic.core.metrics import SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.core.speculation import MOST_ROWS
 from moesaic.engine import EngineStats
-from moesaic.server.metrics import Distribution, EngineCollector, Meter, registry_of
+from moesaic.server.metrics import OF_VLLM, Distribution, EngineCollector, Meter, registry_of
 
 QUIET = messages.Stats(WorkerStats())
 
@@ -78,6 +78,7 @@ def test_names_are_vllms_with_our_prefix() -> None:
             ),
             *("e2e_request_latency_seconds", "request_queue_time_seconds"),
             *("request_prefill_time_seconds", "request_decode_time_seconds"),
+            *("request_prompt_tokens", "request_generation_tokens"),
         )
     }
 
@@ -95,6 +96,28 @@ def test_break_even_is_that_of_the_prices() -> None:
         }
         assert list(found) == [("1", "1"), ("1", "2"), ("8", "1"), ("8", "2"), ("16", "1")]
         assert found["1", "1"] == pytest.approx(pays)
+
+
+def test_with_vllms_prefix_only_what_vllm_has_gets_it() -> None:
+    collectors = [
+        EngineCollector(lambda: EngineStats(0, WorkerStats()), Meter(), "m", *prefix)
+        for prefix in ((), ("vllm:",))
+    ]
+    ours, theirs = ({family.name for family in registry_of(one).collect()} for one in collectors)
+    assert {name.replace("vllm:", "moesaic:") for name in theirs} == ours
+    assert {name.removeprefix("vllm:") for name in theirs if name.startswith("vllm:")} == OF_VLLM
+    assert "moesaic:kv_blocks" in theirs and "vllm:num_requests_running" in theirs
+
+
+def test_tokens_of_requests_are_counted_when_they_end() -> None:
+    meter = Meter()
+    meter.arrived(7, 1, now=0.0)
+    meter.received(QUIET, [output(7)], 1.0)
+    assert meter.request_prompt_tokens.total == 0.0
+    meter.received(QUIET, [output(7, finish=FinishReason.STOP)], 2.0)
+    assert (meter.request_prompt_tokens.total, meter.request_generation_tokens.total) == (5.0, 2.0)
+    counted = meter.request_prompt_tokens.cumulative()[:4]
+    assert counted == [("1.0", 0.0), ("2.0", 0.0), ("5.0", 1.0), ("10.0", 1.0)]
 
 
 def test_drafted_tokens_are_counted_by_place() -> None:

@@ -34,7 +34,7 @@ def main(path: str, pace: str, fields: str = "{}") -> int:
         worker.ready()
     try:
         app = create_app(Service(front, "m"), body_seconds=limits.timeout_body)
-        return serve(app, front, listener, limits=limits, log_level="error")
+        return serve(app, front, listener, limits=limits)
     except MoesaicError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2

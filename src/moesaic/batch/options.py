@@ -49,8 +49,6 @@ class RunBatch:
 
     def __post_init__(self) -> None:
         check_names(self.served_model_name)
-        if self.base_url is None and self.api_key is not None:
-            raise ConfigError("--api-key: needs --base-url, the server that asks for it")
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
             allowed = "a URL such as http://127.0.0.1:8000"
             raise ConfigError.field("--base-url", self.base_url, allowed)

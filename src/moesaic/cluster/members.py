@@ -128,6 +128,7 @@ class Members:
             schedule=self._worker_config.scheduler.schedule,
             queue_policy=self._worker_config.scheduler.queue_policy,
             queues=self._worker_config.queues,
+            log_level=self._worker_config.log_level,
             trace=self._part(member),
             paced=self._worker_config.paced,
             checkpoint_stamp=self._worker_config.checkpoint_stamp,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 ESSENTIAL = (
     *(
+        "--config",
         "--input-file",
         "--output-file",
         "--base-url",
@@ -20,7 +21,7 @@ ESSENTIAL = (
 """What `--help` explains; `--help-all` explains every flag."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Files": ("--input-file", "--output-file", "--base-url", "--max-in-flight"),
+    "Files": ("--config", "--input-file", "--output-file", "--base-url", "--max-in-flight"),
     "Requests": (
         *("--num-prompts", "--input-len", "--output-len", "--random-range-ratio", "--mix", "--seed"),
     ),
@@ -67,7 +68,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Connections": (*("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),),
     "Observing": (
-        *("--access-log", "--trace", "--record-routing", "--record-routing-share"),
+        *(
+            "--log-level",
+            "--access-log",
+            "--disable-log-stats",
+            "--metrics-prefix",
+            "--trace",
+            "--record-routing",
+            "--record-routing-share",
+        ),
         *("--record-routing-memory", "--json", "--debug"),
     ),
 }

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from moesaic import logs
 from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
@@ -34,6 +35,7 @@ def run(options: Join, as_json: bool) -> int:
         else:
             print(f"{error}; joining again", flush=True)
 
+    logs.set_up("expert server", options.log_level)
     descriptors.prepare()
     secret = read_secret(Path(options.secret_file), "--secret-file")
     threads = options.threads or len(os.sched_getaffinity(0))

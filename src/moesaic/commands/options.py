@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
-from moesaic.config import Device, KernelName, check_threads, parse_bytes
+from moesaic.config import Device, KernelName, LogLevel, check_threads, parse_bytes
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import OF_EXPERTS, is_native
 
@@ -68,6 +68,8 @@ class Join:
     kernels: KernelName | None = None
     """Kernels that compute the experts. None: those of the cluster. Answers have the same bits only if all
     servers use the native kernels of one instruction set."""
+    log_level: LogLevel = "info"
+    """Least level of the log lines, on stderr: debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         check_threads(self.threads)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
+from moesaic import logs
 from moesaic.batch import lengths
 from moesaic.batch import run as batch
 from moesaic.batch.options import RunBatch
@@ -17,7 +18,7 @@ from moesaic.commands import descriptors, hardware, offload_report
 from moesaic.commands.plan import find_hardware
 from moesaic.commands.starting import prepared
 from moesaic.commands.tracing import announced, announced_routing
-from moesaic.config import ClusterConfig, OffloadConfig, WorkerConfig
+from moesaic.config import ClusterConfig, LogLevel, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.models import files
 from moesaic.planning import Planned, longest_request, plan
@@ -39,6 +40,7 @@ def run(
     as_json: bool,
 ) -> int:
     """Answer the lines that have no result yet, and print a summary. Returns the exit code."""
+    logs.set_up("run-batch", worker.log_level)
     planned = None
     with announced(worker.trace), announced_routing(record):
         if offload.fast_memory is None:
@@ -51,12 +53,13 @@ def run(
     return _finish(summary, worker, planned, as_json)
 
 
-def run_remote(options: RunBatch, settings: Sequence[object], as_json: bool) -> int:
+def run_remote(options: RunBatch, settings: Sequence[object], log_level: LogLevel, as_json: bool) -> int:
     """`run`, but the server at --base-url answers. Returns the exit code.
 
     settings: configs of a server that this command would start, or None. Raises ConfigError if one of them
     was given: the other server has its own.
     """
+    logs.set_up("run-batch", log_level)
     for config in (options, *settings):
         for name, value in {} if config is None else vars(config).items():
             if (config is not options or name not in HERE) and value != getattr(type(config), name, None):

@@ -11,7 +11,7 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
 
-from moesaic import __version__
+from moesaic import __version__, logs
 from moesaic.commands.announce import Announcer
 from moesaic.commands.starting import prepared
 from moesaic.commands.tracing import announced, announced_routing
@@ -65,6 +65,7 @@ def run(
     cors: CorsConfig = CorsConfig(),
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
+    logs.set_up("server", config.log_level)
     check_parsers(server.tool_call_parser, server.reasoning_parser)
     cluster = prepared(cluster, config.model.device)
     names = server.served_model_name or (config.model.model,)
@@ -147,10 +148,11 @@ def _serve(
             body_seconds=limits.timeout_body,
             cors=cors,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
+            metrics_prefix=server.metrics_prefix,
         )
-        level = "info" if server.access_log else "warning"
         try:
-            return serve(app, engine, listener, limits=limits, log_level=level, access_log=server.access_log)
+            logged = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
+            return serve(app, engine, listener, limits=limits, **logged)
         except EngineDeadError as error:
             ended = launched.how_it_ended()
             raise EngineDeadError(f"{ended}, and the server with it ({error})") from error

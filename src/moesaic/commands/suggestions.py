@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from cyclopts import App
 
 ELSEWHERE = {
-    **dict.fromkeys(
-        ("--log-level", "--uvicorn-log-level", "--enable-log-requests", "--verbose"), "--access-log"
-    ),
+    **dict.fromkeys(("--uvicorn-log-level", "--enable-log-requests"), "--access-log"),
+    **dict.fromkeys(("--verbose", "--log-verbosity"), "--log-level"),
     **dict.fromkeys(("--ctx-size", "--context-length", "--max-seq-len", "--session-len"), "--max-model-len"),
     **dict.fromkeys(("--max-running-requests", "--max-batch-size", "--parallel"), "--max-num-seqs"),
     **dict.fromkeys(
@@ -45,6 +44,11 @@ def about(flag: str, command: Sequence[str], app: App) -> str:
         return ""
     meant = ELSEWHERE.get(alike[0], alike[0]) if alike[0] not in here else alike[0]
     return f"Did you mean {meant}?" if meant in here else _of_others(meant, flags)
+
+
+def flags_of(commands: Sequence[str], app: App) -> frozenset[str]:
+    """Every flag of these commands of `app`."""
+    return frozenset().union(*(names for name in commands for _, names in _flags(app[name], (name,))))
 
 
 def _of_others(flag: str, flags: Mapping[tuple[str, ...], frozenset[str]]) -> str:

@@ -11,7 +11,7 @@ import cyclopts
 from cyclopts import exceptions
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel
 
-from moesaic.commands import flag_groups, suggestions
+from moesaic.commands import flag_groups, settings, suggestions
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -70,8 +70,10 @@ def one_line(error: cyclopts.CycloptsError, app: cyclopts.App) -> str:
     """The message of a cyclopts error, in the form "flag: got value; allowed: values"."""
     match error:
         case cyclopts.CoercionError() if error.argument is not None and error.argument.tokens:
-            flag, value = error.argument.name, error.argument.tokens[-1].value
-            return f"{flag}: got {value!r}; allowed: {allowed(error.argument.hint)}"
+            token = error.argument.tokens[-1]
+            flag = token.keyword if token.source == settings.SOURCE else error.argument.name
+            value = "nothing" if token.value == "" else repr(token.value)
+            return f"{flag}: got {value}; allowed: {allowed(error.argument.hint)}"
         case cyclopts.MissingArgumentError() if error.argument is not None:
             flag, value = error.argument.name, _behind(error.argument.name, error.root_input_tokens or [])
             if flag == "--model" and NAMES in (error.root_input_tokens or []):

@@ -10,10 +10,11 @@ from moesaic.config.environment import (
     hub_cache,
     one_gpu,
     renderer_environment,
+    settings,
     worker_environment,
 )
 from moesaic.config.expert_server import ExpertServerConfig
-from moesaic.config.server import ConnectionConfig, ServerConfig, TraceConfig, resolve_server
+from moesaic.config.server import ConnectionConfig, LogConfig, ServerConfig, TraceConfig, resolve_server
 from moesaic.config.values import (
     SMALL_MODEL,
     Align,
@@ -23,6 +24,7 @@ from moesaic.config.values import (
     Dtype,
     HostTransport,
     KernelName,
+    LogLevel,
     MoeCollectives,
     OffloadSchedule,
     QueuePolicyName,
@@ -54,6 +56,8 @@ __all__ = [
     "ExpertServerConfig",
     "HostTransport",
     "KernelName",
+    "LogConfig",
+    "LogLevel",
     "ModelConfig",
     "MoeCollectives",
     "OffloadConfig",
@@ -75,5 +79,6 @@ __all__ = [
     "parse_bytes",
     "renderer_environment",
     "resolve_server",
+    "settings",
     "worker_environment",
 ]

@@ -33,6 +33,12 @@ def _key(name: str, environment: Mapping[str, str] | None) -> str | None:
     return key
 
 
+def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Every variable that begins with MOESAIC_. `moesaic serve` and `run-batch` take flags from them."""
+    known = os.environ if environment is None else environment
+    return {name: value for name, value in known.items() if name.startswith("MOESAIC_")}
+
+
 def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
     """Folder of the checkpoints that the Hugging Face hub's library downloaded, by that library's
     variables."""

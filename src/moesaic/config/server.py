@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from moesaic.config.environment import admin_key, api_key
-from moesaic.config.values import at_least, check_key, check_names
+from moesaic.config.values import LogLevel, MetricsPrefix, at_least, check_key, check_names, one_of
 from moesaic.core.errors import ConfigError
 
 _HOST = re.compile(r"\*|[A-Za-z0-9._:%-]+")
@@ -21,6 +22,17 @@ class TraceConfig:
     trace: str | None = None
     """File for a trace of all processes: steps, layers, batch sizes and waits, with a row for each process.
     It is written when the run ends. Open it at https://ui.perfetto.dev."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """The log lines of every process."""
+
+    log_level: LogLevel = "info"
+    """Least level of the log lines of all processes, on stderr: debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        one_of("--log-level", self.log_level, get_args(LogLevel))
 
 
 @dataclass(frozen=True)
@@ -63,11 +75,17 @@ class ServerConfig:
     """Answer /tokenizer_info with the tokenizer's settings and the chat template."""
     access_log: bool = False
     """Write a log line for each HTTP request."""
+    metrics_prefix: MetricsPrefix = "moesaic:"
+    """Prefix of the metrics that vLLM has, too. With `vllm:` dashboards for vLLM show this server. Metrics
+    that vLLM does not have keep `moesaic:`."""
+    disable_log_stats: bool = False
+    """Write no line about the throughput every ten seconds while requests run."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError.field("--port", self.port, "0 to 65535")
         at_least("--max-queue", self.max_queue, 0)
+        one_of("--metrics-prefix", self.metrics_prefix, get_args(MetricsPrefix))
         if self.api_key is not None:
             check_key("--api-key", self.api_key)
         if self.admin_key is not None:

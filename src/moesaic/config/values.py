@@ -32,6 +32,8 @@ KernelName = Literal[
     "reference",
 ]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"]
+MetricsPrefix = Literal["moesaic:", "vllm:"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 HostTransport = Literal["shm", "socket"]
 """Transport between processes of one host."""
 Transport = Literal["auto", HostTransport]

@@ -15,6 +15,7 @@ from moesaic.config.values import (
     Dtype,
     HostTransport,
     KernelName,
+    LogLevel,
     OffloadSchedule,
     QueuePolicyName,
     Schedule,
@@ -253,6 +254,7 @@ class WorkerConfig:
     queues: QueueConfig = QueueConfig()
     paced: str | None = None
     """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
+    log_level: LogLevel = "info"
     checkpoint_stamp: str = ""
     """Stamp of the checkpoint's files (`models.fingerprint`), which must not change before they are loaded.
     Empty: as they are now."""

@@ -234,6 +234,8 @@ class Request:
     """Seconds on the engine's monotonic clock."""
     grammar: str = ""
     """llguidance's grammar of the whole answer. Empty: any text is allowed."""
+    name: str = ""
+    """Name in log lines: the id of the HTTP request. Empty for a request that did not come over HTTP."""
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import signal
 import socket
 import traceback
 
+from moesaic import logs
 from moesaic.config import ExpertServerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
@@ -24,7 +24,6 @@ def main() -> int:
     parser.add_argument("--connection-fd", type=int, required=True, help="inherited socket to the supervisor")
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
-    logging.basicConfig(format="expert server %(process)d: %(message)s", level=logging.WARNING)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wakeup = Wakeup()
@@ -32,7 +31,9 @@ def main() -> int:
     # Exit when the supervisor is gone, because no other process would stop this one.
     supervisor = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=wakeup.ring)
     try:
-        return serve(supervisor, ExpertServerConfig.from_json(arguments.config), wakeup)
+        config = ExpertServerConfig.from_json(arguments.config)
+        logs.set_up("expert server", config.log_level)
+        return serve(supervisor, config, wakeup)
     except ConnectionLost:
         return 0
     except MoesaicError as error:

@@ -142,7 +142,7 @@ class ExpertServer:
             LOG.warning("dropped client %d: %s", client, damage)
             self._forget(client)
         except ConnectionLost as lost:
-            LOG.info("client %d is gone: %s", client, lost)
+            LOG.debug("client %d is gone: %s", client, lost)
             self._forget(client)
 
     def _take(self, client: int, end: Answerer, incoming: Incoming) -> None:

@@ -14,6 +14,7 @@ import traceback
 
 import torch
 
+from moesaic import logs
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import CheckpointError, ConnectionLost, MoesaicError
@@ -33,7 +34,6 @@ def main() -> int:
     parser.add_argument("--connection-fd", type=int, required=True, help="inherited socket to the engine")
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
-    logging.basicConfig(format="attention worker %(process)d: %(message)s", level=logging.WARNING)
     # A service manager may signal every process that it started. The engine ends this one after its requests.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -43,6 +43,7 @@ def main() -> int:
     connection = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=wakeup.ring)
     try:
         config = WorkerConfig.from_json(arguments.config)
+        logs.set_up("attention worker", config.log_level)
         if config.cpus:
             os.sched_setaffinity(0, config.cpus)
         return _serve(connection, config, wakeup)

@@ -14,6 +14,7 @@ from moesaic.core import messages
 from moesaic.core.request import NO_TOKEN, Request, TokenLogprob
 from moesaic.experts.client import ExpertServers
 from moesaic.kvcache.memory import LayerMemory
+from moesaic.logs import of_request
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -245,7 +246,10 @@ class Executor:
                 blocks = plan.batch.block_tables[sequence]
                 layer = self._memory.first_not_finite(blocks, int(plan.batch.context_lens[sequence]))
             place = place_of(layer, self._model.spec.num_layers)
-            LOG.warning("request %d ended: the model's logits are not finite, %s", request_id, place)
+            extra = of_request(self._sampler.request(request_id).name)
+            LOG.warning(
+                "request %d ended: the model's logits are not finite, %s", request_id, place, extra=extra
+            )
             self._observer.broken(request_id, place)
 
     def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:

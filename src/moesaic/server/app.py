@@ -12,7 +12,7 @@ from moesaic.server.cors import Cors
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
-from moesaic.server.metrics import EngineCollector, registry_of
+from moesaic.server.metrics import OWN, EngineCollector, registry_of
 from moesaic.server.openai_responses import routes as openai_responses
 from moesaic.server.service import Service
 
@@ -25,10 +25,12 @@ def create_app(
     body_seconds: float = BODY_SECONDS,
     cors: CorsConfig = CorsConfig(),
     tokenizer_info: bool = False,
+    metrics_prefix: str = OWN,
 ) -> Api:
     """The API of `service`. The caller must start `service.engine` before it serves the API.
 
-    tokenizer_info: answer /tokenizer_info, which shows the chat template.
+    tokenizer_info: answer /tokenizer_info, which shows the chat template. metrics_prefix: that of the metrics
+    that vLLM has, too.
     """
     app = Api(
         title="moesaic",
@@ -39,7 +41,7 @@ def create_app(
     )
     app.state.service = service
     engine = service.engine
-    collector = EngineCollector(engine.engine.stats, engine.meter, service.model_name)
+    collector = EngineCollector(engine.engine.stats, engine.meter, service.model_name, metrics_prefix)
     app.state.registry = registry_of(collector)
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))

@@ -6,6 +6,7 @@ worker --messages--> reader thread --call_soon_threadsafe--> Engine.receive --> 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -23,8 +24,11 @@ from moesaic.core.errors import (
 )
 from moesaic.core.request import FinishReason, RequestOutput, SamplingParams
 from moesaic.engine import Engine
+from moesaic.logs import REQUEST, of_request
 from moesaic.server.errors import NotServingError
 from moesaic.server.metrics import Meter
+
+LOG = logging.getLogger(__name__)
 
 
 class Inbox(Protocol):
@@ -93,6 +97,8 @@ class _Route:
     """Number of the prompt in its call, from 0."""
     left: int
     """Number of unfinished completions."""
+    name: str
+    """Name in log lines."""
 
 
 class AsyncEngine:
@@ -193,9 +199,11 @@ class AsyncEngine:
     def cancel(self, groups: Sequence[int]) -> None:
         """Cancel these requests and free their resources. Skips requests that have ended."""
         for group in groups:
-            if self._routes.pop(group, None) is None:
+            route = self._routes.pop(group, None)
+            if route is None:
                 continue
             self.meter.aborted(group)
+            LOG.debug("request %d: cancelled", group, extra=of_request(route.name))
             try:
                 self.engine.cancel(group)
             except EngineDeadError as error:
@@ -217,14 +225,16 @@ class AsyncEngine:
         kept: Collection[str],
     ) -> None:
         try:
-            group = self.engine.submit(prompt, params, own_text=own_text, kept=kept)
+            name = REQUEST.get()
+            group = self.engine.submit(prompt, params, own_text=own_text, kept=kept, name=name)
         except EngineDeadError as error:
             self._die(str(error))
             raise
         stream.expect(group, params.n)
-        self._routes[group] = _Route(stream, number, params.n)
+        self._routes[group] = _Route(stream, number, params.n, name)
         self._idle.clear()
         self.meter.arrived(group, params.n, self._clock())
+        LOG.debug("request %d: %d prompt tokens, n %d", group, len(prompt), params.n)
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run the reader thread: pass each message to the loop until the worker or the loop is gone."""
@@ -268,6 +278,9 @@ class AsyncEngine:
             return
         route.stream.put((route.number, output))
         route.left -= output.finished
+        if output.finish_reason is not None:
+            what, extra = output.finish_reason.value, of_request(route.name)
+            LOG.debug("request %d: completion %d: %s", output.request_id, output.index, what, extra=extra)
         if not route.left:
             del self._routes[output.request_id]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moesaic.logs import REQUEST
 from moesaic.server.errors import Problem, shown
 from moesaic.server.hosts import Hosts
 
@@ -102,7 +103,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        identified = _with_request_id(send, headers.get("x-request-id", ""))
+        request_id = _request_id(headers.get("x-request-id", ""))
+        REQUEST.set(request_id)
+        identified = _with_request_id(send, request_id)
         problem = self._access.problem(scope["path"], headers) or self._size_problem(headers)
         if problem is None:
             with contextlib.ExitStack() as held:
@@ -195,9 +198,13 @@ def _same(sent: str, key: str | None) -> bool:
     return key is not None and hmac.compare_digest(sent.strip().encode("latin-1"), key.encode())
 
 
-def _with_request_id(send: Send, given: str) -> Send:
-    """`send` that adds the header X-Request-Id: the client's id if it is valid, else a new one."""
-    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+def _request_id(given: str) -> str:
+    """The client's id if it is valid, else a new one."""
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _with_request_id(send: Send, request_id: str) -> Send:
+    """`send` that adds the header X-Request-Id."""
 
     async def identified(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""Prometheus metrics with vLLM's names and the prefix `moesaic:`. Each scrape formats a snapshot."""
+"""Prometheus metrics with vLLM's names and the prefix `moesaic:` or `vllm:`. A scrape formats a snapshot."""
 
 from __future__ import annotations
 
@@ -55,6 +55,23 @@ REQUEST_SECONDS = (
     640.0,
 )
 
+REQUEST_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+"""1, 2, 5, 10 and so on: vLLM's buckets for tokens of a request."""
+OWN = "moesaic:"
+"""Prefix of metrics that vLLM does not have."""
+OF_VLLM = frozenset(
+    (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries"),
+        *("prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success"),
+        *("corrupted_requests", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
+        *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
+        *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
+    )
+)
+"""Metrics that mean the same as those of this name in vLLM."""
+
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
@@ -88,6 +105,7 @@ class _Times:
 
     arrival: float
     queued: float = 0.0
+    tokens: int = 0
     first: float | None = None
     last: float = 0.0
 
@@ -108,6 +126,8 @@ class Meter:
         self.queue_time = Distribution(REQUEST_SECONDS)
         self.prefill_time = Distribution(REQUEST_SECONDS)
         self.decode_time = Distribution(REQUEST_SECONDS)
+        self.request_prompt_tokens = Distribution(REQUEST_TOKENS)
+        self.request_generation_tokens = Distribution(REQUEST_TOKENS)
         self._times: dict[int, dict[int, _Times]] = {}
         self._groups: dict[int, int] = {}
 
@@ -148,6 +168,7 @@ class Meter:
             self.inter_token_latency.observe(now - times.last)
         times.last = now
         self.generation_tokens += len(output.token_ids)
+        times.tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self._finished(output, output.finish_reason, times, times.first)
 
@@ -155,6 +176,8 @@ class Meter:
         self.finished[reason] += 1
         self.e2e_latency.observe(times.last - times.arrival)
         self.decode_time.observe(times.last - first)
+        self.request_prompt_tokens.observe(output.num_prompt_tokens)
+        self.request_generation_tokens.observe(times.tokens)
         group = self._times[output.request_id]
         del group[output.index]
         del self._groups[output.request_id + output.index]
@@ -163,9 +186,15 @@ class Meter:
 
 
 class EngineCollector(Collector):
-    """Makes metric families from snapshots of the engine and from the meter."""
+    """Makes metric families from snapshots of the engine and from the meter.
 
-    def __init__(self, stats: Callable[[], EngineStats], meter: Meter, model_name: str) -> None:
+    prefix: that of the metrics that vLLM has, too.
+    """
+
+    def __init__(
+        self, stats: Callable[[], EngineStats], meter: Meter, model_name: str, prefix: str = OWN
+    ) -> None:
+        self._prefix = prefix
         self._stats = stats
         self._meter = meter
         self._model_name = model_name
@@ -196,19 +225,19 @@ class EngineCollector(Collector):
         yield from self._group(worker.experts.group)
         itl = meter.inter_token_latency
         first = meter.time_to_first_token
-        yield self._histogram("time_to_first_token", "Time from arrival to the first token.", first)
-        yield self._histogram("inter_token_latency", "Time between two tokens of a request.", itl)
-        yield self._histogram("time_per_output_token", "The older name of inter_token_latency.", itl)
-        yield self._histogram(
-            "e2e_request_latency", "Time from arrival to the last token.", meter.e2e_latency
-        )
-        yield self._histogram("request_queue_time", "Time from arrival to admission.", meter.queue_time)
-        yield self._histogram(
-            "request_prefill_time", "Time from admission to the first token.", meter.prefill_time
-        )
-        yield self._histogram(
-            "request_decode_time", "Time from the first to the last token.", meter.decode_time
-        )
+        for name, text, values in (
+            ("time_to_first_token", "Time from arrival to the first token.", first),
+            ("inter_token_latency", "Time between two tokens of a request.", itl),
+            ("time_per_output_token", "The older name of inter_token_latency.", itl),
+            ("e2e_request_latency", "Time from arrival to the last token.", meter.e2e_latency),
+            ("request_queue_time", "Time from arrival to admission.", meter.queue_time),
+            ("request_prefill_time", "Time from admission to the first token.", meter.prefill_time),
+            ("request_decode_time", "Time from the first to the last token.", meter.decode_time),
+        ):
+            yield self._histogram(f"{name}_seconds", f"{text} In seconds.", values)
+        prompts, answers = meter.request_prompt_tokens, meter.request_generation_tokens
+        yield self._histogram("request_prompt_tokens", "Prompt tokens of requests that ended.", prompts)
+        yield self._histogram("request_generation_tokens", "Tokens that these generated.", answers)
 
     def _blocks(self, blocks: BlockStats) -> GaugeMetricFamily:
         text = "KV blocks: free, cached for their prefix, used by a request. They add up to the pool."
@@ -234,7 +263,7 @@ class EngineCollector(Collector):
         ):
             yield self._counter(f"spec_decode_{name}", text, value)
         text = "Drafted tokens that were right, by their place in the draft, from 0."
-        name = "moesaic:spec_decode_num_accepted_tokens_per_pos"
+        name = self._full("spec_decode_num_accepted_tokens_per_pos")
         family = CounterMetricFamily(name, text, labels=["model_name", "position"])
         for position, value in enumerate(counts.accepted_per_pos):
             family.add_metric([self._model_name, str(position)], value)
@@ -270,26 +299,28 @@ class EngineCollector(Collector):
         ):
             yield self._counter(name, counted, getattr(group, name.removeprefix("group_")))
 
+    def _full(self, name: str) -> str:
+        return (self._prefix if name in OF_VLLM else OWN) + name
+
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"moesaic:{name}", text, labels=["model_name"])
+        family = GaugeMetricFamily(self._full(name), text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"moesaic:{name}", text, labels=["model_name"])
+        family = CounterMetricFamily(self._full(name), text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
 
     def _histogram(self, name: str, text: str, values: Distribution) -> HistogramMetricFamily:
-        about = f"{text} In seconds."
-        family = HistogramMetricFamily(f"moesaic:{name}_seconds", about, labels=["model_name"])
+        family = HistogramMetricFamily(self._full(name), text, labels=["model_name"])
         family.add_metric([self._model_name], values.cumulative(), values.total)
         return family
 
     def _successes(self) -> CounterMetricFamily:
         labels = ["model_name", "finished_reason"]
         family = CounterMetricFamily(
-            "moesaic:request_success", "Requests that ended, by reason.", labels=labels
+            self._full("request_success"), "Requests that ended, by reason.", labels=labels
         )
         for reason in FinishReason:
             family.add_metric([self._model_name, reason.value], self._meter.finished[reason])

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -18,6 +19,7 @@ from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.connections import Door
 from moesaic.server.room import room_now
+from moesaic.server.throughput import log_throughput
 
 _GRACE_SECONDS = 10
 """Seconds for clients to finish reading, or sending, once no request is computed any more."""
@@ -29,8 +31,8 @@ def serve(
     listener: socket.socket,
     *,
     limits: ConnectionConfig = ConnectionConfig(),
-    log_level: str = "info",
-    access_log: bool = True,
+    access_log: bool = False,
+    log_stats: bool = False,
 ) -> int:
     """Serve `app` until a signal ends it. Returns the exit code.
 
@@ -38,34 +40,42 @@ def serve(
     clients a few seconds to read the rest; it returns 0. A second signal stops it at once; it returns
     128 + signal. If the worker dies, requests in flight end with an error. Then it raises EngineDeadError, or
     ConfigError if a setting or the checkpoint was the cause. Raises ConfigError, too, if the descriptor limit
-    is too small for `limits`.
+    is too small for `limits`. log_stats: log the throughput every ten seconds while requests run.
     """
     config = uvicorn.Config(
         app,
         http="h11",
         ws="none",
         lifespan="off",
-        log_level=log_level,
+        log_level="info" if access_log else "warning",
         access_log=access_log,
+        log_config=None,  # the lines of all packages look the same
         timeout_keep_alive=limits.timeout_keep_alive,  # type: ignore[arg-type]  # fractions are fine, too
     )
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(config, engine, listener, limits))
+        return runner.run(_serve(config, engine, listener, limits, log_stats))
 
 
 async def _serve(
-    config: uvicorn.Config, engine: AsyncEngine, listener: socket.socket, limits: ConnectionConfig
+    config: uvicorn.Config,
+    engine: AsyncEngine,
+    listener: socket.socket,
+    limits: ConnectionConfig,
+    log_stats: bool,
 ) -> int:
     server = _Server(config, listener, limits)
     shutdown = _Shutdown(engine, server)
-    watching = asyncio.create_task(shutdown.when_dead())
+    watching = [asyncio.create_task(shutdown.when_dead())]
+    if log_stats:
+        watching.append(asyncio.create_task(log_throughput(engine, time.monotonic)))
     engine.start()
     try:
         with _signals(shutdown.on_signal):
             await server.serve(sockets=[])
     finally:
-        watching.cancel()
+        for task in watching:
+            task.cancel()
     if shutdown.code == 0 and engine.ended.is_set():
         _raise_cause(engine)
     return shutdown.code

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray
+from moesaic.logs import of_request
 from moesaic.structured.grammar import limits
 from moesaic.structured.reasoning import BudgetFilter
 from moesaic.structured.token_filter import GrammarFilter, Masks, TokenFilter
@@ -30,8 +31,10 @@ MaskTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class Constraint:
     """What one request in the batch may generate: by its structured output, or its reasoning's budget."""
 
-    def __init__(self, request_id: int, found: TokenFilter) -> None:
+    def __init__(self, request_id: int, found: TokenFilter, name: str = "") -> None:
+        """name: the request's name in log lines."""
         self.request_id = request_id
+        self.name = name
         self.filter = found
         self.next: tuple[Future[list[Masks]], int] | None = None
         """The masks of a step, which a thread computes, and which of them has that of the next token: [1,
@@ -100,7 +103,7 @@ class Constraints:
             chosen = BudgetFilter(request.params.reasoning, tokens, self._width, chosen)
         if chosen is None:
             return None
-        found = Constraint(request.request_id, chosen)
+        found = Constraint(request.request_id, chosen, request.name)
         if generated:
             found.filter.accept(generated)
         self._prepare([found])
@@ -129,7 +132,8 @@ class Constraints:
         none = {line for line, gone in zip(lines, torch.isneginf(best).tolist(), strict=True) if gone}
         refused = [line for line in lines if line in none or not constraints[line].accept(int(tokens[line]))]
         for line in refused:
-            LOG.warning("request %d ended: no token is allowed: %s", *constraints[line].reason)
+            one = constraints[line]
+            LOG.warning("request %d ended: no token is allowed: %s", *one.reason, extra=of_request(one.name))
         self._prepare(one for line, one in constraints.items() if line not in refused)
         return refused
 

@@ -15,6 +15,7 @@ import time
 
 import torch
 
+from moesaic import logs
 from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost, MoesaicError
@@ -36,6 +37,7 @@ def main() -> int:
     threading.Thread(target=_end_with_first_rank, daemon=True).start()
     threading.Thread(target=_send_alive, daemon=True).start()
     config = WorkerConfig.from_json(arguments.config)
+    logs.set_up(f"rank {arguments.rank} of an attention worker", config.log_level)
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     try:

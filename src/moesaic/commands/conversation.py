@@ -1,0 +1,91 @@
+"""One conversation with a model: its messages, and one answer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from moesaic.client import Chunk, Client, Usage
+
+
+@dataclass
+class Answer:
+    """An answer while it arrives."""
+
+    content: str = ""
+    """The text without reasoning."""
+    first: float | None = None
+    """Arrival of the first text, in seconds on the client's clock."""
+    last: float = 0.0
+    """Arrival of the last text."""
+    usage: Usage | None = None
+    finish_reason: str | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.content += chunk.content
+        self.usage = chunk.usage or self.usage
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+        if chunk.text:
+            self.first, self.last = self.first or chunk.at, chunk.at
+
+    def speed(self, asked: float) -> str:
+        """One line: tokens, tokens per second, seconds to the first one. asked: time of the question.
+
+        Example: "38 tokens, 21.3 tokens/s, first after 0.12 s". A server that sends no counts has no tokens.
+        """
+        parts = []
+        if self.usage is not None:
+            tokens = self.usage.completion_tokens
+            parts.append(f"{tokens} tokens")
+            if self.first is not None and self.last > self.first and tokens > 1:
+                parts.append(f"{(tokens - 1) / (self.last - self.first):.1f} tokens/s")
+        if self.first is not None:
+            parts.append(f"first after {self.first - asked:.2f} s")
+        if self.finish_reason == "length":
+            parts.append("cut off at the maximum number of tokens")
+        return ", ".join(parts)
+
+
+@dataclass
+class Conversation:
+    """The messages of a conversation. fields: further fields of each request, such as temperature."""
+
+    client: Client
+    model: str
+    system_prompt: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.messages: list[dict[str, str]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages.clear()
+        if self.system_prompt is not None:
+            self.messages.append({"role": "system", "content": self.system_prompt})
+
+    async def ask(self, question: str, answer: Answer, show: Callable[[Chunk], None]) -> None:
+        """Send a question and fill in `answer`. show: called with each chunk.
+
+        Cancelling it stops the answer; what has arrived stays in the conversation. A question without an
+        answer, after ApiError or ConnectionLost, leaves the conversation as it was.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        body = {
+            "model": self.model,
+            "messages": asked,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.fields,
+        }
+        try:
+            async with aclosing(self.client.stream("/v1/chat/completions", body)) as chunks:
+                async for chunk in chunks:
+                    answer.add(chunk)
+                    show(chunk)
+        finally:
+            if answer.first is not None:
+                self.messages = [*asked, {"role": "assistant", "content": answer.content}]

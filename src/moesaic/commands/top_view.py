@@ -1,0 +1,229 @@
+"""What `moesaic top` shows: computed from two samples of a server, and drawn as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+LATEST = 4
+"""Number of failures that are shown, the latest ones."""
+COLOURS = {"serving": "green", "starting": "yellow", "draining": "yellow"}
+"""Stage of a process -> its colour. The others are red."""
+COUNTERS = ("process_deaths", "failovers", "silent_failovers", "moved_requests", "resent_pairs", "rebalances")
+"""Counters of the cluster that are shown."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A server at one moment."""
+
+    now: float
+    """Seconds on any clock."""
+    metrics: Mapping[str, float]
+    """Sums over all labels, by name without the prefix. Example: "prompt_tokens_total" -> 57."""
+    status: Mapping[str, Any] | None = None
+    """The answer of /v1/fault_tolerance/status. None if the server has one process, or does not say."""
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """One process. Rates and shares are those of the time between two samples."""
+
+    name: str
+    pid: int | None
+    stage: str
+    deaths: int
+    silent_seconds: float
+    experts: int | None = None
+    """(layer, expert) copies on an expert server. The fields below are of expert servers, too."""
+    pairs_per_second: float | None = None
+    """(row, expert) pairs computed."""
+    load: float | None = None
+    """Share of all servers' pairs, 0 to 1."""
+    busy: float | None = None
+    """Share of the time in which it computed, 0 to 1."""
+    waiting_pairs: int | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """A server between two samples. None: the server does not say."""
+
+    url: str
+    seconds: float
+    """Seconds between the two samples."""
+    prompt_tokens_per_second: float | None
+    generation_tokens_per_second: float | None
+    running: int | None
+    waiting: int | None
+    kv_cache_usage: float | None
+    """Share of KV blocks in use, 0 to 1."""
+    prefix_cache_hit_rate: float | None
+    """Share of the prompt tokens looked up in this time that were found. None if there were none."""
+    time_to_first_token: float | None
+    """Mean seconds of the requests that got their first token in this time."""
+    inter_token_latency: float | None
+    """Mean seconds between two tokens in this time."""
+    processes: list[ProcessView] = field(default_factory=list)
+    """Empty for a server with one process."""
+    counters: dict[str, int] = field(default_factory=dict)
+    change: str | None = None
+    """The change of the cluster that is in progress."""
+    failures: list[str] = field(default_factory=list)
+    """The latest failures, oldest first."""
+    watched: bool = True
+    """False: dead processes are not restarted any more."""
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """The samples of Prometheus' text format, summed over labels, by name without the prefix."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_bucket"):
+                name = sample.name.rpartition(":")[2]
+                found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
+def view(url: str, before: Sample, after: Sample) -> View:
+    """What happened between two samples of one server."""
+    seconds = max(after.now - before.now, 1e-9)
+
+    def grown(name: str) -> float | None:
+        if name not in after.metrics:
+            return None
+        return max(0.0, after.metrics[name] - before.metrics.get(name, 0.0))
+
+    def rate(name: str) -> float | None:
+        return _over(grown(name), seconds)
+
+    def mean(name: str) -> float | None:
+        return _over(grown(f"{name}_seconds_sum"), grown(f"{name}_seconds_count"))
+
+    def gauge(name: str) -> int | None:
+        return int(after.metrics[name]) if name in after.metrics else None
+
+    status = after.status or {}
+    return View(
+        url=url,
+        seconds=round(seconds, 3),
+        prompt_tokens_per_second=rate("prompt_tokens_total"),
+        generation_tokens_per_second=rate("generation_tokens_total"),
+        running=gauge("num_requests_running"),
+        waiting=gauge("num_requests_waiting"),
+        kv_cache_usage=after.metrics.get("kv_cache_usage_perc"),
+        prefix_cache_hit_rate=_over(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
+        time_to_first_token=mean("time_to_first_token"),
+        inter_token_latency=mean("inter_token_latency"),
+        processes=_processes(
+            (before.status or {}).get("processes", ()), status.get("processes", ()), seconds
+        ),
+        counters={name: int(status["counters"][name]) for name in COUNTERS} if status else {},
+        change=status.get("change"),
+        failures=[one["what"] for one in status.get("failures", ())][-LATEST:],
+        watched=bool(status.get("watched", True)),
+    )
+
+
+def _over(value: float | None, count: float | None) -> float | None:
+    return None if value is None or not count else value / count
+
+
+def _processes(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], seconds: float
+) -> list[ProcessView]:
+    """The processes, with the work of each server since `before`."""
+    earlier = {(one["name"], one["incarnation"]): one["stats"] for one in before}
+
+    def done(one: Mapping[str, Any], what: str) -> float:
+        """`what` of a server since `before`. A new process has none before."""
+        stats = earlier.get((one["name"], one["incarnation"]), {})
+        return max(0.0, float(one["stats"][what]) - float(stats.get(what, 0)))
+
+    servers = [one for one in after if one["role"] == "expert server"]
+    pairs = sum(done(one, "pairs") for one in servers)
+    found = []
+    for one in after:
+        own: dict[str, Any] = {}
+        if one in servers:
+            own = {
+                "experts": one["experts"],
+                "pairs_per_second": done(one, "pairs") / seconds,
+                "load": _over(done(one, "pairs"), pairs),
+                "busy": min(1.0, done(one, "busy_seconds") / seconds),
+                "waiting_pairs": one["stats"]["waiting_pairs"],
+            }
+        common = (one["name"], one["pid"], one["stage"], one["deaths"], one["silent_seconds"])
+        found.append(ProcessView(*common, **own))
+    return found
+
+
+def draw(shown: View) -> Group:
+    """The view for a terminal."""
+    parts: list[Any] = [Text(f"{shown.url}, the last {shown.seconds:.1f} s", style="bold"), _numbers(shown)]
+    if shown.processes:
+        parts += [Text(), _table(shown.processes), Text()]
+        parts.append(Text(", ".join(f"{name.replace('_', ' ')} {n}" for name, n in shown.counters.items())))
+    if not shown.watched:
+        line = "The supervisor has stopped, so processes are not restarted any more."
+        parts.append(Text(line, style="red"))
+    if shown.change is not None:
+        parts.append(Text(f"in progress: {shown.change}", style="yellow"))
+    parts += [Text(f"failure: {line}", style="red") for line in shown.failures]
+    return Group(*parts)
+
+
+def _numbers(shown: View) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(4):
+        table.add_column()
+    table.add_row(
+        *("prompt tokens/s", _number(shown.prompt_tokens_per_second)),
+        *("generated tokens/s", _number(shown.generation_tokens_per_second)),
+    )
+    table.add_row("running", _number(shown.running, 0), "waiting", _number(shown.waiting, 0))
+    table.add_row(
+        *("KV cache usage", _share(shown.kv_cache_usage)),
+        *("prefix cache hits", _share(shown.prefix_cache_hit_rate)),
+    )
+    table.add_row(
+        *("time to first token", _milliseconds(shown.time_to_first_token)),
+        *("between two tokens", _milliseconds(shown.inter_token_latency)),
+    )
+    return table
+
+
+def _table(processes: Sequence[ProcessView]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("process", "pid", "stage", "deaths", "experts", "pairs/s", "load", "busy", "waiting"):
+        table.add_column(
+            name, justify="left" if name in ("process", "stage") else "right", no_wrap=name != "stage"
+        )
+    for one in processes:
+        table.add_row(
+            *(one.name, "" if one.pid is None else str(one.pid)),
+            Text(one.stage, style=COLOURS.get(one.stage, "red")),
+            str(one.deaths),
+            *("" if one.experts is None else str(one.experts), _number(one.pairs_per_second, absent="")),
+            *(_share(one.load, ""), _share(one.busy, ""), _number(one.waiting_pairs, 0, absent="")),
+        )
+    return table
+
+
+def _number(value: float | None, digits: int = 1, absent: str = "-") -> str:
+    return absent if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: float | None, absent: str = "-") -> str:
+    return absent if value is None else f"{100 * value:.1f}%"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"

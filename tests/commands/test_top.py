@@ -1,0 +1,189 @@
+"""`moesaic top`: what it computes from two samples, and what it shows of a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+from tests.server.conftest import NO_TLS
+from tests.support.terminal import Terminal
+from tests.test_serve import COMMAND
+
+from moesaic import cli
+from moesaic.commands.top_view import Sample, draw, read_metrics, view
+from moesaic.core.cluster_status import ClusterCounters, ClusterStatus, Failure, ProcessStatus
+from moesaic.core.metrics import ExpertServerStats
+
+TOP = (sys.executable, "-m", "moesaic", "top")
+METRICS = """\
+# TYPE moesaic:prompt_tokens counter
+moesaic:prompt_tokens_total{model_name="m"} 30.0
+# TYPE moesaic:num_requests_running gauge
+moesaic:num_requests_running{model_name="m"} 2.0
+# TYPE moesaic:request_success counter
+moesaic:request_success_total{model_name="m",finished_reason="stop"} 2.0
+moesaic:request_success_total{model_name="m",finished_reason="length"} 3.0
+# TYPE moesaic:time_to_first_token_seconds histogram
+moesaic:time_to_first_token_seconds_bucket{model_name="m",le="+Inf"} 4.0
+moesaic:time_to_first_token_seconds_count{model_name="m"} 4.0
+moesaic:time_to_first_token_seconds_sum{model_name="m"} 2.0
+"""
+
+
+def status(pairs: tuple[int, int], incarnation: int = 1, **fields: Any) -> dict[str, Any]:
+    """Of a cluster whose servers have computed so many pairs, in a second for each hundred."""
+    processes = [ProcessStatus("attention worker 0", "attention worker", 0, "serving", 5, 1, 0, None, 0.1)]
+    for number, each in enumerate(pairs):
+        stats = ExpertServerStats(pairs=each, busy_seconds=each / 100, waiting_pairs=number)
+        one = ProcessStatus(
+            f"expert server {number}", "expert server", number, "serving", 6 + number,
+            incarnation if number else 1, 0, None, 0.1, experts=24, stats=stats,
+        )  # fmt: skip
+        processes.append(one)
+    counters = ClusterCounters(process_deaths=1, failovers=2)
+    found = ClusterStatus(1, 1, None, processes, [], [Failure(0.0, "it died")], counters)
+    return asdict(found) | fields
+
+
+def shown(*parts: Any, width: int = 80) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as text:
+        console.print(*parts)
+    return text.get()
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    found = read_metrics(METRICS)
+    assert found["request_success_total"] == 5.0 and found["time_to_first_token_seconds_sum"] == 2.0
+    assert "time_to_first_token_seconds_bucket" not in found
+    assert read_metrics(METRICS.replace("moesaic:", "vllm:")) == found
+
+
+def test_a_view_has_what_happened_between_two_samples() -> None:
+    before = Sample(10.0, {"prompt_tokens_total": 10.0, "time_to_first_token_seconds_sum": 1.0})
+    found = view("http://x", before, Sample(12.0, read_metrics(METRICS)))
+    assert (found.seconds, found.prompt_tokens_per_second, found.running) == (2.0, 10.0, 2)
+    assert found.time_to_first_token == 0.25
+    assert found.generation_tokens_per_second is None and found.prefix_cache_hit_rate is None
+    text = shown(draw(found))
+    assert "prompt tokens/s      10.0" in text and "250.0 ms" in text and "process" not in text
+
+
+def test_the_load_of_each_server() -> None:
+    before = Sample(0.0, {}, status((100, 100)))
+    found = view("http://x", before, Sample(2.0, {}, status((150, 250))))
+    first, second = found.processes[1:]
+    assert (first.pairs_per_second, first.load, first.busy) == (25.0, 0.25, 0.25)
+    assert (second.pairs_per_second, second.load, second.busy, second.waiting_pairs) == (75.0, 0.75, 0.75, 1)
+    assert found.processes[0].pairs_per_second is None
+    assert found.counters["process_deaths"] == 1 and found.failures == ["it died"]
+
+
+def test_a_new_process_of_a_server_begins_at_zero() -> None:
+    before = Sample(0.0, {}, status((100, 100)))
+    found = view("http://x", before, Sample(1.0, {}, status((100, 40), incarnation=2)))
+    assert [one.pairs_per_second for one in found.processes[1:]] == [0.0, 40.0]
+
+
+def test_nothing_computed_is_no_share() -> None:
+    sample = Sample(0.0, {}, status((0, 0)))
+    found = view("http://x", sample, Sample(1.0, {}, status((0, 0))))
+    assert found.processes[1].load is None
+
+
+def test_eighty_columns_are_enough() -> None:
+    sample = Sample(0.0, {}, status((10**8, 10**8)))
+    later = status((10**9, 3 * 10**9), change="adding expert server 2", watched=False)
+    text = shown(draw(view("http://x", sample, Sample(60.0, {}, later))))
+    assert "…" not in text and "in progress: adding expert server 2" in text
+    assert "The supervisor has stopped" in text and "failure: it died" in text
+    assert "process deaths 1, failovers 2" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("top localhost", "--url: got 'localhost'; allowed: an address such as http://127.0.0.1:8000"),
+        ("top --interval 0", "--interval: got 0.0; allowed: a positive number of seconds"),
+    ],
+)
+def test_mistakes(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "http://127.0.0.1:1", "--once"]) == 1
+    assert capsys.readouterr().err.startswith("moesaic: http://127.0.0.1:1: ")
+
+
+CLUSTER = ("--attention-workers", "1", "--expert-servers", "2", "--min-replicas", "2")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    command = [*COMMAND, *CLUSTER, "--api-key", "geheim", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, json.loads(process.stdout.readline())
+    process.terminate()
+    process.communicate()
+
+
+def once(url: str, *flags: str) -> dict[str, Any]:
+    command = [*TOP, url, "--once", "--json", "--interval", "0.5", "--api-key", "geheim", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_server_is_killed(
+    served: tuple[subprocess.Popen[str], dict[str, Any]],
+) -> None:
+    """The live view goes on while a server dies and comes back, and names the failure."""
+    url, ended = served[1]["url"], threading.Event()
+
+    def ask() -> None:
+        headers = {"Authorization": "Bearer geheim"}
+        body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
+        with httpx.Client(
+            base_url=url, headers=headers, trust_env=False, verify=NO_TLS, timeout=60
+        ) as client:
+            while not ended.is_set():
+                client.post("/v1/completions", json=body).raise_for_status()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        with Terminal(*TOP, url, "--api-key", "geheim", "--interval", "0.3") as terminal:
+            terminal.wait_for(r"expert server 1 +\d+ serving +0 +144 +[1-9][\d.]+ +\d")
+            victim = next(one for one in once(url)["processes"] if one["name"] == "expert server 1")
+            os.kill(victim["pid"], signal.SIGKILL)
+            terminal.wait_for(r"expert server 1 +\d+ serving +1 ")
+            terminal.wait_for(r"(?s)process deaths 1.*failure: expert server 1: .*killed by signal 9")
+            terminal.type("\x03")
+            assert terminal.wait() == 130
+        found = once(url)
+    finally:
+        ended.set()
+        asking.join()
+    assert found["counters"]["process_deaths"] == 1 and found["generation_tokens_per_second"] > 0
+    assert "killed by signal 9" in found["failures"][0]
+    assert {one["stage"] for one in found["processes"]} == {"serving"}
+
+
+@pytest.mark.slow
+def test_a_wrong_key_is_one_line(served: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
+    command = [*TOP, served[1]["url"], "--once", "--api-key", "wrong"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("moesaic: HTTP 401: wrong or missing")
