@@ -34,6 +34,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
         *("config", "core", "kernels", "models", "policy.fleet.replicas", "policy.scheduling.microqueue"),
+        "cost.curves",
         *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),
         *("policy.scheduling.step_barrier", "trace", "transport"),
     ),
@@ -43,7 +44,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # programs
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
-        *("experts.observer", "experts.pacing", "experts.remote"),
+        *("cost.curves", "experts.observer", "experts.pacing", "experts.remote"),
         *("kernels", "kvcache", "collectives", "models", "offload", "policy", "structured", "trace"),
         "transport",
     ),

@@ -130,6 +130,7 @@ class Members:
             queues=self._worker_config.queues,
             trace=self._part(member),
             paced=self._worker_config.paced,
+            policy_file=self._worker_config.policy_file,
             checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
         with numa.on(self._cores.nodes(place, len(self.servers_here))):

@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--transport",
             "--numa",
             "--paced",
+            "--schedule-policy-file",
             "--cluster-address",
         ),
         "--cluster-secret-file",

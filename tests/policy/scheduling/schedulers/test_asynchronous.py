@@ -9,6 +9,7 @@ from tests.support.fake_layerwise_executor import FakeLayered
 from tests.support.scheduler_replay import replays
 from tests.support.toy_model import alone, request
 
+from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits
@@ -20,6 +21,7 @@ from moesaic.policy.scheduling.microqueue import (
     MostTokensFirst,
     policy_named,
 )
+from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
@@ -485,10 +487,35 @@ def test_nobody_waits_for_a_cancelled_request() -> None:
 
 
 def test_enough_is_worth_a_run_or_all_decodes() -> None:
-    ready = np.array([[512], [64], [4]])
-    assert RunThreshold(64).enough(ready, decodes=80)[:, 0].tolist() == [True, True, False]
-    assert RunThreshold(999).enough(ready, decodes=512)[:, 0].tolist() == [True, False, False]
-    assert RunThreshold().enough(ready, decodes=580).all()
+    for rule, decodes, wanted in (
+        (RunThreshold(64), 80, [True, True, False]),
+        (RunThreshold(999), 512, [True, False, False]),
+        (RunThreshold(), 580, [True, True, True]),
+    ):
+        assert [rule.alone(ready, decodes, 0.0) for ready in (512, 64, 4)] == wanted
+
+
+def test_a_part_runs_alone_once_the_rest_has_come_late_often_enough() -> None:
+    """Of four rows the experts answer one at once, and the others a second later."""
+    flat = Curve(((8.0, 1.2), (16.0, 2.4)))
+    rule = Decisions(DeviceCurves("x", flat, flat), 4, 1)
+    subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), layers=40, top_k=1, gather=rule)
+    subject.arrive(*(request(number, [number], max_tokens=2) for number in range(4)))
+    gone: list[bool] = []
+    while True:
+        subject.step()
+        run, *more = subject.open_runs()
+        assert not more
+        subject.answer(run, [0])
+        gone.append(subject.action is not None)
+        if gone[-1]:
+            break
+        subject.now += 4.0
+        subject.answer(run, [1, 2, 3])
+    assert 1 < len(gone) < 10
+    assert requests_under_way(subject) == [0]
+    subject.drain()
+    subject.check_everybody()
 
 
 def test_decodes_and_the_chunk_of_a_prompt_do_not_wait_for_each_other() -> None:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits, ContinuousBatching
@@ -39,7 +41,11 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.landing import land
-from moesaic.policy.scheduling.schedulers.ready_queues import ReadyQueues, RunThreshold
+from moesaic.policy.scheduling.schedulers.ready_queues import (
+    GatherRule,
+    ReadyQueues,
+    RunThreshold,
+)
 from moesaic.policy.scheduling.schedulers.runs import Runs
 from moesaic.policy.scheduling.schedulers.step_plan import admit
 from moesaic.policy.scheduling.schedulers.unit import Unit
@@ -61,7 +67,7 @@ class _Flight:
 class AsyncScheduler:
     """A Scheduler that computes one run at a time.
 
-    It waits when no unit is ready, or when too few are (see RunThreshold).
+    It waits when no unit is ready, or when too few are (see GatherRule).
     """
 
     def __init__(
@@ -71,7 +77,7 @@ class AsyncScheduler:
         policy: QueuePolicy,
         routed_layers: int,
         top_k: int,
-        gather: RunThreshold | None = None,
+        gather: GatherRule | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         """routed_layers: layers with routed experts. There is one segment more.
@@ -84,7 +90,7 @@ class AsyncScheduler:
         self._blocks = blocks
         self._policy = policy
         self._segments = routed_layers + 1
-        self._threshold = gather or RunThreshold()
+        self._gather: GatherRule = gather or RunThreshold()
         self._ready = ReadyQueues(self._segments)
         self._units: dict[int, Unit] = {}
         """The unit of each request that has one, by request id."""
@@ -169,7 +175,7 @@ class AsyncScheduler:
     def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
         """Move units whose last part arrived into the queue of their next segment."""
         for run, pairs in parts:
-            self._ready.add(self._runs.arrived(run, pairs), now)
+            self._ready.add(self._runs.arrived(run, pairs, now), now)
         return self._runs.forget([run for run, _ in parts])
 
     def _segment_done(self, run: int, now: float) -> list[Action]:
@@ -263,7 +269,10 @@ class AsyncScheduler:
             return []
         tokens = self._ready.tokens
         if tokens.sum() < self._rows:  # experts still compute for other units
-            tokens = tokens * self._threshold.enough(tokens, self._decodes)
+            enough = [
+                self._gather.alone(rows, self._decodes, self._runs.wait) for rows in tokens[:, 0].tolist()
+            ]
+            tokens = tokens * np.array(enough)[:, None]
         chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:
             return []

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.microqueue import FloatArray
 from moesaic.policy.scheduling.schedulers.unit import Unit
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(eq=False)
@@ -77,25 +75,33 @@ def _row_position(unit: Unit) -> tuple[int, int]:
     return unit.run.number, unit.start
 
 
+class GatherRule(Protocol):
+    """Decides when a run may begin while experts still compute for other units of the same worker.
+
+    A run has a price of its own, so small runs slow each other down (`minimum_batch`). The schedulers of the
+    paper never wait. When no expert computes for this worker any more, the run begins in any case.
+    """
+
+    def alone(self, part: int, rows: int, wait: float) -> bool:
+        """Whether `part` rows at one segment run before all `rows` decodes in flight are there.
+
+        It must be true where part >= rows: decodes do not wait for a prompt chunk.
+        wait: mean seconds between the first and the last unit of a run that the experts have answered.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class RunThreshold:
-    """Whether a run may begin while experts still compute for other units of the same worker.
-
-    A run has a fixed cost, because weights are read for it here and at every server that it asks. So many
-    small runs slow each other down. The schedulers of the paper never wait. Here the units at a segment wait
-    until they have `rows` rows, or as many rows as there are decodes in flight. So decodes do not wait for a
-    prompt chunk. When no expert computes for this worker any more, the run begins in any case.
-    """
+    """A GatherRule of one number."""
 
     rows: int = 0
     """Rows from which a run may begin. 0 means any number."""
 
-    def enough(self, ready: IntArray, decodes: int) -> BoolArray:
-        """[segments, 1] whether a run may begin. ready: [segments, 1] rows; decodes: units of one row in
-        flight.
+    def alone(self, part: int, rows: int, wait: float) -> bool:
+        """See GatherRule.
 
-        Example: with `rows` 8 and 20 decodes in flight, 8 rows at one segment are enough. With 5 decodes in
-        flight, 5 are enough.
+        >>> RunThreshold(8).alone(8, 20, 0.0), RunThreshold(8).alone(5, 20, 0.0)
+        (True, False)
         """
-        enough: BoolArray = ready >= min(self.rows, decodes)
-        return enough
+        return part >= min(self.rows, rows)
