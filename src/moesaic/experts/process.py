@@ -46,8 +46,11 @@ BARRIER_SECONDS = 1.0
 
 A client that is later has died or uses another server.
 """
-LONGEST_WAIT = 0.1
-"""Maximum seconds that a server waits for clients that have not called yet."""
+LONGEST_WAIT, WAITED_RUNS = 0.1, 3.0
+"""Maximum time that a server waits for clients that have not called yet: in seconds, and in mean run times.
+
+A client that is one layer behind has caught up by then.
+"""
 IN_STEP = "flfs"
 """The queue policy of all schedules but async, which has its own setting.
 
@@ -143,7 +146,7 @@ def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) 
         return Enough(EVERYBODY, BARRIER_SECONDS)
     pairs, wait = config.queues.expert_batch_pairs, config.queues.expert_batch_wait
     if pairs is None:
-        return WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, decisions.waited_runs)
+        return WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
     return Enough(pairs, wait / 1000)
 
 

@@ -27,18 +27,20 @@ def test_a_cpu_needs_about_64_rows_of_each_expert_and_waits_below_6(model: tuple
     assert 48 <= decisions.separate_rows * top_k / experts <= 70
     assert 47 <= decisions.told_rows * top_k / experts <= 70
     assert decisions.waited_pairs(experts) == pytest.approx(6 * experts, abs=1)
-    assert not decisions.alone(decisions.told_rows - 1, decisions.told_rows, wait=1e9)
-    assert decisions.alone(1000, 1000, wait=0.0) and not decisions.alone(1, 1000, wait=1e9)
-    assert decisions.waited_runs == 3.0 and not decisions.has_expert_queues
+    assert not decisions.alone(decisions.told_rows - 1, decisions.told_rows, idle=1e9)
+    assert decisions.alone(1000, 1000, idle=0.0) and not decisions.alone(1, 1000, idle=1e9)
+    assert not decisions.has_expert_queues
 
 
-def test_the_papers_devices_separate_large_parts_at_once_and_small_ones_where_the_rest_is_late() -> None:
+def test_the_papers_devices_separate_large_parts_at_once_and_small_ones_where_it_is_idle() -> None:
     decisions = Decisions(replace(PAPER, dilation=1.0).curves, 8, 2)
     assert decisions.separate_rows == 128 and decisions.told_rows == 0
-    assert decisions.alone(128, 256, wait=0.0) and not decisions.alone(64, 128, wait=0.0)
-    assert decisions.alone(64, 128, wait=2.7e-3) and not decisions.alone(64, 128, wait=2.6e-3)
-    assert decisions.alone(128, 192, wait=1.35e-3) and not decisions.alone(128, 192, wait=1.3e-3)
-    assert decisions.waited_pairs(2) == 96 and decisions.waited_runs == 1.0
+    assert decisions.alone(128, 256, idle=0.0) and not decisions.alone(64, 128, idle=0.0)
+    assert decisions.alone(64, 128, idle=10.8e-3) and not decisions.alone(64, 128, idle=10.7e-3)
+    assert decisions.alone(128, 192, idle=5.4e-3) and not decisions.alone(128, 192, idle=5.3e-3)
+    assert decisions.waited_pairs(2) == 0 and decisions.told_rows == 0
+    together = Decisions(replace(decisions.curves, shared=True), 8, 2)
+    assert together.waited_pairs(2) == 96, "where it shares its cores it waits below 96 pairs"
 
 
 def test_queues_of_experts_run_alone_where_that_costs_little() -> None:
@@ -51,8 +53,8 @@ def test_queues_of_experts_run_alone_where_that_costs_little() -> None:
 
 
 def test_the_dilation_of_modelled_devices_counts() -> None:
-    assert Decisions(PAPER.curves, 8, 2).alone(64, 128, wait=20 * 2.7e-3)
-    assert not Decisions(PAPER.curves, 8, 2).alone(64, 128, wait=19 * 2.7e-3)
+    assert Decisions(PAPER.curves, 8, 2).alone(64, 128, idle=20 * 10.8e-3)
+    assert not Decisions(PAPER.curves, 8, 2).alone(64, 128, idle=19 * 10.8e-3)
 
 
 def test_what_is_given_counts_in_place_of_the_curves() -> None:
@@ -68,7 +70,11 @@ def test_what_is_given_counts_in_place_of_the_curves() -> None:
 def test_a_curve_that_never_pays_gives_the_largest_threshold() -> None:
     flat = Curve(((1.0, 1.0),))
     decisions = Decisions(DeviceCurves("x", flat, flat), 8, 2)
-    assert decisions.separate_rows == decisions.waited_pairs(8) == MOST
+    assert (
+        decisions.separate_rows
+        == MOST
+        == Decisions(replace(decisions.curves, shared=True), 8, 2).waited_pairs(8)
+    )
 
 
 def test_a_file_of_modelled_devices_is_one_of_curves(tmp_path: Path) -> None:

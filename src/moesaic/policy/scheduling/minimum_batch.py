@@ -10,13 +10,14 @@ Let c(n) be the seconds of a run of n rows, and c(0) = 0. A part of n rows then 
 
 more than one run of all. Here is when it runs alone:
 
-    a worker with its own device    extra <= min(wait, c(part)). wait: seconds until the rest usually comes
+    a worker with its own device    extra <= SPARED * idle, and idle is its mean idle seconds before a run
     a worker that shares its cores  extra <= LOST * c(n) * part / n, since others use the cores meanwhile
-    a call at an expert server      extra(part, 2 * part) <= BEHIND * c(part): another such call will come
+    a call at an expert server      extra(part, 2 * part) <= BEHIND * c(part): another such call will come.
+                                    A server with its own device begins at once. Others come meanwhile
     an expert's queue               extra of one run for each expert <= LOST * c(all queues)
 
 Example: the papers' curve has 0.8 up to 128 rows, then it grows in proportion. Half of 256 rows costs nothing
-more. Half of 128 rows costs 0.8 more, so it runs alone where the rest comes 0.8 later.
+more. Half of 128 rows costs 0.8 more. So it runs alone where the device is idle for 3.2 before each run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ CPU_FLOPS = 100e9
 """Flops/s of a CPU whose curve was not measured. With SHARED_ROWS, only ratios of its curves count."""
 LOST = 1 / 13
 """Share of a part's seconds that running it alone may cost more where cores are shared."""
+SPARED = 0.25
+"""Share of a device's idle time that separate runs may take. Rows that part seldom join again soon, so the
+price is paid at the following layers too. With all of the idle time, runs became so small that they filled it
+(`benchmarks/async_runs.py`, 256 rows a worker)."""
 BEHIND = 0.5
 """Runs by which another client's call comes later than the first one, on average."""
 ROUNDING = 1e-9
@@ -89,10 +94,10 @@ class Decisions:
             self._seconds[rows] = found
         return found
 
-    def alone(self, part: int, rows: int, wait: float) -> bool:
+    def alone(self, part: int, rows: int, idle: float) -> bool:
         """Whether `part` of a worker's `rows` rows run although the others have not come.
 
-        wait: seconds until they usually come.
+        idle: mean seconds for which the worker had nothing to compute before a run.
         """
         if part >= rows:
             return True
@@ -102,13 +107,13 @@ class Decisions:
         extra = c(part) + c(rows - part) - c(rows)
         if self.curves.shared:
             return extra <= (LOST * part / rows + ROUNDING) * c(rows)
-        return extra <= min(wait, c(part)) + ROUNDING * c(rows)
+        return extra <= SPARED * idle + ROUNDING * c(rows)
 
     @property
     def told_rows(self) -> int:
         """Rows of a request above which each part of its answer is told. No part of fewer rows runs alone.
 
-        Where workers have devices of their own it is 0: they measure how long they wait.
+        Where workers have devices of their own it is 0: it depends on how long they are idle.
         """
         if self.given.told_rows is not None:
             return self.given.told_rows
@@ -122,7 +127,7 @@ class Decisions:
     def separate_rows(self) -> int:
         """Rows of which a half runs alone, halved: a summary of `alone` for people.
 
-        Where workers have devices of their own, the rest must come later by no time at all.
+        Where workers have devices of their own, these are never idle.
         """
         return _first(lambda part: self.alone(part, 2 * part, 0.0))
 
@@ -130,21 +135,14 @@ class Decisions:
         """Mean pairs of a call from which it begins at once. experts: those of a layer on this server."""
         if self.given.waited_pairs is not None:
             return self.given.waited_pairs
+        if not self.curves.shared:
+            return 0
 
         def begins(pairs: int) -> bool:
             one, both = (self.curves.experts.seconds(n * pairs, experts) for n in (1, 2))
             return 2 * one - both <= (BEHIND + ROUNDING) * one
 
         return _first(begins)
-
-    @property
-    def waited_runs(self) -> float:
-        """Mean runs for which clients with small calls wait for each other at most.
-
-        On a device of its own, waiting longer than a run costs more than the run. On shared cores others
-        compute meanwhile: a client that is one layer behind has caught up in three runs.
-        """
-        return 3.0 if self.curves.shared else 1.0
 
     def queues_apart(self, pairs: Sequence[int]) -> bool:
         """Whether an expert's queue runs alone. pairs: those that wait for each expert of a layer.

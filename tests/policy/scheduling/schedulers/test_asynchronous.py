@@ -495,9 +495,9 @@ def test_enough_is_worth_a_run_or_all_decodes() -> None:
         assert [rule.alone(ready, decodes, 0.0) for ready in (512, 64, 4)] == wanted
 
 
-def test_a_part_runs_alone_once_the_rest_has_come_late_often_enough() -> None:
-    """Of four rows the experts answer one at once, and the others a second later."""
-    flat = Curve(((8.0, 1.2), (16.0, 2.4)))
+def test_a_part_runs_alone_once_the_worker_is_idle_for_long_enough() -> None:
+    """Of four rows the experts answer one after 0.5 s, and the others 4 s later."""
+    flat = Curve(((8.0, 0.5), (16.0, 1.0)))
     rule = Decisions(DeviceCurves("x", flat, flat), 4, 1)
     subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), layers=40, top_k=1, gather=rule)
     subject.arrive(*(request(number, [number], max_tokens=2) for number in range(4)))

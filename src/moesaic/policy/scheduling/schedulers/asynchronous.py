@@ -52,6 +52,9 @@ from moesaic.policy.scheduling.schedulers.unit import Unit
 from moesaic.policy.scheduling.sequence import Stage
 from moesaic.policy.scheduling.speculation import Speculation
 
+SMOOTHING = 0.1
+"""Weight of the newest value in an exponential moving average."""
+
 
 @dataclass(frozen=True)
 class _Flight:
@@ -102,6 +105,10 @@ class AsyncScheduler:
         self._runs = Runs(blocks, top_k)
         self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
+        self._ended: float | None = None
+        """When the last run ended. None before the first one, and once nothing was in flight."""
+        self._idle = 0.0
+        """Moving average of the seconds between two runs while rows were in flight."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
@@ -117,7 +124,7 @@ class AsyncScheduler:
             case StepDone():
                 actions = self._step_done(event, now)
             case StepFailed(run):
-                actions = self._failed(run)
+                actions = self._failed(run, now)
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
         if self._flight is None:
@@ -175,14 +182,14 @@ class AsyncScheduler:
     def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
         """Move units whose last part arrived into the queue of their next segment."""
         for run, pairs in parts:
-            self._ready.add(self._runs.arrived(run, pairs, now), now)
+            self._ready.add(self._runs.arrived(run, pairs), now)
         return self._runs.forget([run for run, _ in parts])
 
     def _segment_done(self, run: int, now: float) -> list[Action]:
         """End a run before the last segment. Its units wait for experts, except those cancelled since it
         began.
         """
-        flight = self._land(run)
+        flight = self._land(run, now)
         self._run_seconds += now - flight.started
         actions: list[Action] = []
         for unit in flight.cancelled:
@@ -196,7 +203,7 @@ class AsyncScheduler:
 
         Its units passed all layers: commit their KV and emit the sampled tokens.
         """
-        flight = self._land(done.step)
+        flight = self._land(done.step, now)
         self._run_seconds += now - flight.started
         for unit in flight.units:
             self._count(unit)
@@ -209,9 +216,9 @@ class AsyncScheduler:
         actions: list[Action] = [emit] if emit.request_ids else []
         return actions + ([Release([sequence.request_id for sequence in ended])] if ended else [])
 
-    def _failed(self, run: int) -> list[Action]:
+    def _failed(self, run: int, now: float) -> list[Action]:
         """Start every unit of the run again, also if all its parts arrived before the run was stopped."""
-        flight = self._land(run)
+        flight = self._land(run, now)
         ended = []
         for unit in flight.units:
             request_id = unit.sequence.request_id
@@ -222,12 +229,12 @@ class AsyncScheduler:
                 ended.append(request_id)
         return [self._runs.failed(run, flight.units), *([Release(ended)] if ended else [])]
 
-    def _land(self, run: int) -> _Flight:
+    def _land(self, run: int, now: float) -> _Flight:
         """End the current run and return it. Raises ValueError when another run was named."""
         flight = self._flight
         if flight is None or flight.plan.step != run:
             raise ValueError(f"run {run} is not in flight")
-        self._flight = None
+        self._flight, self._ended = None, now
         return flight
 
     def _count(self, unit: Unit) -> None:
@@ -266,17 +273,19 @@ class AsyncScheduler:
         The policy picks among the segments with enough of them.
         """
         if not self._ready:
+            if not self._units:
+                self._ended = None
             return []
         tokens = self._ready.tokens
         if tokens.sum() < self._rows:  # experts still compute for other units
-            enough = [
-                self._gather.alone(rows, self._decodes, self._runs.wait) for rows in tokens[:, 0].tolist()
-            ]
+            enough = [self._gather.alone(rows, self._decodes, self._idle) for rows in tokens[:, 0].tolist()]
             tokens = tokens * np.array(enough)[:, None]
         chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:
             return []
         segment = chosen[0]
+        if self._ended is not None:
+            self._idle += SMOOTHING * (now - self._ended - self._idle)
         units = self._ready.take(segment)
         action, left = self._runs.begin(segment, units, last=segment == self._segments - 1)
         self._flight = _Flight(action.plan, units, now)

@@ -82,11 +82,11 @@ class GatherRule(Protocol):
     paper never wait. When no expert computes for this worker any more, the run begins in any case.
     """
 
-    def alone(self, part: int, rows: int, wait: float) -> bool:
+    def alone(self, part: int, rows: int, idle: float) -> bool:
         """Whether `part` rows at one segment run before all `rows` decodes in flight are there.
 
         It must be true where part >= rows: decodes do not wait for a prompt chunk.
-        wait: mean seconds between the first and the last unit of a run that the experts have answered.
+        idle: mean seconds for which this worker had nothing to compute before a run.
         """
         ...
 
@@ -98,7 +98,7 @@ class RunThreshold:
     rows: int = 0
     """Rows from which a run may begin. 0 means any number."""
 
-    def alone(self, part: int, rows: int, wait: float) -> bool:
+    def alone(self, part: int, rows: int, idle: float) -> bool:
         """See GatherRule.
 
         >>> RunThreshold(8).alone(8, 20, 0.0), RunThreshold(8).alone(5, 20, 0.0)

@@ -15,18 +15,12 @@ from moesaic.policy.scheduling.schedulers.step_plan import step_plan
 from moesaic.policy.scheduling.schedulers.unit import Run, Unit, sources
 from moesaic.policy.scheduling.tokenpool import TokenPool, Units
 
-SMOOTHING = 0.1
-"""Weight of the newest value in an exponential moving average."""
-
 
 class Runs:
     """Numbers the runs. A run is forgotten when its rows were taken and all its parts have arrived."""
 
     def __init__(self, blocks: KVBlocks, top_k: int) -> None:
         self.count = 0
-        self.wait = 0.0
-        """Moving average of the seconds between the first and the last unit that experts have answered, over
-        runs of several units."""
         self._blocks = blocks
         self._top_k = top_k
         self._pool = TokenPool()
@@ -80,17 +74,12 @@ class Runs:
         self._pool.drop(unit.sequence.request_id)
         return self.taken([unit])
 
-    def arrived(self, number: int, pairs: IntArray, now: float) -> list[Unit]:
+    def arrived(self, number: int, pairs: IntArray) -> list[Unit]:
         """Record parts. Returns the units that they complete, in the order of the run."""
         complete = self._pool.arrived(number, pairs)
         if complete is None:
             return []
-        run = self._runs[number]
-        units = run.units
-        if run.answered is None:
-            run.answered = now
-        if len(units) > 1 and self._pool.done(number):
-            self.wait += SMOOTHING * (now - run.answered - self.wait)
+        units = self._runs[number].units
         if len(complete) == len(units):
             return units
         ids = set(complete.request_ids.tolist())
@@ -117,7 +106,6 @@ class Runs:
     def _send(self, run: Run, action: RunSegment) -> None:
         """Let the units of this run wait for parts from now on."""
         number, segment = action.plan.step, action.segment
-        run.answered = None
         run.plan, run.number, run.segment, run.left = action.plan, number, segment, len(run.units)
         run.waiting = replace(run.waiting, call=number, layer=segment)
         self._pool.open(run.waiting, self._top_k)

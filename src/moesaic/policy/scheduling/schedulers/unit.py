@@ -45,8 +45,6 @@ class Run:
     """Its units, in the order of the rows."""
     waiting: Units
     """The units as the token pool stores them."""
-    answered: float | None = None
-    """When its first unit was ready to go on."""
     left: int = 0
     """Units that no later run took and that were not dropped."""
 
