@@ -191,7 +191,7 @@ class FakeLayered(FakeExecutor):
         for action in actions:
             self._carry_out(action)
         under_way = sum(unit.rows for unit in self.asynchronous._units.values())
-        assert under_way <= self.limits.max_num_batched_tokens
+        assert under_way == self.asynchronous._rows <= self.limits.max_num_batched_tokens
         return actions
 
     # ---- carrying out

@@ -48,7 +48,7 @@ from moesaic.policy.scheduling.schedulers.ready_queues import (
 )
 from moesaic.policy.scheduling.schedulers.runs import Runs
 from moesaic.policy.scheduling.schedulers.step_plan import admit
-from moesaic.policy.scheduling.schedulers.unit import Unit
+from moesaic.policy.scheduling.schedulers.unit import Unit, UnitTable
 from moesaic.policy.scheduling.sequence import Stage
 from moesaic.policy.scheduling.speculation import Speculation
 
@@ -61,7 +61,8 @@ class _Flight:
     """The run that is being computed."""
 
     plan: StepPlan
-    units: list[Unit]
+    slots: IntArray
+    """Of its units, in the order of its rows."""
     started: float
     cancelled: list[Unit] = field(default_factory=list)
     """Units of this run whose requests were cancelled since it began."""
@@ -94,7 +95,8 @@ class AsyncScheduler:
         self._policy = policy
         self._segments = routed_layers + 1
         self._gather: GatherRule = gather or RunThreshold()
-        self._ready = ReadyQueues(self._segments)
+        self._table = UnitTable(blocks)
+        self._ready = ReadyQueues(self._segments, self._table)
         self._units: dict[int, Unit] = {}
         """The unit of each request that has one, by request id."""
         self._rows = 0
@@ -102,7 +104,7 @@ class AsyncScheduler:
         self._decodes = 0
         """Number of units that are not chunks of prompts."""
         self._flight: _Flight | None = None
-        self._runs = Runs(blocks, top_k)
+        self._runs = Runs(self._table, top_k)
         self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
         self._ended: float | None = None
@@ -151,7 +153,7 @@ class AsyncScheduler:
     def _cancelled(self, request_ids: list[int]) -> list[Action]:
         """Remove requests. A unit in the current run keeps its blocks until the run ends."""
         flight = self._flight
-        running = set() if flight is None else {unit.sequence.request_id for unit in flight.units}
+        running = set() if flight is None else set(flight.plan.request_ids.tolist())
         released, actions = [], []
         for request_id in request_ids:
             was_running = request_id in self._batching.running
@@ -169,20 +171,22 @@ class AsyncScheduler:
         if request_id not in self._units:
             return []
         unit = self._end(request_id)
-        return self._runs.drop(unit)
+        self._ready.discard(unit.slot)
+        actions = self._runs.drop(unit)
+        self._table.remove(unit)
+        return actions
 
     def _end(self, request_id: int) -> Unit:
-        """Remove the request's unit and return it."""
+        """Forget the request's unit, which may still wait and still has its slot. Returns it."""
         unit = self._units.pop(request_id)
         self._rows -= unit.rows
         self._decodes -= unit.decode
-        self._ready.discard(unit)
         return unit
 
     def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
         """Move units whose last part arrived into the queue of their next segment."""
         for run, pairs in parts:
-            self._ready.add(self._runs.arrived(run, pairs), now)
+            self._ready.add(*self._runs.arrived(run, pairs), now)
         return self._runs.forget([run for run, _ in parts])
 
     def _segment_done(self, run: int, now: float) -> list[Action]:
@@ -205,10 +209,12 @@ class AsyncScheduler:
         """
         flight = self._land(done.step, now)
         self._run_seconds += now - flight.started
-        for unit in flight.units:
+        units = self._table.at(flight.slots)
+        for unit in units:
             self._count(unit)
             self._end(unit.sequence.request_id)
-        chunks = [(unit.sequence, unit.rows) for unit in flight.units]
+            self._table.remove(unit)
+        chunks = [(unit.sequence, unit.rows) for unit in units]
         emit = land(flight.plan, chunks, done, self._batching)
         ended = [sequence for sequence, _ in chunks if sequence.stage is Stage.FINISHED]
         for sequence in ended:
@@ -219,15 +225,17 @@ class AsyncScheduler:
     def _failed(self, run: int, now: float) -> list[Action]:
         """Start every unit of the run again, also if all its parts arrived before the run was stopped."""
         flight = self._land(run, now)
-        ended = []
-        for unit in flight.units:
+        ended, units = [], self._table.at(flight.slots)
+        for unit in units:
             request_id = unit.sequence.request_id
             self._end(request_id)
+            self._ready.discard(unit.slot)
+            self._table.remove(unit)
             self._batching.failed(unit.sequence)
             if unit.sequence.stage is Stage.FINISHED:
                 self._batching.free(unit.sequence)
                 ended.append(request_id)
-        return [self._runs.failed(run, flight.units), *([Release(ended)] if ended else [])]
+        return [self._runs.failed(run, units), *([Release(ended)] if ended else [])]
 
     def _land(self, run: int, now: float) -> _Flight:
         """End the current run and return it. Raises ValueError when another run was named."""
@@ -253,13 +261,13 @@ class AsyncScheduler:
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
         units = [
-            Unit(sequence, rows, decode=rows == 1 + len(sequence.drafted))
+            self._table.add(sequence, rows, decode=rows == 1 + len(sequence.drafted))
             for sequence, rows in schedule.chunks
         ]
         self._units.update((unit.sequence.request_id, unit) for unit in units)
         self._rows += sum(unit.rows for unit in units)
         self._decodes += sum(unit.decode for unit in units)
-        self._ready.add(units, now)
+        self._ready.add(0, np.array([unit.slot for unit in units], dtype=np.int64), now)
         actions: list[Action] = []
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
@@ -272,21 +280,32 @@ class AsyncScheduler:
 
         The policy picks among the segments with enough of them.
         """
-        if not self._ready:
+        waiting = self._ready.rows
+        if not waiting:
             if not self._units:
                 self._ended = None
             return []
-        tokens = self._ready.tokens
-        if tokens.sum() < self._rows:  # experts still compute for other units
-            enough = [self._gather.alone(rows, self._decodes, self._idle) for rows in tokens[:, 0].tolist()]
-            tokens = tokens * np.array(enough)[:, None]
-        chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
-        if chosen is None:
+        if sum(rows for _, rows in waiting) < self._rows:  # experts still compute for other units
+            alone, decodes, idle = self._gather.alone, self._decodes, self._idle
+            waiting = [(segment, rows) for segment, rows in waiting if alone(rows, decodes, idle)]
+        segment = self._choice(waiting, now)
+        if segment is None:
             return []
-        segment = chosen[0]
         if self._ended is not None:
             self._idle += SMOOTHING * (now - self._ended - self._idle)
-        units = self._ready.take(segment)
-        action, left = self._runs.begin(segment, units, last=segment == self._segments - 1)
-        self._flight = _Flight(action.plan, units, now)
+        slots = self._ready.take(segment)
+        action, left = self._runs.begin(segment, slots, last=segment == self._segments - 1)
+        self._flight = _Flight(action.plan, slots, now)
         return [action, *left]
+
+    def _choice(self, waiting: list[tuple[int, int]], now: float) -> int | None:
+        """The segment that runs next. waiting: (segment, rows) of those that may."""
+        if len(waiting) == 1 and not self._policy.remembers:  # the usual case, and scores are slow to compute
+            return waiting[0][0]
+        if not waiting:
+            return None
+        tokens = np.zeros((self._segments, 1), dtype=np.int64)
+        for segment, rows in waiting:
+            tokens[segment, 0] = rows
+        chosen = self._policy.choose(tokens, self._ready.waited(now))
+        return None if chosen is None else chosen[0]
