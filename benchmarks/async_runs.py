@@ -19,6 +19,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -213,10 +214,7 @@ class Worker:
         for number in np.unique(servers).tolist():
             pairs = np.flatnonzero(servers == number)
             call = Call(self, run, rows, pairs, experts[pairs])
-            server = cluster.servers[number]
-            cluster.clock.later(
-                cluster.link.latency, lambda server=server, call=call: server.take(layer, call)
-            )
+            cluster.clock.later(cluster.link.latency, partial(cluster.servers[number].take, layer, call))
 
     def answered(self, call: Call, pairs: IntArray) -> None:
         """A part of an answer has come."""
@@ -289,7 +287,7 @@ class Server:
         self.busy = False
         for number, pairs in run.parts:
             call = self.calls[number]
-            answer = lambda call=call, pairs=pairs: call.worker.answered(call, call.pairs[pairs])  # noqa: E731
+            answer = partial(call.worker.answered, call, call.pairs[pairs])
             self.cluster.clock.later(self.cluster.link.latency, answer)
         self.go_on()
 

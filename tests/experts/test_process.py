@@ -54,6 +54,9 @@ def test_a_server_decides_by_the_curves_of_its_file(tmp_path: Path) -> None:
     class OnCpu:
         device_name = ""
 
+        def __init__(self) -> None:
+            self.held = dict[int, list[int]]()
+
     first, backend = Hold(0, {0: [0, 1], 1: [0, 1]}), cast(ExpertBackend, OnCpu())
     papers = str(Path(__file__).parents[2] / "benchmarks" / "papers" / "async_moe.toml")
     for settings, pairs, groups in (

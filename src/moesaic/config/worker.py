@@ -124,8 +124,9 @@ class QueueConfig:
     count in the look-ahead. 0: only the present lengths count."""
     expert_batch_pairs: int | None = None
     """Minimum number of (token, expert) pairs in a batch of an expert server; 1: it computes whatever is
-    there. None: it computes whatever is there if calls mostly bring 6 pairs or more for each of its experts;
-    else it waits for more calls, during three batches at most. It never waits once every client has asked."""
+    there. None: on a CPU it computes whatever is there if calls mostly bring some 6 pairs or more for each of
+    its experts; else it waits for more calls, during three batches at most. It never waits once every client
+    has asked, nor on a GPU of its own."""
     expert_batch_wait: float = 0.0
     """With --expert-batch-pairs: milliseconds after which an expert server computes fewer pairs; at most
     100."""

@@ -18,6 +18,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats, PaceStats
 from moesaic.core.stored import is_native
 from moesaic.cost.curves import of_device
+from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.server import ExpertServer
@@ -134,8 +135,11 @@ def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
         3.0 * layout.hidden * layout.width,
         layout.expert_bytes / (3 * layout.hidden * layout.width),
     )
+    if config.device == "cpu":
+        found = measuring.of_experts(backend, layout, config.threads)
+        return cpu_curves(expert, expert, config.threads, found)
     known = of_device(backend.device_name, expert, expert, size)
-    return known or replace(cpu_curves(expert, expert, config.threads), shared=config.device == "cpu")
+    return known or replace(cpu_curves(expert, expert), shared=False)
 
 
 def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) -> StartRule:

@@ -49,16 +49,18 @@ MOST = 1 << 20
 """Thresholds are at most so many rows. Such a threshold means never."""
 
 
-def cpu_curves(expert: float, others: float, threads: int = 1, ratio: float = SHARED_ROWS) -> DeviceCurves:
+def cpu_curves(expert: float, others: float, threads: int = 1, measured: float | None = None) -> DeviceCurves:
     """The curves of a CPU that shares its cores. They are straight lines behind the reading of weights.
 
-    expert: weights of a routed expert. others: weights of a layer besides. ratio: rows at which computing
-    takes as long as reading.
+    expert: weights of a routed expert. others: weights of a layer besides. measured: rows at which computing
+    takes as long as reading. None: SHARED_ROWS.
     """
+    ratio = float(SHARED_ROWS) if measured is None else measured
     rate = CPU_FLOPS * threads
     row, dense = 2 * expert / rate, 2 * max(others, 1.0) / rate
+    how = "assumed" if measured is None else "measured"
     return DeviceCurves(
-        "assumed of a CPU",
+        f"{how}: reading takes as long as computing {ratio:.1f} rows",
         Curve(((0.0, ratio * dense), (1.0, (ratio + 1) * dense))),
         Curve(((0.0, 0.0), (1.0, row)), per_expert=ratio * row),
         shared=True,

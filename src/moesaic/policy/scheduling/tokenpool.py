@@ -106,7 +106,7 @@ class _Call:
         fresh: Mask = np.zeros(len(self.out), dtype=bool)
         fresh[pairs] = True
         fresh &= self.out
-        self.num_out -= np.count_nonzero(fresh)
+        self.num_out -= int(np.count_nonzero(fresh))
         if not self.num_out:
             waited = self.waiting
             self.lacking[:] = 0

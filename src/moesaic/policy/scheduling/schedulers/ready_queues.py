@@ -79,7 +79,8 @@ class ReadyQueues:
         if not segment:
             return slots
         order = (self._table.run[slots] << 32) + self._table.start[slots]
-        return slots[order.argsort()]
+        ordered: IntArray = slots[order.argsort()]
+        return ordered
 
     def waited(self, now: float) -> FloatArray:
         """[segments, 1] seconds that the oldest unit of each segment has waited, 0 for an empty queue."""
