@@ -22,8 +22,11 @@ more. Half of 128 rows costs 0.8 more. So it runs alone where the device is idle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from moesaic.core.curves import Curve, DeviceCurves, Thresholds
 
@@ -78,6 +81,9 @@ class Decisions:
     _seconds: dict[int, float] = field(default_factory=lambda: {0: 0.0}, repr=False, compare=False)
     """What `worker_seconds` has found."""
 
+    _cheapest: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    """What the cheapest part of so many rows costs more alone, in seconds, less what it may cost."""
+
     @property
     def given(self) -> Thresholds:
         """What is given in place of the curves."""
@@ -110,6 +116,18 @@ class Decisions:
         if self.curves.shared:
             return extra <= (LOST * part / rows + ROUNDING) * c(rows)
         return extra <= SPARED * idle + ROUNDING * c(rows)
+
+    def some_alone(self, rows: int, idle: float) -> bool:
+        """Whether any part of `rows` rows would run alone."""
+        if self.given.separate_rows is not None:
+            return rows > max(self.given.separate_rows, 1)
+        if rows not in self._cheapest:
+            c = np.array([self.worker_seconds(one) for one in range(rows + 1)])
+            extra = c[1:-1] + c[-2:0:-1] - c[-1] - ROUNDING * c[-1]
+            if self.curves.shared:
+                extra -= LOST * c[-1] * np.arange(1, rows) / rows
+            self._cheapest[rows] = float(extra.min(initial=math.inf))
+        return self._cheapest[rows] <= (0.0 if self.curves.shared else SPARED * idle)
 
     @property
     def told_rows(self) -> int:

@@ -172,6 +172,20 @@ class TokenPool:
             del self._calls[call]
         return ready
 
+    def completes(self, call: int, pairs: IntArray) -> bool:
+        """Whether these are all parts of the call that have not arrived. They are not recorded."""
+        record = self._find(call)
+        if record is None or len(pairs) < record.num_out:
+            return False
+        found: Mask = np.zeros(len(record.out), dtype=bool)
+        found[pairs] = True
+        return int(np.count_nonzero(found & record.out)) == record.num_out
+
+    def lacking(self, call: int) -> int:
+        """Number of parts of a call that have not arrived."""
+        record = self._find(call)
+        return 0 if record is None else record.num_out
+
     def drop(self, request_id: int) -> None:
         """Drop all waiting units of a request that was cancelled or preempted. They never become ready.
 

@@ -68,6 +68,17 @@ class _Flight:
     """Units of this run whose requests were cancelled since it began."""
 
 
+@dataclass
+class _Kept:
+    """Parts that came and are not recorded yet. All of them are of one run."""
+
+    run: int = 0
+    lacking: int = 0
+    """Parts of the run that neither were recorded nor are kept, if none came twice."""
+    parts: list[tuple[float, IntArray]] = field(default_factory=list)
+    """(when they came, pairs)"""
+
+
 class AsyncScheduler:
     """A Scheduler that computes one run at a time.
 
@@ -107,19 +118,27 @@ class AsyncScheduler:
         self._runs = Runs(self._table, top_k)
         self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
+        self._kept = _Kept()
         self._ended: float | None = None
         """When the last run ended. None before the first one, and once nothing was in flight."""
         self._idle = 0.0
         """Moving average of the seconds between two runs while rows were in flight."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        parts: list[tuple[int, IntArray]] = []
+        if isinstance(event, PartsArrived):
+            parts = self._keep(event.parts, now)
+            if not parts:
+                return []
+        elif self._kept.parts:
+            self._record_kept()
         match event:
             case Arrived():
                 self._batching.add_all(event.requests, event.generated, now)
                 actions: list[Action] = []
             case Cancelled(request_ids):
                 actions = self._cancelled(request_ids)
-            case PartsArrived(parts):
+            case PartsArrived():
                 actions = self._arrived(parts, now)
             case SegmentDone(run):
                 actions = self._segment_done(run, now)
@@ -188,6 +207,48 @@ class AsyncScheduler:
         for run, pairs in parts:
             self._ready.add(*self._runs.arrived(run, pairs), now)
         return self._runs.forget([run for run, _ in parts])
+
+    def _keep(self, parts: list[tuple[int, IntArray]], now: float) -> list[tuple[int, IntArray]]:
+        """Keep parts that cannot start a run. Returns those to record now, with those kept before.
+
+        Parts are kept while all rows in flight are those of one run, and no part of them would run alone.
+        """
+        kept = self._kept
+        if not kept.parts:
+            run = self._runs.only(len(self._units)) if self._all_wait else None
+            if run is None or self._gather.some_alone(self._decodes, self._idle):
+                return parts
+            kept.run, kept.lacking = run, self._runs.lacking(run)
+        if any(run != kept.run for run, _ in parts):
+            self._record_kept()
+            return parts
+        kept.lacking -= sum(len(pairs) for _, pairs in parts)
+        if kept.lacking > 0:
+            kept.parts += [(now, pairs) for _, pairs in parts]
+            return []
+        if not kept.parts:
+            return parts
+        together = np.concatenate([pairs for _, pairs in (*kept.parts, *parts)])
+        if self._runs.completes(kept.run, together):
+            kept.parts.clear()
+            return [(kept.run, together)]
+        self._record_kept()  # some came twice
+        return parts
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether all requests have a decode with the experts, and nothing else can happen before parts
+        come.
+        """
+        idle = self._flight is None and not self._ready and self._rows == self._decodes > 0
+        full = len(self._units) == len(self._batching.running) and not self._batching.may_admit
+        return idle and full and not self._policy.remembers
+
+    def _record_kept(self) -> None:
+        """Record the parts that were kept, as of the times at which they came."""
+        for came, pairs in self._kept.parts:
+            self._ready.add(*self._runs.arrived(self._kept.run, pairs), came)
+        self._kept.parts.clear()
 
     def _segment_done(self, run: int, now: float) -> list[Action]:
         """End a run before the last segment. Its units wait for experts, except those cancelled since it

@@ -105,6 +105,10 @@ class GatherRule(Protocol):
         """
         ...
 
+    def some_alone(self, rows: int, idle: float) -> bool:
+        """Whether any part of `rows` rows would run alone."""
+        ...
+
 
 @dataclass(frozen=True)
 class RunThreshold:
@@ -120,3 +124,7 @@ class RunThreshold:
         (True, False)
         """
         return part >= min(self.rows, rows)
+
+    def some_alone(self, rows: int, idle: float) -> bool:
+        """See GatherRule."""
+        return rows > max(self.rows, 1)

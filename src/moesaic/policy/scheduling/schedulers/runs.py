@@ -102,6 +102,21 @@ class Runs:
         run = self._runs[number]
         return run.segment + 1, run.slots if len(complete) == len(run.slots) else run.slots[complete]
 
+    def only(self, units: int) -> int | None:
+        """The run whose rows are all these units in flight, if it is the only one that waits for parts."""
+        if len(self._runs) != 1 or len(self._pool) != 1:
+            return None
+        [(number, run)] = self._runs.items()
+        return number if run.left == units == len(run.slots) else None
+
+    def lacking(self, number: int) -> int:
+        """Number of parts of a run that have not arrived."""
+        return self._pool.lacking(number)
+
+    def completes(self, number: int, pairs: IntArray) -> bool:
+        """Whether these are all parts of the run that have not arrived. They are not recorded."""
+        return self._pool.completes(number, pairs)
+
     def forget(self, numbers: list[int]) -> list[Action]:
         """Forget those of these runs that are over.
 
