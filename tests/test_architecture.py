@@ -33,7 +33,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "collectives": ("core", "transport", "policy.placement.shuffle"),
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
-        *("config", "core", "kernels", "logs", "models", "policy.fleet.replicas"),
+        *("config", "core", "cost.curves", "kernels", "logs", "models", "policy.fleet.replicas"),
         "policy.scheduling.microqueue",
         *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),
         *("policy.scheduling.step_barrier", "trace", "transport"),
@@ -44,7 +44,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # programs
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
-        *("experts.observer", "experts.pacing", "experts.remote"),
+        *("cost.curves", "experts.measuring", "experts.observer", "experts.pacing", "experts.remote"),
         *("kernels", "kvcache", "collectives", "logs", "models", "offload", "policy", "structured", "trace"),
         "transport",
     ),
@@ -137,6 +137,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("runtime.machine", "server", "verify"),
         # what the loader says about a model before it is loaded
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),
+        *("experts.measuring", "policy.scheduling.minimum_batch"),  # which rows run alone on this machine
         "runtime.cache_size",  # the share of memory that a cache takes
         "runtime.model_loading",  # how many GPUs there are to plan for
         "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
@@ -158,7 +159,10 @@ HOMES: dict[str, tuple[str, ...]] = {
         "policy.placement.solvers",
     ),  # FlexGen's search is a linear program; ours is none
     "pymetis": ("policy.placement.solvers.metis",),
-    "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
+    "torch": (
+        *(*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
+        "commands.schedule_curves",  # and multiplies with this machine's kernels
+    ),
     "safetensors": ("models.opened",),
     "huggingface_hub": ("models.hub",),
     "tokenizers": ("tokenizer", "gguf_tokenizer", "tiktoken_model"),

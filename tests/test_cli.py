@@ -382,6 +382,7 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["machine"]["cores"] >= 1
     assert report["machine"]["memory_total"] > report["machine"]["memory_available"] > 0
     assert report["choice"]["device"] in ("cpu", "cuda")
+    assert report["schedule"]["attention_ms"]["1"] > 0
 
 
 def test_doctor_for_people(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def watch_worker() -> None:
     from moesaic.kernels.native import recording
     from moesaic.models import block
     from moesaic.policy.scheduling import kvblocks
-    from moesaic.policy.scheduling.schedulers import asynchronous, barrier, lockstep, runs
+    from moesaic.policy.scheduling.schedulers import asynchronous, barrier, lockstep, unit
     from moesaic.runtime import executor, worker
     from moesaic.runtime.step import layerwise, running_step, stages
 
@@ -138,8 +138,9 @@ def watch_worker() -> None:
     watch.wrap(StreamConnection, "receive", "waiting")
     for scheduler in (lockstep.LockstepScheduler, barrier.BarrierScheduler, asynchronous.AsyncScheduler):
         watch.wrap(scheduler, "handle", "schedule")
-    for module in (lockstep, runs):
+    for module in (lockstep, unit):
         watch.wrap(module, "step_plan", "page table")
+    watch.wrap(unit.UnitTable, "plan", "page table")
     for name in ("allocate", "commit", "free"):
         watch.wrap(kvblocks.KVBlocks, name, "page table")
     watch.wrap(batch.AttentionBatch, "build", "page table")

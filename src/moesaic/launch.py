@@ -14,7 +14,7 @@ from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import ClusterConfig, WorkerConfig
-from moesaic.core import paced
+from moesaic.core import curves, paced
 from moesaic.core.errors import ConfigError
 from moesaic.engine import Engine
 from moesaic.models import files, fingerprint
@@ -99,6 +99,7 @@ def _here(
         model=replace(config.model, model=str(path), revision=None),
         parallel=cluster.parallel if cluster else config.parallel,
         paced=None if cluster is None else cluster.paced,
+        policy_file=None if cluster is None else cluster.schedule_policy_file,
         record=record.record_routing,
         record_share=record.record_routing_share,
         checkpoint_stamp=fingerprint.stamp(path),
@@ -117,4 +118,6 @@ def _checked(config: WorkerConfig, cluster: ClusterConfig | None) -> Path:
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
     if cluster is not None and cluster.paced is not None:
         paced.read(Path(cluster.paced))
+    if cluster is not None and cluster.schedule_policy_file is not None:
+        curves.read(Path(cluster.schedule_policy_file))
     return files.resolve(config.model.model, config.model.revision)

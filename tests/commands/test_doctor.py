@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from moesaic import LLM
+from moesaic.commands import schedule_curves
 from moesaic.commands.announce import as_record, as_table
 from moesaic.commands.doctor import choose, warnings
 from moesaic.commands.machine import examine
 from moesaic.commands.processes import in_text
+from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.kernels import table
+from moesaic.policy.scheduling.minimum_batch import cpu_curves
 
 PROGRAM = """
 import json, sys
@@ -64,3 +67,21 @@ def test_what_differs_without_proc_is_named() -> None:
     assert (usual[1], portable[1]) == ("AVX512", "DEFAULT")
     assert usual[2] == portable[2]
     assert usual[3] == pytest.approx(portable[3], abs=1e-5) and usual[3] != portable[3]
+
+
+def test_doctor_says_which_rows_run_alone() -> None:
+    """On a CPU: those of about 64 rows an expert, and a server waits below 6. A GPU never waits."""
+    cpu = schedule_curves.of_curves(cpu_curves(3.0 * 2048 * 768, schedule_curves.OTHERS))
+    assert cpu.shared and cpu.separate_rows is not None and 500 < cpu.separate_rows < 1100
+    assert cpu.waited_pairs == 6 * 128 and not cpu.expert_queues
+    shown = schedule_curves.facts(cpu)
+    assert shown["rows go on alone"] == f"from {cpu.separate_rows} on"
+    assert shown["servers wait"] == "for calls with fewer than 768 pairs"
+    gpu = schedule_curves.find("NVIDIA H100 80GB HBM3", 2)
+    assert (gpu.source, gpu.shared, gpu.told_rows, gpu.waited_pairs) == ("data sheet of h100", False, 0, 0)
+    assert schedule_curves.facts(gpu)["servers wait"] == "never"
+    assert gpu.attention_ms[1] == gpu.attention_ms[256] < gpu.attention_ms[1024]
+    flat = Curve(((1.0, 1.0),))
+    never = schedule_curves.of_curves(DeviceCurves("x", flat, flat))
+    assert never.separate_rows is None
+    assert schedule_curves.facts(never)["rows go on alone"] == "never while the device is busy"

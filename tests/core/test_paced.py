@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.core.curves import Curve
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import Curve, LinkModel, PacedDevices, read
+from moesaic.core.paced import LinkModel, PacedDevices, read
 
 GOOD = {
     "source": '"a paper"',

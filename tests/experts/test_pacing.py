@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from moesaic.core.curves import Curve
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import PaceStats
-from moesaic.core.paced import Curve, LinkModel, PacedDevices
+from moesaic.core.paced import LinkModel, PacedDevices
 from moesaic.core.tokens import IntArray
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.pacing import Pace, PacedBackend, PacedCaller
@@ -73,6 +74,7 @@ class Backend:
 
     at: Time
     name: str = "slow"
+    device_name: str = ""
     held: dict[int, list[int]] = field(default_factory=lambda: {0: [1, 2]})
     ran: list[int] = field(default_factory=list)
 

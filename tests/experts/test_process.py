@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from moesaic.config import ExpertServerConfig, QueueConfig
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.messages import Hold
+from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.process import (
     BARRIER_SECONDS,
     EVERYBODY,
     LONGEST_WAIT,
     WAITED_RUNS,
     _policy,
+    _scheduler,
     _start_rule,
 )
 from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
+from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
 from moesaic.policy.scheduling.schedulers.expert_server import Enough, WhileSmall
 
+CPU = Decisions(cpu_curves(1e6, 1e6), 8, 2)
 LAYOUT = ExpertLayout({0: "a", 1: "b"}, "g", "u", "d", 8, 4, 2, 1, "float32")
 
 
@@ -30,15 +36,38 @@ def config(**settings: Any) -> ExpertServerConfig:
 
 @pytest.mark.parametrize("schedule", ["lockstep", "async"])
 def test_a_run_begins_as_it_is_told_or_as_it_is_worth(schedule: str) -> None:
-    assert _start_rule(config(schedule=schedule), 4) == WhileSmall(24, LONGEST_WAIT, WAITED_RUNS)
+    assert _start_rule(config(schedule=schedule), CPU, 4) == WhileSmall(24, LONGEST_WAIT, WAITED_RUNS)
     waiting = QueueConfig(expert_batch_pairs=24, expert_batch_wait=2.5)
-    assert _start_rule(config(schedule=schedule, queues=waiting), 4) == Enough(pairs=24, wait=0.0025)
+    assert _start_rule(config(schedule=schedule, queues=waiting), CPU, 4) == Enough(pairs=24, wait=0.0025)
     at_once = QueueConfig(expert_batch_pairs=1)
-    assert _start_rule(config(schedule=schedule, queues=at_once), 4) == Enough(pairs=1, wait=0.0)
+    assert _start_rule(config(schedule=schedule, queues=at_once), CPU, 4) == Enough(pairs=1, wait=0.0)
 
 
 def test_at_a_barrier_it_waits_for_everybody() -> None:
-    assert _start_rule(config(schedule="barrier"), 4) == Enough(EVERYBODY, BARRIER_SECONDS)
+    assert _start_rule(config(schedule="barrier"), CPU, 4) == Enough(EVERYBODY, BARRIER_SECONDS)
+
+
+def test_a_server_decides_by_the_curves_of_its_file(tmp_path: Path) -> None:
+    """Two experts on a CPU: clients wait below 12 pairs. On devices of their own they never wait, and each
+    expert has a queue."""
+
+    class OnCpu:
+        device_name = ""
+
+        def __init__(self) -> None:
+            self.held = dict[int, list[int]]()
+
+    first, backend = Hold(0, {0: [0, 1], 1: [0, 1]}), cast(ExpertBackend, OnCpu())
+    papers = str(Path(__file__).parents[2] / "benchmarks" / "papers" / "async_moe.toml")
+    for settings, pairs, groups in (
+        ({"schedule": "async"}, 12, 1),
+        ({"schedule": "async", "paced": papers}, 0, 2),
+        ({"schedule": "async", "policy_file": papers}, 0, 2),
+        ({"schedule": "lockstep", "policy_file": papers}, 0, 1),
+    ):
+        made = _scheduler(config(**settings), backend, first)
+        assert made._rule == WhileSmall(pairs, LONGEST_WAIT, WAITED_RUNS)
+        assert made._shape == (2, groups)
 
 
 def test_the_policy_that_is_set_counts_where_servers_have_queues_of_one() -> None:

@@ -34,7 +34,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
-from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
+from moesaic.policy.scheduling.schedulers.ready_queues import GatherRule
 from moesaic.policy.scheduling.speculation import Speculation
 from tests.support.fake_executor import Client, FakeExecutor, checked
 from tests.support.toy_model import EMPTY, VOCABULARY, alone, hashes, mix
@@ -76,7 +76,7 @@ class FakeLayered(FakeExecutor):
         policy: QueuePolicy,
         layers: int = 2,
         top_k: int = 2,
-        gather: RunThreshold | None = None,
+        gather: GatherRule | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         super().__init__(limits, num_blocks, block_size, prefix_reuse)
@@ -191,7 +191,7 @@ class FakeLayered(FakeExecutor):
         for action in actions:
             self._carry_out(action)
         under_way = sum(unit.rows for unit in self.asynchronous._units.values())
-        assert under_way <= self.limits.max_num_batched_tokens
+        assert under_way == self.asynchronous._rows <= self.limits.max_num_batched_tokens
         return actions
 
     # ---- carrying out

@@ -135,6 +135,7 @@ class Doubling:
     """An ExpertBackend that takes three seconds."""
 
     name = "doubling"
+    device_name = ""
     held = {2: [0, 1, 2, 3], 5: [0, 1, 2, 3]}  # noqa: RUF012
 
     def __init__(self, clock: Clock) -> None:

@@ -131,6 +131,7 @@ class Members:
             log_level=self._worker_config.log_level,
             trace=self._part(member),
             paced=self._worker_config.paced,
+            policy_file=self._worker_config.policy_file,
             checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
         with numa.on(self._cores.nodes(place, len(self.servers_here))):

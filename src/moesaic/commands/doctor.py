@@ -10,7 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from moesaic import __version__
+from moesaic.commands import schedule_curves
 from moesaic.commands.machine import Machine, examine
+from moesaic.commands.schedule_curves import Schedule
 from moesaic.commands.units import in_bytes
 from moesaic.kernels import table
 
@@ -32,16 +34,19 @@ def run(as_json: bool) -> int:
     machine = examine()
     choice = choose(machine)
     notes = warnings(machine, choice)
+    gpu = machine.gpus[0].name if machine.gpus else None
+    schedule = schedule_curves.find(gpu, machine.cores)
     if as_json:
         report = {
             "version": __version__,
             "machine": asdict(machine),
             "choice": asdict(choice),
+            "schedule": asdict(schedule),
             "warnings": notes,
         }
         print(json.dumps(report))
     else:
-        _print(machine, choice, notes)
+        _print(machine, choice, schedule, notes)
     return 0
 
 
@@ -99,7 +104,7 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
     return notes
 
 
-def _print(machine: Machine, choice: Choice, notes: list[str]) -> None:
+def _print(machine: Machine, choice: Choice, schedule: Schedule, notes: list[str]) -> None:
     console = Console(highlight=False)
     console.print(_table("This machine", _facts(machine)))
     chosen = {name: str(value) for name, value in asdict(choice).items()}
@@ -107,6 +112,7 @@ def _print(machine: Machine, choice: Choice, notes: list[str]) -> None:
         chosen["kernels"] += f", torch {machine.torch_cpu_capability}"
     chosen["threads"] += ", or 1 for a model of less than 256 MiB"
     console.print(_table("moesaic will use", chosen))
+    console.print(_table("With expert servers", schedule_curves.facts(schedule)))
     for note in notes:
         console.print(f"[yellow]warning[/]: {escape(note)}", soft_wrap=True)
     if not notes:

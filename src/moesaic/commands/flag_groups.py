@@ -44,6 +44,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--transport",
             "--numa",
             "--paced",
+            "--schedule-policy-file",
             "--cluster-address",
         ),
         "--cluster-secret-file",

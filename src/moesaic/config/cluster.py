@@ -104,6 +104,10 @@ class ClusterConfig(ParallelConfig):
     paced: str | None = None
     """TOML file of modelled devices. Workers and servers compute as always, and hold each result until the
     modelled device would have finished. A test instrument: it makes everything slower."""
+    schedule_policy_file: str | None = None
+    """TOML file that says how long a run of so many rows takes on these devices, and what follows from it:
+    which tokens go on without the others, and for which calls an expert server waits. A file of --paced is
+    one too. None: the curves of this machine, which `moesaic doctor` shows."""
     transport: Transport = "auto"
     """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
     socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP."""
@@ -183,6 +187,8 @@ class ClusterConfig(ParallelConfig):
         at_least("--min-replicas", self.min_replicas, 1)
         if not 0 <= self.rebalance_interval < math.inf:
             raise ConfigError.field("--rebalance-interval", self.rebalance_interval, "seconds, 0 or more")
+        if self.paced is not None and self.schedule_policy_file is not None:
+            raise ConfigError("--paced and --schedule-policy-file: give one, since --paced has curves too")
         one_of("--numa", self.numa, get_args(NumaBinding))
         one_of("--transport", self.transport, get_args(Transport))
         if self.transport == "shm" and self.cluster_address is not None:
@@ -203,7 +209,7 @@ class ClusterConfig(ParallelConfig):
                 raise ConfigError.field("--attention-workers", 1, "at least 2 with --dispatch")
         if self.expert_servers == 0:
             names = ["redundant_experts", "min_replicas", "expert_capacities", "autoscale", "transport"]
-            names += ["cluster_address", "paced"]
+            names += ["cluster_address", "paced", "schedule_policy_file"]
             for name in names if self.tensor_parallel_size > 1 else ["placement", *names]:
                 if getattr(self, name) != getattr(ClusterConfig, name):
                     flag = "--" + name.replace("_", "-")

@@ -35,6 +35,8 @@ class ExpertServerConfig:
     """File for this process's part of a trace. None: no trace."""
     paced: str | None = None
     """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
+    policy_file: str | None = None
+    """File of curves (`core.curves`). None: those of the device that computes."""
     checkpoint_stamp: str = ""
     """Stamp of the checkpoint's files (`models.fingerprint`), which must not change before they are loaded.
     Empty: as they are now."""

@@ -63,8 +63,9 @@ class ModelConfig:
     """Kernels for a CPU: the native ones of one instruction set, or the torch reference. auto takes the
     fastest that this CPU runs in float32. avx512_bf16 and amx_bf16 round the activations that meet bf16
     weights to bf16: they are faster, and answers may differ. So do avx512_int8 and avx2_int8, which round the
-    activations that meet weights in integers to int8. amx_bf16x3 splits the activations that meet bf16 weights
-    into three bf16 numbers, which hold a float32, and amx_bf16x2 into two, which hold 16 of its 24 bits."""
+    activations that meet weights in integers to int8. amx_bf16x3 splits the activations that meet bf16
+    weights into three bf16 numbers, which hold a float32, and amx_bf16x2 into two, which hold 16 of its 24
+    bits."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,9 @@ class QueueConfig:
     count in the look-ahead. 0: only the present lengths count."""
     expert_batch_pairs: int | None = None
     """Minimum number of (token, expert) pairs in a batch of an expert server; 1: it computes whatever is
-    there. None: it computes whatever is there if calls mostly bring 6 pairs or more for each of its experts;
-    else it waits for more calls, during three batches at most. It never waits once every client has asked."""
+    there. None: on a CPU it computes whatever is there if calls mostly bring some 6 pairs or more for each of
+    its experts; else it waits for more calls, during three batches at most. It never waits once every client
+    has asked, nor on a GPU of its own."""
     expert_batch_wait: float = 0.0
     """With --expert-batch-pairs: milliseconds after which an expert server computes fewer pairs; at most
     100."""
@@ -255,6 +257,8 @@ class WorkerConfig:
     paced: str | None = None
     """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
     log_level: LogLevel = "info"
+    policy_file: str | None = None
+    """File of curves (`core.curves`). None: those of the device that computes."""
     checkpoint_stamp: str = ""
     """Stamp of the checkpoint's files (`models.fingerprint`), which must not change before they are loaded.
     Empty: as they are now."""

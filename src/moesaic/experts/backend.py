@@ -37,6 +37,11 @@ class ExpertBackend(Protocol):
         ...
 
     @property
+    def device_name(self) -> str:
+        """The name that a driver gives the GPU that computes. Empty on a CPU."""
+        ...
+
+    @property
     def held(self) -> dict[int, list[int]]:
         """Layer -> the experts whose weights are loaded."""
         ...

@@ -19,6 +19,7 @@ class NativeBackend:
     def __init__(
         self, path: Path, layout: ExpertLayout, kernels: str, threads: int, mapped: bool = True
     ) -> None:
+        self.device_name = ""
         self.name = f"native ({plain.use(None if kernels == 'auto' else kernels)})"
         plain.set_threads(threads, pin=False)
         self._store = Store(path, layout, mapped)

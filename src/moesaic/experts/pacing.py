@@ -130,6 +130,10 @@ class PacedBackend:
         return f"{self.backend.name}, paced"
 
     @property
+    def device_name(self) -> str:
+        return self.backend.device_name
+
+    @property
     def held(self) -> dict[int, list[int]]:
         return self.backend.held
 

@@ -8,21 +8,25 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from moesaic.config import ExpertServerConfig
-from moesaic.core import messages, paced
+from moesaic.core import curves, messages, paced
+from moesaic.core.curves import DeviceCurves
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats, PaceStats
 from moesaic.core.stored import is_native
+from moesaic.cost.curves import of_device
+from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
-from moesaic.policy.scheduling import minimum_batch
 from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
+from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
 from moesaic.policy.scheduling.schedulers.expert_server import (
     Enough,
     ExpertServerScheduler,
@@ -81,8 +85,7 @@ def serve(
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     listener = Listener(config.address, secret or first.secret)
-    rule, policy = _start_rule(config, max(map(len, first.experts.values()), default=0)), _policy(config)
-    service = ExpertServerScheduler(config.layout.layers, policy, rule)
+    service = _scheduler(config, backend, first)
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
     server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
     loader = _ExpertLoader(supervisor, backend, listener.address, config, stamp, digests)
@@ -107,7 +110,39 @@ def serve(
         server.close()
 
 
-def _start_rule(config: ExpertServerConfig, experts: int) -> StartRule:
+def _scheduler(
+    config: ExpertServerConfig, backend: ExpertBackend, first: messages.Hold
+) -> ExpertServerScheduler:
+    """The scheduler. With --schedule async it may have a queue for each expert."""
+    layout = config.layout
+    decisions = Decisions(_curves(config, backend), layout.num_experts, layout.top_k)
+    rule = _start_rule(config, decisions, max(map(len, first.experts.values()), default=0))
+    if config.schedule != "async" or not decisions.has_expert_queues:
+        return ExpertServerScheduler(layout.layers, _policy(config), rule)
+    return ExpertServerScheduler(
+        layout.layers, _policy(config), rule, layout.num_experts, decisions.queues_apart
+    )
+
+
+def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
+    """The curves of the modelled device, of the file that is given, or of the device that computes."""
+    if config.paced is not None:
+        return paced.read(Path(config.paced)).curves
+    if config.policy_file is not None:
+        return curves.read(Path(config.policy_file))
+    layout = config.layout
+    expert, size = (
+        3.0 * layout.hidden * layout.width,
+        layout.expert_bytes / (3 * layout.hidden * layout.width),
+    )
+    if config.device == "cpu":
+        found = measuring.of_experts(backend, layout, config.threads)
+        return cpu_curves(expert, expert, config.threads, found)
+    known = of_device(backend.device_name, expert, expert, size)
+    return known or replace(cpu_curves(expert, expert), shared=False)
+
+
+def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) -> StartRule:
     """The start rule of the scheduler. experts: maximum number of experts per layer that the server begins
     with.
     """
@@ -115,7 +150,7 @@ def _start_rule(config: ExpertServerConfig, experts: int) -> StartRule:
         return Enough(EVERYBODY, BARRIER_SECONDS)
     pairs, wait = config.queues.expert_batch_pairs, config.queues.expert_batch_wait
     if pairs is None:
-        return WhileSmall(minimum_batch.pairs(experts), LONGEST_WAIT, WAITED_RUNS)
+        return WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
     return Enough(pairs, wait / 1000)
 
 

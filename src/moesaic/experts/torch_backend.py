@@ -30,6 +30,7 @@ class TorchBackend:
         self._kernels = table.pick(device, kernels)
         self._kernels.set_threads(threads, False)
         self.name = self._kernels.name
+        self.device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
         self._path, self._layout, self._device, self._mapped = path, layout, device, mapped
         none = ExpertWeights.of_held(layout.num_experts, {}, PARTS[layout.form], layout.activation)
         self._weights = dict.fromkeys(layout.prefixes, none)

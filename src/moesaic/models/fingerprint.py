@@ -119,13 +119,13 @@ class ExpertDigests:
         """Keep the digests that were computed since the last call in the cache folder."""
         for file in self._new:
             if self._found[file].st_size > KEPT:
-                _write_cache(_key(self._found[file]), self._known[file])
+                write_cache(_key(self._found[file]), self._known[file])
         self._new.clear()
 
     def _tensor(self, name: str, place: Place) -> str:
         file = place.file
         if file not in self._known:
-            self._known[file] = _read_cache(_key(self._found[file]))
+            self._known[file] = read_cache(_key(self._found[file]))
         known = self._known[file]
         if name not in known:
             digest = _digest(file, [(place.offset, place.size)])
@@ -167,7 +167,7 @@ class DigestQueue:
 
 @cache
 def _of(path: Path, state: str) -> str:
-    kept = _read_cache(state)
+    kept = read_cache(state)
     if not _FINGERPRINT.fullmatch(kept.get("fingerprint", "")):
         config = {key: value for key, value in read_config(path).items() if key not in NOT_COMPARED}
         tensors = Headers(path).every()
@@ -179,7 +179,7 @@ def _of(path: Path, state: str) -> str:
         if _state(path) != state:
             raise _changed(path)
         if sum(min(most, place.size) for place in tensors.values()) > KEPT:
-            _write_cache(state, kept)
+            write_cache(state, kept)
     return kept["fingerprint"]
 
 
@@ -259,7 +259,8 @@ def _file_of(key: str) -> Path:
     return cache_folder() / "digests" / f"{key}.json"
 
 
-def _read_cache(key: str) -> dict[str, str]:
+def read_cache(key: str) -> dict[str, str]:
+    """What was kept under this name. Empty if nothing was, or nothing that can be read."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: no home, or nested deeply
         found = json.loads(_file_of(key).read_text("utf-8"))
         if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
@@ -267,8 +268,8 @@ def _read_cache(key: str) -> dict[str, str]:
     return {}
 
 
-def _write_cache(key: str, value: dict[str, str]) -> None:
-    """Without a folder that can be written, digests are computed anew each time."""
+def write_cache(key: str, value: dict[str, str]) -> None:
+    """Keep it under this name. Without a folder that can be written it is found anew each time."""
     with contextlib.suppress(OSError, RuntimeError):
         file = _file_of(key)
         file.parent.mkdir(parents=True, exist_ok=True)

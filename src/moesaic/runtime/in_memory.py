@@ -19,17 +19,17 @@ from moesaic.experts.pacing import Pacing
 from moesaic.experts.remote import RemoteExperts
 from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
-from moesaic.policy.scheduling import minimum_batch
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import policy_named
+from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
-from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.device_curves import curves_of
 from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.model_loading import (
     LoadedModel,
@@ -99,10 +99,12 @@ def with_servers(
     stages = _stages(config, loaded, size, layout, shared)
     wakeup = Wakeup()
     pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
-    remote = _remote(context, layout, loaded, observer, wakeup, pacing)
+    decisions = Decisions(curves_of(config, loaded, layout), layout.num_experts, layout.top_k)
+    remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows)
     runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
     speculation = speculation_of(config, loaded.model, layout.num_bytes)
-    scheduler = _scheduler(context, block_pool(config.cache, size), layout, speculation)
+    blocks = block_pool(config.cache, size)
+    scheduler = _scheduler(context, blocks, len(layout.layers), speculation, decisions)
     return WorkerParts(
         loaded,
         kv_type(config.cache, loaded),
@@ -188,9 +190,13 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
 
 
 def _scheduler(
-    context: WorkerContext, blocks: KVBlocks, layout: ExpertLayout, speculation: Speculation
+    context: WorkerContext,
+    blocks: KVBlocks,
+    routed: int,
+    speculation: Speculation,
+    decisions: Decisions,
 ) -> Scheduler:
-    """The scheduler of a worker whose experts are on servers."""
+    """The scheduler of a worker whose experts are on servers. routed: layers with routed experts."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":
         return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)
@@ -198,9 +204,7 @@ def _scheduler(
         return BarrierScheduler(limits, blocks, speculation)
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = policy_named(scheduling.queue_policy, urgency, history=history)
-    threshold = RunThreshold(minimum_batch.rows(layout.num_experts, layout.top_k))
-    routed, top_k = len(layout.layers), layout.top_k
-    return AsyncScheduler(limits, blocks, policy, routed, top_k, threshold, speculation)
+    return AsyncScheduler(limits, blocks, policy, routed, decisions.top_k, decisions, speculation)
 
 
 def _remote(
@@ -210,6 +214,7 @@ def _remote(
     observer: WorkerObserver,
     wakeup: Wakeup,
     pacing: Pacing | None,
+    told_rows: int,
 ) -> RemoteExperts:
     """The client of the expert servers. Each connection's shared memory holds two of the largest steps."""
     config, rows = context.config, context.limits.max_num_batched_tokens
@@ -221,7 +226,7 @@ def _remote(
         Connector(heap, wakeup, config.transport, as_it_is if pacing is None else pacing.caller),
         wakeup,
         context.clock,
-        portion_rows=minimum_batch.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,
+        portion_rows=told_rows if schedule == "async" else None,
         every_server=schedule == "barrier",
         put=loaded.kernels.put,
         observer=observer,

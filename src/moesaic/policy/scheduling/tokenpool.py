@@ -29,6 +29,7 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 
 Mask = npt.NDArray[np.bool_]
+NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Units:
 class _Call:
     """The parts that a call still waits for."""
 
-    __slots__ = ("dropped", "lacking", "num_out", "out", "top_k", "units")
+    __slots__ = ("any_dropped", "dropped", "lacking", "num_out", "offsets", "out", "units")
 
     def __init__(self, units: Units, top_k: int) -> None:
         self.units = units
@@ -88,8 +89,10 @@ class _Call:
         """[u] how many parts each unit still waits for."""
         self.dropped: Mask = np.zeros(len(units), dtype=bool)
         """[u] whether the unit was dropped."""
-        self.top_k = top_k
-        self.num_out = int(units.rows.sum()) * top_k
+        self.any_dropped = False
+        self.offsets: IntArray = units.starts * top_k
+        """[u] the first pair of each unit."""
+        self.num_out = int(self.lacking.sum())
         self.out: Mask = np.ones(self.num_out, dtype=bool)
         """[p] True until the part has arrived."""
 
@@ -103,15 +106,17 @@ class _Call:
         fresh: Mask = np.zeros(len(self.out), dtype=bool)
         fresh[pairs] = True
         fresh &= self.out
-        self.out ^= fresh
         self.num_out -= int(np.count_nonzero(fresh))
-        waited = self.waiting
         if not self.num_out:
+            waited = self.waiting
             self.lacking[:] = 0
-            return np.flatnonzero(waited)
-        units = np.repeat(np.arange(len(self.units)), self.units.rows * self.top_k)
-        self.lacking -= np.bincount(units[fresh], minlength=len(self.lacking))
-        return np.flatnonzero(waited & (self.lacking == 0))
+            self.out[:] = False
+            return waited.nonzero()[0]
+        self.out ^= fresh
+        came = np.add.reduceat(fresh, self.offsets, dtype=np.int64)
+        self.lacking -= came
+        complete: Mask = (self.lacking == 0) & (came > 0)
+        return (complete & ~self.dropped if self.any_dropped else complete).nonzero()[0]
 
 
 class TokenPool:
@@ -150,16 +155,36 @@ class TokenPool:
         done. Raises ValueError for a call that was never opened and for a pair that the call does not have.
         """
         record = self._find(call)
-        if record is None or not len(pairs):
+        ready = self.completed(call, pairs)
+        if record is None or not len(ready):
             return None
-        if pairs.min() < 0 or pairs.max() >= len(record.out):
+        return record.units if len(ready) == len(record.units) else record.units.take(ready)
+
+    def completed(self, call: int, pairs: IntArray) -> IntArray:
+        """Like `arrived`, but returns the [r] indices of the units that the parts complete, ascending."""
+        record = self._find(call)
+        if record is None or not len(pairs):
+            return NONE
+        if pairs.astype(np.uint64).max() >= len(record.out):  # a negative number becomes a large one
             raise ValueError(f"call {call} has pairs 0 to {len(record.out) - 1}: got {pairs.tolist()}")
         ready = record.receive(pairs)
         if not record.num_out:
             del self._calls[call]
-        if len(ready) == len(record.units):
-            return record.units
-        return record.units.take(ready) if len(ready) else None
+        return ready
+
+    def completes(self, call: int, pairs: IntArray) -> bool:
+        """Whether these are all parts of the call that have not arrived. They are not recorded."""
+        record = self._find(call)
+        if record is None or len(pairs) < record.num_out:
+            return False
+        found: Mask = np.zeros(len(record.out), dtype=bool)
+        found[pairs] = True
+        return int(np.count_nonzero(found & record.out)) == record.num_out
+
+    def lacking(self, call: int) -> int:
+        """Number of parts of a call that have not arrived."""
+        record = self._find(call)
+        return 0 if record is None else record.num_out
 
     def drop(self, request_id: int) -> None:
         """Drop all waiting units of a request that was cancelled or preempted. They never become ready.
@@ -169,6 +194,7 @@ class TokenPool:
         """
         for record in self._calls.values():
             record.dropped |= record.units.request_ids == request_id
+            record.any_dropped = True
 
     def done(self, call: int) -> bool:
         """Whether every part arrived, also those of dropped units. Then the call's memory may be released."""

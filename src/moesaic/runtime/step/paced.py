@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.core.paced import Curve
+from moesaic.core.curves import Curve
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.pacing import Pace
 from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, StepGenerator, StepResult

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from tests.support.fake_executor import FakeExecutor
 from tests.support.fake_layerwise_executor import FakeLayered
+from tests.support.plain_asynchronous import Run, Unit, sources
 from tests.support.scheduler_replay import replays
 from tests.support.toy_model import alone, request
 
+from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits
@@ -20,6 +22,7 @@ from moesaic.policy.scheduling.microqueue import (
     MostTokensFirst,
     policy_named,
 )
+from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
@@ -36,7 +39,6 @@ from moesaic.policy.scheduling.schedulers.actions import (
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 from moesaic.policy.scheduling.schedulers.step_plan import step_plan
-from moesaic.policy.scheduling.schedulers.unit import Run, Unit, sources
 from moesaic.policy.scheduling.sequence import Sequence
 from moesaic.policy.scheduling.tokenpool import Units
 
@@ -452,7 +454,7 @@ def test_the_policy_sees_rows_and_how_long_the_oldest_waits() -> None:
     subject.compute()
     subject.answer(0, [0, 1, 2])
     subject.step()
-    assert spy.seen == [([3, 0, 0], [0.0, 0.0, 0.0]), ([2, 3, 0], [0.0, 0.5, 0.0])]
+    assert spy.seen == [([2, 3, 0], [0.0, 0.5, 0.0])], "it is not asked while only one segment has rows"
     assert subject.action is not None and subject.action.segment == 1
 
 
@@ -485,10 +487,35 @@ def test_nobody_waits_for_a_cancelled_request() -> None:
 
 
 def test_enough_is_worth_a_run_or_all_decodes() -> None:
-    ready = np.array([[512], [64], [4]])
-    assert RunThreshold(64).enough(ready, decodes=80)[:, 0].tolist() == [True, True, False]
-    assert RunThreshold(999).enough(ready, decodes=512)[:, 0].tolist() == [True, False, False]
-    assert RunThreshold().enough(ready, decodes=580).all()
+    for rule, decodes, wanted in (
+        (RunThreshold(64), 80, [True, True, False]),
+        (RunThreshold(999), 512, [True, False, False]),
+        (RunThreshold(), 580, [True, True, True]),
+    ):
+        assert [rule.alone(ready, decodes, 0.0) for ready in (512, 64, 4)] == wanted
+
+
+def test_a_part_runs_alone_once_the_worker_is_idle_for_long_enough() -> None:
+    """Of four rows the experts answer one after 0.5 s, and the others 4 s later."""
+    flat = Curve(((8.0, 0.5), (16.0, 1.0)))
+    rule = Decisions(DeviceCurves("x", flat, flat), 4, 1)
+    subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), layers=40, top_k=1, gather=rule)
+    subject.arrive(*(request(number, [number], max_tokens=2) for number in range(4)))
+    gone: list[bool] = []
+    while True:
+        subject.step()
+        run, *more = subject.open_runs()
+        assert not more
+        subject.answer(run, [0])
+        gone.append(subject.action is not None)
+        if gone[-1]:
+            break
+        subject.now += 4.0
+        subject.answer(run, [1, 2, 3])
+    assert 1 < len(gone) < 10
+    assert requests_under_way(subject) == [0]
+    subject.drain()
+    subject.check_everybody()
 
 
 def test_decodes_and_the_chunk_of_a_prompt_do_not_wait_for_each_other() -> None:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from tests.policy.scheduling.schedulers.test_lockstep_machine import SHAPES, speculation
 from tests.policy.scheduling.test_kvblocks_machine import audit
 from tests.support.fake_layerwise_executor import FakeLayered
+from tests.support.plain_asynchronous import PlainAsyncScheduler
 from tests.support.scheduler_replay import replays
 from tests.support.toy_model import request
 
@@ -167,6 +168,10 @@ class AsynchronousMachine(RuleBasedStateMachine):
             self.limits, KVBlocks(*self.pool), self.policy(), *self.model, speculation(*self.drafts)
         )
         assert replays(twin, self.executor.log)
+        plain = PlainAsyncScheduler(
+            self.limits, KVBlocks(*self.pool), self.policy(), *self.model, speculation(*self.drafts)
+        )
+        assert replays(plain, self.executor.log), "the slow form takes the same actions"
         assert twin.stats() == self.executor.scheduler.stats()
 
 

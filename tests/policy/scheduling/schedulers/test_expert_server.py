@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -86,6 +87,27 @@ def test_groups_by_expert() -> None:
     ask(subject, 1, 1, 3, [1, 2])
     runs = [subject.next_run(0.0) for _ in range(4)]
     assert [parts(run) for run in runs] == [[(0, [0, 2]), (1, [1])], [(0, [1])], [(1, [0])], []]
+
+
+def test_queues_of_a_layer_run_together_where_one_alone_costs_too_much() -> None:
+    """The rule sees the pairs of each queue of the chosen layer. Calls of a joint run have one part each."""
+    seen: list[list[int]] = []
+
+    def apart(pairs: Sequence[int]) -> bool:
+        seen.append(sorted(pairs))
+        return min(pairs) >= 2
+
+    subject = ExpertServerScheduler(LAYERS, MostTokensFirst(), Enough(), EXPERTS, apart)
+    for client in range(2):
+        subject.client_joined(client)
+    ask(subject, 0, 0, 3, [2, 0, 2])
+    ask(subject, 1, 1, 3, [1, 2])
+    ask(subject, 2, 1, 5, [3])
+    assert parts(subject.next_run(0.0)) == [(0, [0, 1, 2]), (1, [0, 1])]
+    assert parts(subject.next_run(0.0)) == [(2, [0])] and seen == [[1, 1, 3]]
+    ask(subject, 3, 0, 3, [2, 1, 2, 1, 2])
+    assert parts(subject.next_run(0.0)) == [(3, [0, 2, 4])]
+    assert parts(subject.next_run(0.0)) == [(3, [1, 3])] and subject.waiting_pairs == 0
 
 
 def test_the_policy_decides_between_queues() -> None:
@@ -263,10 +285,15 @@ class ServiceMachine(RuleBasedStateMachine):
         pairs=st.integers(1, 6),
         wait=st.sampled_from([0.0, 2.0]),
         small=st.booleans(),
+        alone=st.integers(0, 3),
     )
-    def start(self, groups: int, pairs: int, wait: float, small: bool) -> None:
+    def start(self, groups: int, pairs: int, wait: float, small: bool, alone: int) -> None:
+        """alone: pairs from which a queue runs alone."""
         rule = WhileSmall(pairs, wait, runs=2.0) if small else Enough(pairs, wait)
-        self.subject, self.groups = service(groups, rule, clients=0), groups
+        self.groups = groups if alone < 2 else 1
+        self.subject = ExpertServerScheduler(
+            LAYERS, MostTokensFirst(), rule, groups, lambda queues: min(queues) >= alone
+        )
         self.now, self.calls, self.clients = 0.0, dict[int, Asked](), set[int]()
 
     @rule(client=st.integers(0, 3))

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits, ContinuousBatching
@@ -39,12 +41,19 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.landing import land
-from moesaic.policy.scheduling.schedulers.ready_queues import ReadyQueues, RunThreshold
+from moesaic.policy.scheduling.schedulers.ready_queues import (
+    GatherRule,
+    ReadyQueues,
+    RunThreshold,
+)
 from moesaic.policy.scheduling.schedulers.runs import Runs
 from moesaic.policy.scheduling.schedulers.step_plan import admit
-from moesaic.policy.scheduling.schedulers.unit import Unit
+from moesaic.policy.scheduling.schedulers.unit import Unit, UnitTable
 from moesaic.policy.scheduling.sequence import Stage
 from moesaic.policy.scheduling.speculation import Speculation
+
+SMOOTHING = 0.1
+"""Weight of the newest value in an exponential moving average."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +61,28 @@ class _Flight:
     """The run that is being computed."""
 
     plan: StepPlan
-    units: list[Unit]
+    slots: IntArray
+    """Of its units, in the order of its rows."""
     started: float
     cancelled: list[Unit] = field(default_factory=list)
     """Units of this run whose requests were cancelled since it began."""
 
 
+@dataclass
+class _Kept:
+    """Parts that came and are not recorded yet. All of them are of one run."""
+
+    run: int = 0
+    lacking: int = 0
+    """Parts of the run that neither were recorded nor are kept, if none came twice."""
+    parts: list[tuple[float, IntArray]] = field(default_factory=list)
+    """(when they came, pairs)"""
+
+
 class AsyncScheduler:
     """A Scheduler that computes one run at a time.
 
-    It waits when no unit is ready, or when too few are (see RunThreshold).
+    It waits when no unit is ready, or when too few are (see GatherRule).
     """
 
     def __init__(
@@ -71,7 +92,7 @@ class AsyncScheduler:
         policy: QueuePolicy,
         routed_layers: int,
         top_k: int,
-        gather: RunThreshold | None = None,
+        gather: GatherRule | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         """routed_layers: layers with routed experts. There is one segment more.
@@ -84,8 +105,9 @@ class AsyncScheduler:
         self._blocks = blocks
         self._policy = policy
         self._segments = routed_layers + 1
-        self._threshold = gather or RunThreshold()
-        self._ready = ReadyQueues(self._segments)
+        self._gather: GatherRule = gather or RunThreshold()
+        self._table = UnitTable(blocks)
+        self._ready = ReadyQueues(self._segments, self._table)
         self._units: dict[int, Unit] = {}
         """The unit of each request that has one, by request id."""
         self._rows = 0
@@ -93,25 +115,37 @@ class AsyncScheduler:
         self._decodes = 0
         """Number of units that are not chunks of prompts."""
         self._flight: _Flight | None = None
-        self._runs = Runs(blocks, top_k)
+        self._runs = Runs(self._table, top_k)
         self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
+        self._kept = _Kept()
+        self._ended: float | None = None
+        """When the last run ended. None before the first one, and once nothing was in flight."""
+        self._idle = 0.0
+        """Moving average of the seconds between two runs while rows were in flight."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        parts: list[tuple[int, IntArray]] = []
+        if isinstance(event, PartsArrived):
+            parts = self._keep(event.parts, now)
+            if not parts:
+                return []
+        elif self._kept.parts:
+            self._record_kept()
         match event:
             case Arrived():
                 self._batching.add_all(event.requests, event.generated, now)
                 actions: list[Action] = []
             case Cancelled(request_ids):
                 actions = self._cancelled(request_ids)
-            case PartsArrived(parts):
+            case PartsArrived():
                 actions = self._arrived(parts, now)
             case SegmentDone(run):
                 actions = self._segment_done(run, now)
             case StepDone():
                 actions = self._step_done(event, now)
             case StepFailed(run):
-                actions = self._failed(run)
+                actions = self._failed(run, now)
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
         if self._flight is None:
@@ -138,7 +172,7 @@ class AsyncScheduler:
     def _cancelled(self, request_ids: list[int]) -> list[Action]:
         """Remove requests. A unit in the current run keeps its blocks until the run ends."""
         flight = self._flight
-        running = set() if flight is None else {unit.sequence.request_id for unit in flight.units}
+        running = set() if flight is None else set(flight.plan.request_ids.tolist())
         released, actions = [], []
         for request_id in request_ids:
             was_running = request_id in self._batching.running
@@ -156,27 +190,71 @@ class AsyncScheduler:
         if request_id not in self._units:
             return []
         unit = self._end(request_id)
-        return self._runs.drop(unit)
+        self._ready.discard(unit.slot)
+        actions = self._runs.drop(unit)
+        self._table.remove(unit)
+        return actions
 
     def _end(self, request_id: int) -> Unit:
-        """Remove the request's unit and return it."""
+        """Forget the request's unit, which may still wait and still has its slot. Returns it."""
         unit = self._units.pop(request_id)
         self._rows -= unit.rows
         self._decodes -= unit.decode
-        self._ready.discard(unit)
         return unit
 
     def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
         """Move units whose last part arrived into the queue of their next segment."""
         for run, pairs in parts:
-            self._ready.add(self._runs.arrived(run, pairs), now)
+            self._ready.add(*self._runs.arrived(run, pairs), now)
         return self._runs.forget([run for run, _ in parts])
+
+    def _keep(self, parts: list[tuple[int, IntArray]], now: float) -> list[tuple[int, IntArray]]:
+        """Keep parts that cannot start a run. Returns those to record now, with those kept before.
+
+        Parts are kept while all rows in flight are those of one run, and no part of them would run alone.
+        """
+        kept = self._kept
+        if not kept.parts:
+            run = self._runs.only(len(self._units)) if self._all_wait else None
+            if run is None or self._gather.some_alone(self._decodes, self._idle):
+                return parts
+            kept.run, kept.lacking = run, self._runs.lacking(run)
+        if any(run != kept.run for run, _ in parts):
+            self._record_kept()
+            return parts
+        kept.lacking -= sum(len(pairs) for _, pairs in parts)
+        if kept.lacking > 0:
+            kept.parts += [(now, pairs) for _, pairs in parts]
+            return []
+        if not kept.parts:
+            return parts
+        together = np.concatenate([pairs for _, pairs in (*kept.parts, *parts)])
+        if self._runs.completes(kept.run, together):
+            kept.parts.clear()
+            return [(kept.run, together)]
+        self._record_kept()  # some came twice
+        return parts
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether all requests have a decode with the experts, and nothing else can happen before parts
+        come.
+        """
+        idle = self._flight is None and not self._ready and self._rows == self._decodes > 0
+        full = len(self._units) == len(self._batching.running) and not self._batching.may_admit
+        return idle and full and not self._policy.remembers
+
+    def _record_kept(self) -> None:
+        """Record the parts that were kept, as of the times at which they came."""
+        for came, pairs in self._kept.parts:
+            self._ready.add(*self._runs.arrived(self._kept.run, pairs), came)
+        self._kept.parts.clear()
 
     def _segment_done(self, run: int, now: float) -> list[Action]:
         """End a run before the last segment. Its units wait for experts, except those cancelled since it
         began.
         """
-        flight = self._land(run)
+        flight = self._land(run, now)
         self._run_seconds += now - flight.started
         actions: list[Action] = []
         for unit in flight.cancelled:
@@ -190,12 +268,14 @@ class AsyncScheduler:
 
         Its units passed all layers: commit their KV and emit the sampled tokens.
         """
-        flight = self._land(done.step)
+        flight = self._land(done.step, now)
         self._run_seconds += now - flight.started
-        for unit in flight.units:
+        units = self._table.at(flight.slots)
+        for unit in units:
             self._count(unit)
             self._end(unit.sequence.request_id)
-        chunks = [(unit.sequence, unit.rows) for unit in flight.units]
+            self._table.remove(unit)
+        chunks = [(unit.sequence, unit.rows) for unit in units]
         emit = land(flight.plan, chunks, done, self._batching)
         ended = [sequence for sequence, _ in chunks if sequence.stage is Stage.FINISHED]
         for sequence in ended:
@@ -203,25 +283,27 @@ class AsyncScheduler:
         actions: list[Action] = [emit] if emit.request_ids else []
         return actions + ([Release([sequence.request_id for sequence in ended])] if ended else [])
 
-    def _failed(self, run: int) -> list[Action]:
+    def _failed(self, run: int, now: float) -> list[Action]:
         """Start every unit of the run again, also if all its parts arrived before the run was stopped."""
-        flight = self._land(run)
-        ended = []
-        for unit in flight.units:
+        flight = self._land(run, now)
+        ended, units = [], self._table.at(flight.slots)
+        for unit in units:
             request_id = unit.sequence.request_id
             self._end(request_id)
+            self._ready.discard(unit.slot)
+            self._table.remove(unit)
             self._batching.failed(unit.sequence)
             if unit.sequence.stage is Stage.FINISHED:
                 self._batching.free(unit.sequence)
                 ended.append(request_id)
-        return [self._runs.failed(run, flight.units), *([Release(ended)] if ended else [])]
+        return [self._runs.failed(run, units), *([Release(ended)] if ended else [])]
 
-    def _land(self, run: int) -> _Flight:
+    def _land(self, run: int, now: float) -> _Flight:
         """End the current run and return it. Raises ValueError when another run was named."""
         flight = self._flight
         if flight is None or flight.plan.step != run:
             raise ValueError(f"run {run} is not in flight")
-        self._flight = None
+        self._flight, self._ended = None, now
         return flight
 
     def _count(self, unit: Unit) -> None:
@@ -240,13 +322,13 @@ class AsyncScheduler:
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
         units = [
-            Unit(sequence, rows, decode=rows == 1 + len(sequence.drafted))
+            self._table.add(sequence, rows, decode=rows == 1 + len(sequence.drafted))
             for sequence, rows in schedule.chunks
         ]
         self._units.update((unit.sequence.request_id, unit) for unit in units)
         self._rows += sum(unit.rows for unit in units)
         self._decodes += sum(unit.decode for unit in units)
-        self._ready.add(units, now)
+        self._ready.add(0, np.array([unit.slot for unit in units], dtype=np.int64), now)
         actions: list[Action] = []
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
@@ -259,16 +341,32 @@ class AsyncScheduler:
 
         The policy picks among the segments with enough of them.
         """
-        if not self._ready:
+        waiting = self._ready.rows
+        if not waiting:
+            if not self._units:
+                self._ended = None
             return []
-        tokens = self._ready.tokens
-        if tokens.sum() < self._rows:  # experts still compute for other units
-            tokens = tokens * self._threshold.enough(tokens, self._decodes)
-        chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
-        if chosen is None:
+        if sum(rows for _, rows in waiting) < self._rows:  # experts still compute for other units
+            alone, decodes, idle = self._gather.alone, self._decodes, self._idle
+            waiting = [(segment, rows) for segment, rows in waiting if alone(rows, decodes, idle)]
+        segment = self._choice(waiting, now)
+        if segment is None:
             return []
-        segment = chosen[0]
-        units = self._ready.take(segment)
-        action, left = self._runs.begin(segment, units, last=segment == self._segments - 1)
-        self._flight = _Flight(action.plan, units, now)
+        if self._ended is not None:
+            self._idle += SMOOTHING * (now - self._ended - self._idle)
+        slots = self._ready.take(segment)
+        action, left = self._runs.begin(segment, slots, last=segment == self._segments - 1)
+        self._flight = _Flight(action.plan, slots, now)
         return [action, *left]
+
+    def _choice(self, waiting: list[tuple[int, int]], now: float) -> int | None:
+        """The segment that runs next. waiting: (segment, rows) of those that may."""
+        if len(waiting) == 1 and not self._policy.remembers:  # the usual case, and scores are slow to compute
+            return waiting[0][0]
+        if not waiting:
+            return None
+        tokens = np.zeros((self._segments, 1), dtype=np.int64)
+        for segment, rows in waiting:
+            tokens[segment, 0] = rows
+        chosen = self._policy.choose(tokens, self._ready.waited(now))
+        return None if chosen is None else chosen[0]

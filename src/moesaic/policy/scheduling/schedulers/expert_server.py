@@ -2,13 +2,14 @@
 
 It identifies calls by number and knows nothing of requests. The pairs of a call wait in queues. There is one
 queue per layer (`groups` 1), or one per (layer, expert) (`groups` is then the number of experts). A run takes
-a whole queue with the pairs of all clients, so that each active expert's weights are read once. A start rule
+a whole queue with the pairs of all clients, so that each active expert's weights are read once. With queues
+for experts it takes one of them, or all of a layer where separate runs would cost too much. A start rule
 decides when enough pairs wait to begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -21,6 +22,14 @@ from moesaic.policy.scheduling.microqueue import QueuePolicy
 
 SMOOTHING = 0.1
 """Weight of the newest value in an exponential moving average."""
+
+Apart = Callable[[Sequence[int]], bool]
+"""Whether one queue of a layer runs alone. It is given the pairs of each queue of the layer."""
+
+
+def every_queue_apart(pairs: Sequence[int]) -> bool:
+    """The rule of the paper: each queue runs alone."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,16 @@ class _Queue:
 class ExpertServerScheduler:
     """Chooses the runs of an expert server. It is deterministic."""
 
-    def __init__(self, layers: Sequence[int], policy: QueuePolicy, rule: StartRule, groups: int = 1) -> None:
+    def __init__(
+        self,
+        layers: Sequence[int],
+        policy: QueuePolicy,
+        rule: StartRule,
+        groups: int = 1,
+        apart: Apart = every_queue_apart,
+    ) -> None:
+        """groups: queues of a layer, 1 or the number of experts. apart: whether one of them runs alone."""
+        self._apart = apart
         self._layers = tuple(layers)
         self._index = {layer: index for index, layer in enumerate(self._layers)}
         self._policy = policy
@@ -195,12 +213,22 @@ class ExpertServerScheduler:
                 return None
             self._clients.intersection_update(self._waiting)  # do not wait again at each layer
         chosen = self._choice(now)
-        queue = self._queues.pop(chosen)
-        self.waiting_pairs -= queue.pairs
-        for call, pairs in queue.parts:
-            self._served(call, len(pairs))
+        queues = self._taken(chosen)
+        for queue in queues:
+            self.waiting_pairs -= queue.pairs
+            for call, pairs in queue.parts:
+                self._served(call, len(pairs))
         self._run_began = now
-        return Run(self._layers[chosen[0]], queue.parts)
+        return Run(self._layers[chosen[0]], queues[0].parts if len(queues) == 1 else _joined(queues))
+
+    def _taken(self, chosen: tuple[int, int]) -> list[_Queue]:
+        """Removes the chosen queue, and the others of its layer where it does not run alone."""
+        keys = [chosen]
+        if self._shape[1] > 1:
+            others = [key for key in self._queues if key[0] == chosen[0]]
+            if len(others) > 1 and not self._apart([self._queues[key].pairs for key in others]):
+                keys = others
+        return [self._queues.pop(key) for key in keys]
 
     def _choice(self, now: float) -> tuple[int, int]:
         if len(self._queues) == 1 and not self._policy.remembers:  # the usual case, and caches are cold
@@ -239,6 +267,15 @@ class ExpertServerScheduler:
         order = np.argsort(experts, kind="stable")
         groups, starts = np.unique(experts[order], return_index=True)
         return list(zip(groups.tolist(), np.split(order, starts[1:]), strict=True))
+
+
+def _joined(queues: list[_Queue]) -> list[tuple[int, IntArray]]:
+    """The parts of several queues, with one part of each call. Calls are in order of their numbers."""
+    found: dict[int, list[IntArray]] = {}
+    for queue in queues:
+        for call, pairs in queue.parts:
+            found.setdefault(call, []).append(pairs)
+    return [(call, np.sort(np.concatenate(found[call]))) for call in sorted(found)]
 
 
 @lru_cache(maxsize=64)

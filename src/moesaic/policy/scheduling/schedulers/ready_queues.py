@@ -3,99 +3,128 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.microqueue import FloatArray
-from moesaic.policy.scheduling.schedulers.unit import Unit
-
-BoolArray = npt.NDArray[np.bool_]
+from moesaic.policy.scheduling.schedulers.unit import UnitTable
 
 
 @dataclass(eq=False)
 class _Group:
     """Units that became ready at the same time, at the same segment."""
 
-    units: list[Unit]
+    slots: IntArray
     since: float
 
 
 class ReadyQueues:
     """A queue for each segment. Row counts are maintained, not computed again for each choice."""
 
-    def __init__(self, segments: int) -> None:
-        self._rows = [0] * segments
+    def __init__(self, segments: int, table: UnitTable) -> None:
+        self._table = table
+        self._rows: dict[int, int] = {}
+        """Rows of each segment at which rows wait."""
         self._queues: list[list[_Group]] = [[] for _ in range(segments)]
 
     def __bool__(self) -> bool:
         """Whether any unit waits."""
-        return any(self._rows)
+        return bool(self._rows)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """(segment, rows) of the segments at which rows wait."""
+        return list(self._rows.items())
 
     @property
     def tokens(self) -> IntArray:
         """[segments, 1] rows that wait at each segment."""
-        return np.array(self._rows)[:, None]
+        tokens = np.zeros((len(self._queues), 1), dtype=np.int64)
+        for segment, rows in self._rows.items():
+            tokens[segment, 0] = rows
+        return tokens
 
-    def add(self, units: list[Unit], now: float) -> None:
+    def add(self, segment: int, slots: IntArray, now: float) -> None:
         """Queue units of one segment, in the order of their run."""
-        if units:
-            segment = units[0].segment
-            self._queues[segment].append(_Group(units, now))
-            self._rows[segment] += sum(unit.rows for unit in units)
+        if len(slots):
+            self._queues[segment].append(_Group(slots, now))
+            rows = int(self._table.rows[slots].sum())
+            self._rows[segment] = self._rows.get(segment, 0) + rows
 
-    def discard(self, unit: Unit) -> None:
+    def discard(self, slot: int) -> None:
         """Remove the unit if it waits in a queue."""
-        queue = self._queues[unit.segment]
-        for group in [one for one in queue if unit in one.units]:
-            group.units = [one for one in group.units if one is not unit]
-            self._rows[unit.segment] -= unit.rows
-            if not group.units:
-                queue.remove(group)
+        for segment, _ in self.rows:
+            queue = self._queues[segment]
+            for group in [one for one in queue if slot in one.slots]:
+                group.slots = group.slots[group.slots != slot]
+                self._rows[segment] -= int(self._table.rows[slot])
+                if not len(group.slots):
+                    queue.remove(group)
+            if not queue:
+                del self._rows[segment]
 
-    def take(self, segment: int) -> list[Unit]:
-        """Remove and return all units of a segment.
+    def take(self, segment: int) -> IntArray:
+        """Remove and return the slots of all units of a segment.
 
         They come in the order of the runs that computed their rows. At segment 0, where units begin, the
         oldest comes first.
         """
         groups, self._queues[segment] = self._queues[segment], []
-        self._rows[segment] = 0
+        del self._rows[segment]
         if len(groups) == 1:
-            return groups[0].units
-        units = [unit for group in groups for unit in group.units]
-        return sorted(units, key=_row_position) if segment else units
+            return groups[0].slots
+        slots = np.concatenate([group.slots for group in groups])
+        if not segment:
+            return slots
+        order = (self._table.run[slots] << 32) + self._table.start[slots]
+        ordered: IntArray = slots[order.argsort()]
+        return ordered
 
     def waited(self, now: float) -> FloatArray:
         """[segments, 1] seconds that the oldest unit of each segment has waited, 0 for an empty queue."""
-        return np.array([[now - queue[0].since if queue else 0.0] for queue in self._queues])
+        waited = np.zeros((len(self._queues), 1))
+        for segment, _ in self.rows:
+            waited[segment, 0] = now - self._queues[segment][0].since
+        return waited
 
 
-def _row_position(unit: Unit) -> tuple[int, int]:
-    assert unit.run is not None
-    return unit.run.number, unit.start
+class GatherRule(Protocol):
+    """Decides when a run may begin while experts still compute for other units of the same worker.
+
+    A run has a price of its own, so small runs slow each other down (`minimum_batch`). The schedulers of the
+    paper never wait. When no expert computes for this worker any more, the run begins in any case.
+    """
+
+    def alone(self, part: int, rows: int, idle: float) -> bool:
+        """Whether `part` rows at one segment run before all `rows` decodes in flight are there.
+
+        It must be true where part >= rows: decodes do not wait for a prompt chunk.
+        idle: mean seconds for which this worker had nothing to compute before a run.
+        """
+        ...
+
+    def some_alone(self, rows: int, idle: float) -> bool:
+        """Whether any part of `rows` rows would run alone."""
+        ...
 
 
 @dataclass(frozen=True)
 class RunThreshold:
-    """Whether a run may begin while experts still compute for other units of the same worker.
-
-    A run has a fixed cost, because weights are read for it here and at every server that it asks. So many
-    small runs slow each other down. The schedulers of the paper never wait. Here the units at a segment wait
-    until they have `rows` rows, or as many rows as there are decodes in flight. So decodes do not wait for a
-    prompt chunk. When no expert computes for this worker any more, the run begins in any case.
-    """
+    """A GatherRule of one number."""
 
     rows: int = 0
     """Rows from which a run may begin. 0 means any number."""
 
-    def enough(self, ready: IntArray, decodes: int) -> BoolArray:
-        """[segments, 1] whether a run may begin. ready: [segments, 1] rows; decodes: units of one row in
-        flight.
+    def alone(self, part: int, rows: int, idle: float) -> bool:
+        """See GatherRule.
 
-        Example: with `rows` 8 and 20 decodes in flight, 8 rows at one segment are enough. With 5 decodes in
-        flight, 5 are enough.
+        >>> RunThreshold(8).alone(8, 20, 0.0), RunThreshold(8).alone(5, 20, 0.0)
+        (True, False)
         """
-        enough: BoolArray = ready >= min(self.rows, decodes)
-        return enough
+        return part >= min(self.rows, rows)
+
+    def some_alone(self, rows: int, idle: float) -> bool:
+        """See GatherRule."""
+        return rows > max(self.rows, 1)

@@ -4,24 +4,41 @@ forget a run.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from moesaic.core.tokens import IntArray
-from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import Action, Forget, RowSource, RunSegment, StepPlan
-from moesaic.policy.scheduling.schedulers.step_plan import step_plan
-from moesaic.policy.scheduling.schedulers.unit import Run, Unit, sources
+from moesaic.policy.scheduling.schedulers.unit import Unit, UnitTable
 from moesaic.policy.scheduling.tokenpool import TokenPool, Units
+
+
+@dataclass(eq=False)
+class Run:
+    """Rows that were sent to experts together.
+
+    While the same units run together, the object stays the same and only gets another number at each segment.
+    """
+
+    number: int
+    segment: int
+    plan: StepPlan
+    slots: IntArray
+    """[u] the slots of its units, in the order of the rows. A slot may have another unit by now if its unit
+    was dropped."""
+    rows: IntArray
+    """[u] rows of each unit."""
+    left: int = 0
+    """Units that no later run took and that were not dropped."""
 
 
 class Runs:
     """Numbers the runs. A run is forgotten when its rows were taken and all its parts have arrived."""
 
-    def __init__(self, blocks: KVBlocks, top_k: int) -> None:
+    def __init__(self, table: UnitTable, top_k: int) -> None:
         self.count = 0
-        self._blocks = blocks
+        self._table = table
         self._top_k = top_k
         self._pool = TokenPool()
         """The parts that experts still have to send back."""
@@ -32,58 +49,73 @@ class Runs:
         """Runs that the executor still keeps, or calls that are not done, whichever are more."""
         return max(len(self._runs), len(self._pool))
 
-    def begin(self, segment: int, units: list[Unit], last: bool) -> tuple[RunSegment, list[Action]]:
+    def begin(self, segment: int, slots: IntArray, last: bool) -> tuple[RunSegment, list[Action]]:
         """Begin a run of these units at `segment`. Returns it, and the actions that forget earlier runs.
 
         Unless `last`, the units then wait for the answers of this segment's experts. When the units are
         exactly the rows of one earlier run, in order, the new run has the same batch object. So data that was
         derived from that batch can be used again.
         """
-        number, self.count = self.count, self.count + 1
-        before = _common_run(units)
+        table, number, self.count = self._table, self.count, self.count + 1
+        before = self._whole_run(slots)
         if before is not None:
-            everything = RowSource(before.number, 0, before.plan.batch.num_rows)
-            action = RunSegment(replace(before.plan, step=number), segment, [everything])
+            plan, whole = before.plan, before.number
+            same = plan.request_ids, plan.epochs, plan.sampled, plan.scored, plan.drafted
+            plan = StepPlan(number, plan.batch, *same)
+            action = RunSegment(plan, segment, [RowSource(whole, 0, plan.batch.num_rows)])
             before.left = 0
-            left = self.forget([before.number])
+            left = self.forget([whole])
             if not last:
+                table.run[slots] = number
                 self._send(before, action)
             return action, left
-        plan = step_plan(number, [(unit.sequence, unit.rows) for unit in units], self._blocks)
-        action = RunSegment(plan, segment, sources(units))
-        left = self.taken(units)
+        plan = table.plan(number, slots) if segment else table.first_plan(number, slots)
+        action = RunSegment(plan, segment, table.sources(slots) if segment else [])
+        left = self.taken(slots)
         if not last:
-            run = Run(number, segment, plan, units, _waiting(plan))
-            for unit, start in zip(units, plan.batch.query_starts[:-1].tolist(), strict=True):
-                unit.run, unit.start = run, start
-            self._send(run, action)
+            table.run[slots], table.start[slots] = number, plan.batch.query_starts[:-1]
+            self._send(Run(number, segment, plan, slots, table.rows[slots]), action)
         return action, left
 
-    def taken(self, units: list[Unit]) -> list[Action]:
+    def taken(self, slots: IntArray) -> list[Action]:
         """Record that a later run took these units' rows, or that they were dropped.
 
         Returns the runs to forget.
         """
-        runs = [unit.run for unit in units if unit.run is not None]
-        for run in runs:
-            run.left -= 1
-        return self.forget([run.number for run in runs])
+        numbers, counts = (one.tolist() for one in self._table.runs(slots))
+        for number, count in zip(numbers, counts, strict=True):
+            self._runs[number].left -= count
+        return self.forget(numbers)
 
     def drop(self, unit: Unit) -> list[Action]:
         """Drop the unit of a cancelled request. Its parts do not make it ready any more."""
         self._pool.drop(unit.sequence.request_id)
-        return self.taken([unit])
+        return self.taken(np.array([unit.slot]))
 
-    def arrived(self, number: int, pairs: IntArray) -> list[Unit]:
-        """Record parts. Returns the units that they complete, in the order of the run."""
-        complete = self._pool.arrived(number, pairs)
-        if complete is None:
-            return []
-        units = self._runs[number].units
-        if len(complete) == len(units):
-            return units
-        ids = set(complete.request_ids.tolist())
-        return [unit for unit in units if unit.sequence.request_id in ids]
+    def arrived(self, number: int, pairs: IntArray) -> tuple[int, IntArray]:
+        """Record parts. Returns the segment at which units are ready now, and the slots of these, in the
+        order of the run.
+        """
+        complete = self._pool.completed(number, pairs)
+        if not len(complete):
+            return 0, complete
+        run = self._runs[number]
+        return run.segment + 1, run.slots if len(complete) == len(run.slots) else run.slots[complete]
+
+    def only(self, units: int) -> int | None:
+        """The run whose rows are all these units in flight, if it is the only one that waits for parts."""
+        if len(self._runs) != 1 or len(self._pool) != 1:
+            return None
+        [(number, run)] = self._runs.items()
+        return number if run.left == units == len(run.slots) else None
+
+    def lacking(self, number: int) -> int:
+        """Number of parts of a run that have not arrived."""
+        return self._pool.lacking(number)
+
+    def completes(self, number: int, pairs: IntArray) -> bool:
+        """Whether these are all parts of the run that have not arrived. They are not recorded."""
+        return self._pool.completes(number, pairs)
 
     def forget(self, numbers: list[int]) -> list[Action]:
         """Forget those of these runs that are over.
@@ -103,28 +135,22 @@ class Runs:
             self._pool.arrived(number, self._pool.missing(number))
         return Forget([number])
 
+    def _whole_run(self, slots: IntArray) -> Run | None:
+        """The run whose rows these units are, all of them and in its order. None if there is no such run."""
+        runs = self._table.run[slots]
+        run = self._runs.get(int(runs[0]))
+        whole = run is not None and len(slots) == len(run.slots) and bool((runs == runs[0]).all())
+        return run if whole else None
+
     def _send(self, run: Run, action: RunSegment) -> None:
         """Let the units of this run wait for parts from now on."""
-        number, segment = action.plan.step, action.segment
-        run.plan, run.number, run.segment, run.left = action.plan, number, segment, len(run.units)
-        run.waiting = replace(run.waiting, call=number, layer=segment)
-        self._pool.open(run.waiting, self._top_k)
+        number, plan = action.plan.step, action.plan
+        run.plan, run.number, run.segment, run.left = plan, number, action.segment, len(run.slots)
+        starts = plan.batch.query_starts[:-1]
+        units = Units(number, run.segment, plan.request_ids, plan.epochs, starts, run.rows, starts)
+        self._pool.open(units, self._top_k)
         self._runs[number] = run
 
     def _over(self, number: int) -> bool:
         run = self._runs.get(number)
         return run is not None and not run.left and self._pool.done(number)
-
-
-def _waiting(plan: StepPlan) -> Units:
-    """The run's units for the token pool. `_send` sets their layer."""
-    starts = plan.batch.query_starts[:-1]
-    rows, positions = np.diff(plan.batch.query_starts), plan.batch.positions[starts]
-    return Units(plan.step, 0, plan.request_ids, plan.epochs, positions, rows, starts)
-
-
-def _common_run(units: list[Unit]) -> Run | None:
-    """The run whose rows these units are, all of them and in its order. None if there is no such run."""
-    run = units[0].run
-    whole = run is not None and len(units) == len(run.units) and all(unit.run is run for unit in units)
-    return run if whole else None

@@ -1,0 +1,106 @@
+"""What `moesaic doctor` says of expert servers: how long runs take here, and which rows run alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.core.curves import Curve, DeviceCurves
+from moesaic.cost.curves import of_device
+from moesaic.experts import measuring
+from moesaic.hardware.products import random
+from moesaic.kernels import table
+from moesaic.policy.scheduling.minimum_batch import MOST, Decisions, cpu_curves
+
+MODEL = "Qwen3-30B-A3B"
+HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
+"""Sizes of MODEL, which the curves are for."""
+OTHERS = 2 * HIDDEN * 4096 + 2 * HIDDEN * 512
+"""Weights of a layer of MODEL besides its experts."""
+MATRICES = 8
+"""Matrices of HIDDEN x HIDDEN that are measured: more than most caches hold."""
+ROWS = (1, 16, 64, 256, 1024)
+"""Rows that are shown."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The curves of one device, and what follows from them with --schedule async."""
+
+    source: str
+    model: str
+    attention_ms: dict[int, float]
+    """Milliseconds of a worker's run, by rows."""
+    experts_ms: dict[int, float]
+    """Milliseconds of a run of one expert, by pairs."""
+    shared: bool
+    """Whether workers and servers share their cores."""
+    separate_rows: int | None
+    """Rows of which half go on alone, halved. None: never, while the device is busy."""
+    told_rows: int
+    waited_pairs: int
+    """Of a server that holds all experts of a layer."""
+    expert_queues: bool
+
+
+def find(gpu: str | None, threads: int) -> Schedule:
+    """The schedule for MODEL on a GPU with this name, or measured on this machine's CPU."""
+    expert = 3.0 * HIDDEN * WIDTH
+    curves = None if gpu is None else of_device(gpu, expert, OTHERS, 2.0)
+    return of_curves(curves or cpu_curves(expert, OTHERS, threads, _ratio(threads)))
+
+
+def of_curves(curves: DeviceCurves) -> Schedule:
+    """What the curves say about MODEL."""
+    decisions = Decisions(curves, EXPERTS, TOP_K)
+    separate = decisions.separate_rows
+    return Schedule(
+        curves.source,
+        MODEL,
+        _shown(curves.attention, 0),
+        _shown(curves.experts, 1),
+        curves.shared,
+        None if separate == MOST else separate,
+        decisions.told_rows,
+        decisions.waited_pairs(EXPERTS),
+        decisions.has_expert_queues,
+    )
+
+
+def facts(schedule: Schedule) -> dict[str, str]:
+    """The same as lines for people."""
+    separate, waits = schedule.separate_rows, schedule.waited_pairs
+    return {
+        "curves": f"{schedule.source}, for a layer of {schedule.model}",
+        "a worker's run, by rows": _line(schedule.attention_ms),
+        "an expert's run, by pairs": _line(schedule.experts_ms),
+        "rows go on alone": "never while the device is busy" if separate is None else f"from {separate} on",
+        "parts are told": f"of answers with more than {schedule.told_rows} rows",
+        "servers wait": f"for calls with fewer than {waits} pairs" if waits else "never",
+        "queues of experts": "yes" if schedule.expert_queues else "no",
+    }
+
+
+def _ratio(threads: int) -> float | None:
+    """Measured with the kernels that are chosen here, in the type of most checkpoints if they store it."""
+    kernels = table.pick("cpu")
+    kernels.set_threads(threads, False)
+    dtype = torch.bfloat16 if torch.bfloat16 in kernels.stored else torch.float32
+    matrices = [random((HIDDEN, HIDDEN), dtype, "cpu") for _ in range(MATRICES)]
+
+    def run(rows: int) -> None:
+        states = torch.full((rows, HIDDEN), 0.01)
+        for matrix in matrices:
+            kernels.linear(states, matrix)
+
+    known = {"kernels": kernels.name, "threads": threads, "sizes": (HIDDEN, MATRICES), "type": str(dtype)}
+    return measuring.ratio(run, known)
+
+
+def _shown(curve: Curve, experts: int) -> dict[int, float]:
+    return {rows: round(1e3 * curve.seconds(rows, experts), 4) for rows in ROWS}
+
+
+def _line(points: dict[int, float]) -> str:
+    return ", ".join(f"{rows}: {ms:.3g} ms" for rows, ms in points.items())
