@@ -98,6 +98,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "profiling": (
         *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "tokenizer"),
     ),
+    # a cluster in virtual time: the engine's policies, and neither a model nor a process
+    "sim": (*("bench.lengths", "cluster.balancing", "config", "core", "cost", "policy", "trace.parts"),),
     "config": ("core",),
     "testing": ("core", "tokenizer"),
     # these join the rest: an engine and its worker, here or in another process, and the command line
@@ -119,7 +121,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("", "batch", "bench", "client", "config", "core", "experts.join", "kernels.table", "launch"),
         *("cluster.numa", "models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
-        "quantizing",
+        *("quantizing", "sim"),
         *("runtime.machine", "server", "verify"),
         # what the loader says about a model before it is loaded
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),

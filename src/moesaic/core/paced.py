@@ -79,7 +79,12 @@ def read(path: Path) -> PacedDevices:
         raise ConfigError.field(FLAG, str(path), f"a file to read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{FLAG}: {path} is not a TOML file: {error}") from error
-    return _Tables(str(path)).devices(tables)
+    return of_tables(tables, str(path))
+
+
+def of_tables(tables: Mapping[str, Any], name: str) -> PacedDevices:
+    """The modelled devices of parsed tables. Raises ConfigError that names the key. name: of the tables."""
+    return _Tables(name).devices(tables)
 
 
 @dataclass(frozen=True)
