@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from moesaic.cluster.balancing import autoscale_rule
 from moesaic.config import ClusterConfig, QueueConfig
 from moesaic.core.errors import ConfigError
 from moesaic.sim.fields import choice, flag, length, number, override, read, setting, text, whole
@@ -178,6 +179,22 @@ class ObjectivesTable:
     """Maximum mean milliseconds between its tokens."""
 
 
+FIELD_OF = {
+    "--expert-batch-wait": "servers.batch_wait_ms",
+    "--expert-batch-pairs": "servers.batch_pairs",
+    "--expert-servers": "servers.count",
+    "--attention-workers": "workers.count",
+    "--min-replicas": "placement.min_replicas",
+    "--redundant-experts": "placement.redundant_experts",
+    "--rebalance-interval": "placement.rebalance_interval",
+    "--autoscale": "placement.autoscale",
+    "--queue-urgency": "schedule.queue_urgency",
+    "--queue-history": "schedule.queue_history",
+    "--queue-policy": "schedule.queue_policy",
+    "--slo-ttft": "objectives.ttft_ms",
+    "--slo-itl": "objectives.itl_ms",
+}
+"""Flag of `serve` -> the field of a scenario that says the same."""
 TABLES: dict[str, type[Any]] = {
     "links": Links,
     "workers": Workers,
@@ -257,17 +274,23 @@ class Scenario:
                 raise ConfigError.field(f"faults.{index}.server", fault.server, allowed)
             if fault.kind == "freezes" and fault.back is None:
                 raise ConfigError(f"faults.{index}.back: it is missing, with kind 'freezes'")
-        self.queues, self.cluster  # noqa: B018 - they check what serve checks
+        try:
+            self.queues.check("async", self.schedule.queue_policy)  # type: ignore[arg-type]
+            autoscale_rule(self.cluster)
+        except ConfigError as error:
+            line = str(error)
+            for flag, name in FIELD_OF.items():
+                line = line.replace(flag, name)
+            raise ConfigError(line) from error
 
     @property
     def queues(self) -> QueueConfig:
         """The queue settings, as `serve` has them."""
-        plain = self.servers.batch_pairs is None or self.servers.batch_pairs == 1
         return QueueConfig(
             queue_urgency=self.schedule.queue_urgency,
             queue_history=self.schedule.queue_history,
             expert_batch_pairs=self.servers.batch_pairs,
-            expert_batch_wait=0.0 if plain else self.servers.batch_wait_ms,
+            expert_batch_wait=self.servers.batch_wait_ms,
         )
 
     @property
