@@ -281,7 +281,7 @@ def test_a_worker_and_a_server_on_one_device_take_turns() -> None:
 @pytest.mark.slow
 def test_experts_move_when_a_server_has_too_much() -> None:
     work = {"kind": "closed", "clients": 64, "prompt": 1, "answer": 30}
-    skew = {"kind": "exponential", "scale": 0.2, "shuffled": False}
+    skew = {"kind": "zipf", "exponent": 2.0, "shuffled": False}
     found = {}
     for interval in (0.0, 2.0):
         table = {"rebalance_interval": interval, "read_gb_per_s": 100.0}
@@ -317,7 +317,7 @@ def test_servers_are_added_under_load() -> None:
 
 def test_popular_experts_change_with_time() -> None:
     work = {"kind": "closed", "clients": 8, "prompt": 1, "answer": 30}
-    skew = {"kind": "exponential", "scale": 0.1, "shuffled": False, "top_k": 1, "moves_every": 1.0}
+    skew = {"kind": "zipf", "exponent": 2.0, "shuffled": False, "top_k": 1, "moves_every": 1.0}
     run = cluster(workload=work, routing=skew, duration=1.0)
     run.run()
     first = loads(run)

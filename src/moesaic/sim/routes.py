@@ -20,13 +20,13 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
 
 
-def exponential(experts: int, scale: float) -> FloatArray:
-    """[E] shares that fall exponentially: share i is proportional to exp(-i / (scale * E)).
+def exponential(experts: int) -> FloatArray:
+    """[E] shares whose values are those of an exponential distribution, at even quantiles, largest first.
 
-    Example: 4 experts with scale 0.5 -> 0.455 0.276 0.167 0.102.
+    Example: 4 experts -> 0.568 0.268 0.128 0.036.
     """
-    shares: FloatArray = np.exp(-np.arange(experts) / (scale * experts))
-    return normal(shares)
+    middles = (np.arange(experts)[::-1] + 0.5) / experts
+    return normal(-np.log1p(-middles))
 
 
 def normal(weights: FloatArray) -> FloatArray:

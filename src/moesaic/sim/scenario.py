@@ -139,8 +139,8 @@ class RoutingTable:
     """Which experts tokens choose."""
 
     kind: str = setting("uniform", choice(*ROUTINGS))
-    scale: float = setting(0.5, number(above=True))
-    """With exponential: share i is proportional to exp(-i / (scale * experts))."""
+    """exponential: the experts' shares have an exponential distribution, as in Asynchronous Expert
+    Parallelism. zipf: see `exponent`. profile: as recorded."""
     exponent: float = setting(1.0, number())
     """With zipf: share i is proportional to (i + 1) ** -exponent."""
     shuffled: bool = setting(True, flag())

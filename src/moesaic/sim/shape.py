@@ -51,7 +51,7 @@ def _shares(scenario: Scenario, layers: int, experts: int) -> routes.FloatArray:
     """[layers, E] the shares of a distribution."""
     table = scenario.routing
     if table.kind == "exponential":
-        one = routes.exponential(experts, table.scale)
+        one = routes.exponential(experts)
     elif table.kind == "zipf":
         one = routes.zipf(experts, table.exponent)
     else:
