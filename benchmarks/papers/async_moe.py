@@ -1,34 +1,37 @@
 """Asynchronous Expert Parallelism, figure 9, in virtual time: `python benchmarks/papers/async_moe.py`.
 
-Paper (section 5): Mixtral 8x7B with one key head on 8 GPUs, decoding only. AsyncMoE has attention on 4 GPUs
-and experts on 4. Its baseline SGLang has both on all 8. Requests arrive as a Poisson process. Lengths of
-prompts and answers are uniform: short 30-70 and 70-130, medium 50-150 and 50-250, reasonable 100-300 and
-100-500. The router chooses experts at random with shares that were fitted to an exponential distribution.
-AsyncMoE reaches 2.7, 2.3 and 2.0 times SGLang's throughput with top-1, and less with top-2.
+Paper (section 5): Mixtral 8x7B with one key head on 8 GPUs, decoding only. AsyncMoE has attention on 4
+GPUs and experts on 4. Its baseline SGLang has both on all 8. Requests arrive as a Poisson process.
+Lengths of prompts and answers are uniform: short 30-70 and 70-130, medium 50-150 and 50-250, reasonable
+100-300 and 100-500. The router chooses experts at random with shares that were fitted to an exponential
+distribution. AsyncMoE reaches 2.7, 2.3 and 2.0 times SGLang's throughput with top-1, and less with top-2.
 
 Here: the same counts of devices, lengths and shares. Each layer has its own popular experts. A number of
-clients send a request once theirs is answered. With more clients throughput and the time between tokens grow, as
-along the paper's curves. Five systems:
+clients send a request once theirs is answered. With more clients throughput and the time between tokens
+grow, as along the paper's curves. Five systems:
 
     barrier, 8 shared   a worker and a server on each of 8 devices, in step: what SGLang does
     barrier, 4 + 4      4 workers and 4 servers, in step
     lockstep, 4 + 4     each worker runs its own batch through the layers
-    async, 4 + 4        the paper's schedule: runs never wait, a queue for each expert, history 10 on servers
+    async, 4 + 4        the paper's schedule: runs never wait, a queue for each expert, history 10 on
+                        servers
     async, as served    the schedule with the thresholds of `moesaic serve`
 
 Two sets of devices:
 
-    as given    async_moe.toml. It assumes that the paper's 2.7 ms (attention) and 0.8 ms (experts) are those
-                of up to 128 rows, by figure 3.
-    by rate     The same 2.7 ms and 0.8 ms, for as many rows as the paper's own rate needs. Figure 11 has 250
-                requests per second of 150 tokens at 80 % of the maximum. So 4 GPUs with 33 runs of 2.7 ms for
-                each token need 835 rows in a run, and experts 240. Nothing is fitted to 2.7, 2.3 and 2.0.
+    as given    async_moe.toml. It assumes that the paper's 2.7 ms (attention) and 0.8 ms (experts) are
+                those of up to 128 rows, by figure 3.
+    by rate     The same 2.7 ms and 0.8 ms, for as many rows as the paper's own rate needs. Figure 11 has
+                250 requests per second of 150 tokens at 80 % of the maximum. So 4 GPUs with 33 runs of
+                2.7 ms for each token need 835 rows in a run, and experts 240. Nothing is fitted to 2.7,
+                2.3 and 2.0.
 
-The durations do not depend on a request's context, so the three workloads differ here by their ends alone.
+The durations do not depend on a request's context, so the three workloads differ here by their ends
+alone.
 
-The columns: clients, tokens/s, their ratio to the first system, ms between tokens, busy share of workers and of
-servers, rows of a worker's run, pairs of a server's run. tokens/s = clients / time between tokens (Little's law):
-a count would depend on how many steps end in the measured time.
+The columns: clients, tokens/s, their ratio to the first system, ms between tokens, busy share of workers
+and of servers, rows of a worker's run, pairs of a server's run. tokens/s = clients / time between tokens
+(Little's law): a count would depend on how many steps end in the measured time.
 """
 
 from __future__ import annotations
@@ -158,8 +161,9 @@ def main() -> None:
             continue
         stated = f"  paper: {row['stated']}" if row["stated"] else ""
         print(
-            f"{row['devices']:9} top-{row['top_k']} {row['workload']:11} {row['clients']:6} {row['system']:18}"
-            f"{row['tokens_per_second']:8,} tokens/s {row['ratio']:5.2f}x {row['itl_ms']:8.1f} ms"
+            f"{row['devices']:9} top-{row['top_k']} {row['workload']:11} {row['clients']:6}"
+            f" {row['system']:18}{row['tokens_per_second']:8,} tokens/s {row['ratio']:5.2f}x"
+            f" {row['itl_ms']:8.1f} ms"
             f"  busy {row['workers_busy']:.2f} {row['servers_busy']:.2f}"
             f"  rows {row['rows_per_run']:5} {row['pairs_per_run']:5}{stated}",
             flush=True,
