@@ -100,6 +100,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "profiling": (
         *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "tokenizer"),
     ),
+    # a cluster in virtual time: the engine's policies, and neither a model nor a process
+    "sim": (*("bench.lengths", "cluster.balancing", "config", "core", "cost", "policy", "trace.parts"),),
     "config": ("core",),
     "logs": (),  # the form of log lines, and the request that they belong to
     "testing": ("core", "tokenizer"),
@@ -133,7 +135,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         ),
         *("cluster.numa", "models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
-        "quantizing",
+        *("quantizing", "sim"),
         *("runtime.machine", "server", "verify"),
         # what the loader says about a model before it is loaded
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),

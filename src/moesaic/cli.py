@@ -33,6 +33,7 @@ from moesaic.commands.options import (
     ShowProfile,
 )
 from moesaic.commands.settings import COMMANDS, Settings
+from moesaic.commands.simulate_options import Simulate
 from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
     CacheConfig,
@@ -256,6 +257,16 @@ def plan(
     from moesaic.commands import plan as command
 
     return command.run(options or Plan(), output.json)
+
+
+@app.command
+def simulate(options: Annotated[Simulate, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Run a cluster in virtual time, with the schedulers of `serve` and modelled devices:
+    simulate SCENARIO.toml.
+    """
+    from moesaic.commands import simulate as command
+
+    return command.run(options, output.json)
 
 
 @app.command

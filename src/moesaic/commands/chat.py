@@ -110,7 +110,7 @@ async def _opened(options: Chat) -> AsyncIterator[Conversation]:
     with Console(stderr=True).status(f"loading {options.target}"):
         served = await local.__aenter__()
     try:
-        async with Client(app=served.app) as client:
+        async with served.client as client:
             yield Conversation(client, options.target, options.system_prompt, fields)
     finally:
         await local.__aexit__(None, None, None)

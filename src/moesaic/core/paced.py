@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from moesaic.core.curves import Curve, DeviceCurves, Tables, Thresholds, tables_of
 
@@ -48,7 +50,12 @@ def read(path: Path) -> PacedDevices:
 
     Raises ConfigError that names the file, and the key with what is allowed.
     """
-    checks, tables = Tables(FLAG, str(path)), tables_of(FLAG, path)
+    return of_tables(tables_of(FLAG, path), str(path))
+
+
+def of_tables(tables: Mapping[str, Any], name: str) -> PacedDevices:
+    """The modelled devices of parsed tables. Raises ConfigError that names the key. name: of the tables."""
+    checks = Tables(FLAG, name)
     checks.only(tables, "", "source", "dilation", "attention", "experts", "link", "thresholds")
     found = checks.device_curves(tables)
     link = checks.table(tables, "link", "latency_us", "gb_per_s")

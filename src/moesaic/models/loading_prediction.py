@@ -8,8 +8,9 @@ from pathlib import Path
 from moesaic.core.errors import ConfigError
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.gguf.header import is_gguf
-from moesaic.models.loader import Loader, experts
+from moesaic.models.loader import Loader
 from moesaic.models.model import Model
+from moesaic.models.routed import experts
 from moesaic.models.spec import ModelSpec
 
 LOADS = "prediction_layer"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Block
 
@@ -44,6 +45,6 @@ class PredictionLayer:
         states = self.kernels.rms_norm(hidden, self.hidden_norm, self.epsilon)
         return self.kernels.linear(torch.cat([tokens, states], dim=-1), self.projection)
 
-    def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, head: Weight) -> torch.Tensor:
         """hidden [m, h] behind its block -> [m, V] float32. head: [V, h]"""
         return self.kernels.linear(self.kernels.rms_norm(hidden, self.final_norm, self.epsilon), head)

@@ -1,0 +1,49 @@
+"""`moesaic simulate`: runs a scenario in virtual time and prints what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moesaic.commands import simulate_picture, simulate_report
+from moesaic.commands.plan import find_model
+from moesaic.commands.simulate_options import Simulate
+from moesaic.commands.writable import require_writable
+from moesaic.core.errors import ConfigError
+from moesaic.cost.sizes import KNOWN
+from moesaic.sim.cluster import SimulatedCluster
+from moesaic.sim.scenario import Scenario, load
+from moesaic.sim.trace import Trace
+
+
+def run(options: Simulate, json: bool) -> int:
+    """Simulate, and write what is wanted. Returns the exit code.
+
+    Raises ConfigError for a wrong field, and for files that cannot be read or written.
+    """
+    require_writable("--plot", options.plot)
+    require_writable("--trace", options.trace)
+    scenario = load(options.scenario, options.changes)
+    trace = None if options.trace is None else Trace()
+    model = find_model(_model(scenario))
+    cluster = SimulatedCluster(scenario, model, None if trace is None else trace.span)
+    figures = cluster.run()
+    if trace is not None and options.trace is not None:
+        _write("--trace", options.trace, trace.text())
+    if options.plot is not None:
+        _write("--plot", options.plot, simulate_picture.draw(figures))
+    print(simulate_report.as_json(figures) if json else simulate_report.as_text(figures))
+    return 0
+
+
+def _model(scenario: Scenario) -> str:
+    """The name of the model, or its path beside the scenario's file."""
+    name = scenario.model
+    beside = scenario.path(name)
+    return str(beside) if name not in KNOWN and beside.exists() else name
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.field(flag, str(path), f"a file to write into ({error.strerror})") from error

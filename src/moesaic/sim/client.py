@@ -1,0 +1,294 @@
+"""A worker's side of the expert servers in virtual time. It has the calls of `experts.remote.RemoteExperts`.
+
+Who is asked, and when a server counts as gone, decides `policy.fleet.replicas`, as in a real worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from moesaic.core.tokens import IntArray
+from moesaic.policy.fleet.replicas import NOBODY, Replicas
+from moesaic.sim.connection import AtBarrier, Call, Connection, Goodbye, Hello, ServerEnd, Submission
+from moesaic.sim.device import Stream
+from moesaic.sim.timeline import Timeline
+
+SOON = 1e-3
+"""Minimum seconds that a real worker sleeps before it looks for late servers again."""
+
+
+class SimulatedExperts:
+    """The experts of a worker, which are on servers."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        stream: Stream,
+        replicas: Replicas,
+        num_experts: int,
+        row_bytes: int,
+        portion_rows: int | None = None,
+        every_server: bool = False,
+        wake: Callable[[], None] = lambda: None,
+        done: Callable[[Call, float], None] = lambda call, now: None,
+    ) -> None:
+        """row_bytes: of a row that travels. portion_rows, every_server: as in `RemoteExperts`.
+
+        wake: called when something has arrived. done: called with each call that is answered, and the time.
+        """
+        self.stream = stream
+        self.wake = wake
+        self.replicas = replicas
+        self.calls = self.pairs = 0
+        self._timeline = timeline
+        self._num_experts = num_experts
+        self._row_bytes = row_bytes
+        self._portion_rows = portion_rows
+        self._every_server = every_server
+        self._done = done
+        self._entries: dict[int, ServerEnd] = {}
+        """The servers of the directory."""
+        self._connections: dict[int, Connection] = {}
+        """By server. Those that answered the worker's hello."""
+        self._news: list[tuple[Connection, Callable[[], None]]] = []
+        self._lost: list[Connection] = []
+        self._leaving = False
+        """Whether a server that left the directory is still connected."""
+        self._open: dict[int, Submission] = {}
+        """Submissions without a complete answer, by number."""
+        self._stuck: list[Submission] = []
+        self._arrivals: list[tuple[int, IntArray]] = []
+        self._submitted = self._called = 0
+        self._work: bool | None = None
+        """The `work` flag to arrive at the barrier with. None: it does not wait there."""
+        self._at_barrier: set[Connection] = set()
+        self._arrival = 0
+        self._passed = False
+
+    # ---- what a step asks for
+
+    def submit(self, layer: int, expert_ids: IntArray) -> int:
+        """Ask for rows. expert_ids: [n, k]. Returns the number of the submission."""
+        self._submitted += 1
+        experts = expert_ids.reshape(-1)
+        one = Submission(self._submitted, layer, experts, expert_ids.shape[1], len(experts))
+        self._open[one.number] = one
+        self._send(one, np.arange(len(experts)))
+        if self._every_server:
+            self._send_empty(one)
+        if not one.missing:
+            del self._open[one.number]
+        return one.number
+
+    def complete(self, number: int) -> bool:
+        """Whether the whole answer is here."""
+        return number not in self._open
+
+    def arrivals(self) -> list[tuple[int, IntArray]]:
+        """The pairs that came in since the last call, by submission."""
+        self.progress()
+        found, self._arrivals = self._arrivals, []
+        return found
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer is missing."""
+        return bool(self._open)
+
+    # ---- the servers
+
+    def update(
+        self, entries: Mapping[int, ServerEnd], experts: Mapping[int, Mapping[int, Sequence[int]]]
+    ) -> None:
+        """Use these servers from now on. experts: server -> layer -> its experts."""
+        known, self._entries = self._entries, dict(entries)
+        self.replicas.place(experts, self._num_experts)
+        for server, end in entries.items():
+            if server not in known:
+                self._connect(server)
+            elif known[server] is not end:
+                self.replicas.replaced(server)
+                self._fail(server)
+        self._leaving = True
+        self._retire()
+        self.progress()
+
+    def broke(self, connection: Connection) -> None:
+        """The connection's server is gone, and its end is seen once the worker looks."""
+        self._lost.append(connection)
+        self.wake()
+
+    def deadline(self) -> float:
+        """When to look again although nothing has arrived: the next timeout of a server."""
+        found = self.replicas.next_deadline()
+        return math.inf if found is None else max(self._timeline.now + SOON, found)
+
+    def take(self, connection: Connection, news: Callable[[], None]) -> None:
+        """See `ClientEnd`."""
+        self._news.append((connection, news))
+        self.wake()
+
+    def progress(self) -> None:
+        """Do everything that can be done without waiting."""
+        news, self._news = self._news, []
+        for connection, act in news:
+            if not connection.closed:
+                act()
+        lost, self._lost = self._lost, []
+        for connection in lost:
+            if self._connections.get(connection.server) is connection:
+                self._fail(connection.server)
+        for server in self.replicas.late(self._timeline.now):
+            self.replicas.mask(server)
+            self._fail(server)
+        if self._stuck:
+            self._retry()
+        if self._work is not None:
+            self._arrive()
+
+    # ---- the barrier
+
+    def enter_barrier(self, work: bool) -> None:
+        """Wait at the barrier, with rows to compute or without. Call it again when that changes."""
+        self._work, self._at_barrier = work, set()
+        self._arrival += 1
+
+    def passed_barrier(self) -> bool:
+        """True once after `enter_barrier`, when all workers begin the step."""
+        if self._work is None and not self._passed:
+            return False
+        self.progress()
+        passed, self._passed = self._passed, False
+        return passed
+
+    @property
+    def cause(self) -> str:
+        """What a worker that has nothing to do waits for."""
+        if self._work is not None:
+            return "barrier" if self._work else "requests"
+        return "experts" if self._open else "requests"
+
+    def opened(self, arrival: int) -> None:
+        """A server's barrier has opened for this arrival. Earlier arrivals are void."""
+        if self._work is not None and arrival == self._arrival:
+            self._work, self._passed = None, True
+
+    def _arrive(self) -> None:
+        assert self._work is not None
+        for server, connection in self._connections.items():
+            if server in self._entries and connection not in self._at_barrier:
+                self._at_barrier.add(connection)
+                connection.send(AtBarrier(self._work, self._arrival), 0)
+
+    # ---- calls
+
+    def joined(self, connection: Connection) -> None:
+        """A server has answered the hello."""
+        server = connection.server
+        current = self._entries.get(server) is connection.server_end
+        if not current or server in self._connections:
+            connection.closed = True
+            return
+        self._connections[server] = connection
+        self.replicas.joined(server)
+
+    def answered(self, connection: Connection, number: int, pairs: IntArray) -> None:
+        """A server has answered these of the call's pairs: indices [r]."""
+        call, now = connection.calls[number], self._timeline.now
+        fresh, one = call.receive(pairs), call.submission
+        one.missing -= fresh
+        self.replicas.answered(connection.server, fresh, now)
+        self._report(one, call.pairs[pairs])
+        if not call.left:
+            del connection.calls[number]
+            self._done(call, now)
+        if not one.missing:
+            self._open.pop(one.number, None)
+        if self._leaving:
+            self._retire()
+
+    def _report(self, one: Submission, pairs: IntArray) -> None:
+        """Keep for `arrivals` what came in: large submissions part by part, others once complete."""
+        if self._portion_rows is None:
+            return
+        if len(one.experts) > self._portion_rows * one.top_k:
+            self._arrivals.append((one.number, pairs))
+        elif not one.missing:
+            self._arrivals.append((one.number, np.arange(len(one.experts))))
+
+    def _send(self, one: Submission, pairs: IntArray) -> None:
+        for server, share in self.replicas.shares(one.layer, one.experts[pairs]):
+            mine = pairs if share is None else pairs[share]
+            if server == NOBODY:
+                one.unsent.append(mine)
+            else:
+                self._post(server, one, mine)
+        if one.unsent and one not in self._stuck:
+            self._stuck.append(one)
+
+    def _send_empty(self, one: Submission) -> None:
+        """Call every server that has no pairs of this submission, too."""
+        for server in sorted(self._connections.keys() & self._entries.keys()):
+            if not any(call.submission is one for call in self._connections[server].calls.values()):
+                one.missing += 1
+                self._post(server, one, np.zeros(0, dtype=np.int64))
+
+    def _post(self, server: int, one: Submission, pairs: IntArray) -> None:
+        connection, now = self._connections[server], self._timeline.now
+        rows = len(pairs)
+        if one.top_k > 1 and rows:
+            row_of = pairs // one.top_k
+            rows = 1 + int(np.count_nonzero(row_of[1:] != row_of[:-1]))
+        self._called += 1
+        call = Call(self._called, one, pairs, rows, max(1, len(pairs)), now)
+        connection.calls[call.number] = call
+        self.calls, self.pairs = self.calls + 1, self.pairs + len(pairs)
+        self.replicas.sent(server, call.left, now, again=one.attempt > 0)
+        connection.send(call, rows * self._row_bytes)
+
+    def _connect(self, server: int) -> None:
+        Connection(server, self, self._entries[server]).send(Hello(), 0)
+
+    def _fail(self, server: int) -> None:
+        """Give up a connection, connect again, and send its unanswered pairs to other servers."""
+        connection = self._connections.pop(server, None)
+        if connection is not None:
+            self.replicas.lost(
+                server, sum(len(call.pairs) and call.left for call in connection.calls.values())
+            )
+            self._close(connection)
+        if server in self._entries:
+            self._connect(server)
+        for call in () if connection is None else connection.calls.values():
+            one = call.submission
+            if not len(call.pairs):
+                one.missing -= 1  # an empty call is not sent again
+                if not one.missing:
+                    self._open.pop(one.number, None)
+                    self._report(one, call.pairs)
+                continue
+            one.attempt += 1
+            self._send(one, call.missing)
+
+    def _close(self, connection: Connection) -> None:
+        connection.closed = True
+        connection.send(Goodbye(), 0)
+
+    def _retry(self) -> None:
+        stuck, self._stuck = self._stuck, []
+        for one in stuck:
+            unsent, one.unsent = one.unsent, []
+            self._send(one, np.sort(np.concatenate(unsent)))
+
+    def _retire(self) -> None:
+        """Close connections to servers that left the directory, once they have answered their calls."""
+        leaving = self._connections.keys() - self._entries.keys()
+        self._leaving = bool(leaving)
+        for server in leaving:
+            if not self._connections[server].calls:
+                connection = self._connections.pop(server)
+                self.replicas.lost(server)
+                self._close(connection)

@@ -1,0 +1,221 @@
+"""Builds a simulated cluster from a scenario, and runs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from moesaic.core.placement import Placement
+from moesaic.core.profile import Profile
+from moesaic.core.tokens import IntArray
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.fleet.replicas import Replicas
+from moesaic.policy.placement.dispatch import RoundRobin, least_loaded
+from moesaic.policy.placement.solvers import SOLVERS
+from moesaic.policy.scheduling.batching import BatchLimits
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
+from moesaic.policy.scheduling.minimum_batch import Decisions
+from moesaic.policy.scheduling.schedulers.actions import Scheduler
+from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
+from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
+from moesaic.policy.scheduling.schedulers.expert_server import (
+    Enough,
+    ExpertServerScheduler,
+    StartRule,
+    WhileSmall,
+)
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.sim import durations
+from moesaic.sim.client import SimulatedExperts
+from moesaic.sim.device import Device, Span, Stream
+from moesaic.sim.durations import Durations
+from moesaic.sim.executor import SimulatedExecutor
+from moesaic.sim.figures import Figures, Record
+from moesaic.sim.fleet import Fleet, first_placement
+from moesaic.sim.front import Front, items
+from moesaic.sim.scenario import Scenario
+from moesaic.sim.server import SimulatedServer
+from moesaic.sim.shape import Shape
+from moesaic.sim.timeline import SAMPLE, Timeline
+from moesaic.sim.worker import SimulatedWorker
+
+EVERYBODY, BARRIER_SECONDS = 1 << 62, 1.0
+LONGEST_WAIT, WAITED_RUNS = 0.1, 3.0
+IN_STEP = "flfs"
+"""The rules by which `experts.process` sets up a server's scheduler."""
+SAMPLES = 200
+"""Number of moments at which queues are looked at."""
+
+
+class KnownPrompts(KVBlocks):
+    """KV blocks of a worker that gets the keys and values of prompts from elsewhere.
+
+    A request that joins has one row to compute: that of its last known token.
+    """
+
+    def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
+        """See `KVBlocks`. The number need not be a multiple of block_size."""
+        found = super().allocate(request_id, token_ids, reusable, spare)
+        return None if found is None else len(token_ids) - 1
+
+
+class SimulatedCluster:
+    """Workers, servers and requests in virtual time."""
+
+    def __init__(self, scenario: Scenario, model: ModelSizes, span: Span | None = None) -> None:
+        """span: gets every run of every device.
+
+        Raises ConfigError for files that cannot be read, and for sizes that do not fit.
+        """
+        self.scenario = scenario
+        self.model = model.name
+        self.shape = Shape.of(scenario, model)
+        self.devices = durations.of_scenario(scenario, model)
+        self.timeline = Timeline()
+        layers, sampler = len(self.shape.layout.layers), scenario.workers.sampler_ms
+        self.durations = Durations(self.devices, layers + 1, None if sampler is None else 1e-3 * sampler)
+        self._span = span
+        self.hardware: dict[str, Device] = {}
+        """The devices by name."""
+        self.streams: dict[str, Stream] = {}
+        """What each device sends."""
+        self.record = Record(self)
+        self.front = self._front()
+        self.workers = [self._worker(number) for number in range(scenario.workers.count)]
+        placement = first_placement(scenario, self.shape.layout, self._solved())
+        self.fleet = Fleet(self.timeline, scenario, self.shape.layout, placement, self._server, self.front)
+
+    def run(self) -> Figures:
+        """Simulate the whole duration. Returns what was measured after the warm-up."""
+        scenario, timeline = self.scenario, self.timeline
+        self.fleet.begin([worker.executor.experts for worker in self.workers])
+        self.front.begin(self.workers, items(scenario))
+        for sample in range(1, SAMPLES + 1):
+            timeline.at(sample * scenario.duration / SAMPLES, self.record.sample, SAMPLE)
+        timeline.at(scenario.warm_up, self.record.begin, SAMPLE)
+        timeline.run(scenario.duration)
+        return self.record.figures()
+
+    def _solved(self) -> Placement | None:
+        table, routing = self.scenario.placement, self.scenario.routing
+        if table.kind != "solver" or routing.file is None:
+            return None
+        profile = Profile.load(self.scenario.path(routing.file))
+        clusters = SOLVERS[table.solver](profile, self.scenario.servers.count, self.scenario.seed)
+        return clusters.placement(profile.layers, profile.model)
+
+    # ---- parts
+
+    @property
+    def _blocks(self) -> int:
+        """KV blocks of a worker."""
+        table = self.scenario.workers
+        tokens = table.kv_tokens
+        if tokens is None:
+            tokens = table.max_num_seqs * table.max_model_len
+        return max(1, tokens // table.block_size)
+
+    def _front(self) -> Front:
+        scenario = self.scenario
+        dispatch = RoundRobin() if scenario.workers.dispatch == "round-robin" else least_loaded
+        block_size, clients = scenario.workers.block_size, scenario.workload.clients
+        front = Front(self.timeline, dispatch, block_size, self._blocks, clients)
+        ttft, itl = scenario.objectives.ttft_ms, scenario.objectives.itl_ms
+        front.slo_ttft = None if ttft is None else 1e-3 * ttft
+        front.slo_itl = None if itl is None else 1e-3 * itl
+        return front
+
+    def _device(self, name: str) -> tuple[Device, Stream]:
+        if name not in self.hardware:
+            self.hardware[name] = Device(name, self.timeline, self._span)
+            self.streams[name] = Stream(name, self.timeline, self.devices.link)
+        return self.hardware[name], self.streams[name]
+
+    def _worker(self, number: int) -> SimulatedWorker:
+        scenario, layout = self.scenario, self.shape.layout
+        kind, beside = scenario.schedule.kind, scenario.servers.beside_workers
+        device, stream = self._device(f"device {number}" if beside else f"worker {number}")
+        experts = SimulatedExperts(
+            self.timeline,
+            stream,
+            Replicas(own=number if beside else None),
+            layout.num_experts,
+            layout.hidden * scenario.links.number_bytes,
+            portion_rows=self._decisions.told_rows if kind == "async" else None,
+            every_server=kind == "barrier",
+            done=self.record.answered,
+        )
+        executor = SimulatedExecutor(
+            f"attention worker {number}",
+            self.timeline,
+            device,
+            experts,
+            self.shape.routes,
+            self.durations.attention,
+            self.front.reports(number),
+            layerwise=kind == "async",
+        )
+        event = 1e-6 * scenario.workers.event_us
+        handling = (lambda _: event) if event else None
+        return SimulatedWorker(self.timeline, self._scheduler(), executor, handling=handling)
+
+    @cached_property
+    def _decisions(self) -> Decisions:
+        """What the devices' curves say, unless the scenario gives the rows from which a run begins."""
+        given, layout = self.scenario.schedule.run_rows, self.shape.layout
+        curves = self.devices.curves
+        if given is not None:
+            curves = replace(curves, thresholds=replace(curves.thresholds, separate_rows=given))
+        return Decisions(curves, layout.num_experts, layout.top_k)
+
+    def _scheduler(self) -> Scheduler:
+        table, workers, layout = self.scenario.schedule, self.scenario.workers, self.shape.layout
+        limits = BatchLimits(workers.max_num_seqs, workers.max_num_batched_tokens, workers.max_model_len)
+        kind = KVBlocks if self.scenario.workload.prefill else KnownPrompts
+        blocks = kind(self._blocks, workers.block_size, prefix_reuse=False)
+        if table.kind == "lockstep":
+            return LockstepScheduler(limits, blocks, table.inflight_batches)
+        if table.kind == "barrier":
+            return BarrierScheduler(limits, blocks)
+        policy = policy_named(
+            table.queue_policy, self.scenario.queues.urgency(None), history=table.queue_history
+        )
+        return AsyncScheduler(limits, blocks, policy, len(layout.layers), layout.top_k, self._decisions)
+
+    def _server(self, number: int) -> SimulatedServer:
+        scenario, layout = self.scenario, self.shape.layout
+        beside = scenario.servers.beside_workers
+        device, stream = self._device(f"device {number}" if beside else f"server {number}")
+        rule = self._start_rule(len(self.fleet.placement.of(number).get(0, ())))
+        groups = layout.num_experts if scenario.servers.by_expert else 1
+        return SimulatedServer(
+            number,
+            self.timeline,
+            device,
+            stream,
+            ExpertServerScheduler(layout.layers, self._server_policy(), rule, groups),
+            self.durations.experts,
+            (len(layout.layers), layout.num_experts),
+            layout.hidden * scenario.links.number_bytes,
+            scenario.schedule.combine == "partial",
+        )
+
+    def _start_rule(self, experts: int) -> StartRule:
+        if self.scenario.schedule.kind == "barrier":
+            return Enough(EVERYBODY, BARRIER_SECONDS)
+        queues = self.scenario.queues
+        if queues.expert_batch_pairs is None:
+            return WhileSmall(self._decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
+        return Enough(queues.expert_batch_pairs, queues.expert_batch_wait / 1000)
+
+    def _server_policy(self) -> QueuePolicy:
+        table = self.scenario.schedule
+        if table.kind != "async":
+            return policy_named(IN_STEP)
+        return policy_named(table.queue_policy, history=self.scenario.servers.queue_history)
+
+
+def simulate(scenario: Scenario, model: ModelSizes, **changes: object) -> Figures:
+    """The figures of a scenario, with other values of its fields outside of tables."""
+    return SimulatedCluster(replace(scenario, **changes), model).run()  # type: ignore[arg-type]

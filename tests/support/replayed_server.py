@@ -1,0 +1,80 @@
+"""A recorded run of a real expert server, fed to the server of the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moesaic.core.paced import LinkModel
+from moesaic.policy.fleet.replicas import Replicas
+from moesaic.policy.scheduling.schedulers.expert_server import Run
+from moesaic.sim.client import SimulatedExperts
+from moesaic.sim.connection import AtBarrier, Call, Connection, Hello, Submission
+from moesaic.sim.device import Device, Stream
+from moesaic.sim.server import SimulatedServer
+from moesaic.sim.timeline import Timeline
+from tests.support.recorded_cluster import RecordedService
+
+EARLIER = 1e-8
+
+
+def turns(log: list[tuple[Any, ...]]) -> Iterator[tuple[float, list[tuple[Any, ...]], Run | None]]:
+    """(when it looked, what it took, its run) of each turn of the server's loop.
+
+    What it took is (now, call, client, layer, experts) or, at the barrier, (now, whether it opened).
+    """
+    calls: list[tuple[Any, ...]] = []
+    for kind, *rest in log:
+        if kind == "arrived":
+            calls.append(tuple(rest))
+        elif kind == "barrier":
+            calls.append((*rest, False))
+        elif kind == "opened":
+            calls[-1] = (calls[-1][0], True)
+        else:
+            yield (calls[0][0] if calls else rest[0]), calls, rest[1]
+            calls = []
+
+
+def replay(recorded: RecordedService, fresh: RecordedService, experts: int) -> list[Run]:
+    """The runs of the simulation's server, which gets the recorded calls at the times at which the real one
+    looked. Its runs take as long as they took.
+    """
+    found = list(turns(recorded.log))
+    ends = [after[0] - now for (now, _, run), after in pairwise(found) if run is not None]
+    took = iter(ends)
+    timeline = Timeline(found[0][0] - 1.0)
+    link = LinkModel(0.0, 1e18)
+    server = SimulatedServer(
+        0,
+        timeline,
+        Device("server", timeline),
+        Stream("server", timeline, link),
+        fresh,
+        lambda pairs, chosen: next(took, 0.0),
+        (1 + max(fresh._layers), experts),
+        1,
+    )
+    client = SimulatedExperts(timeline, Stream("worker", timeline, link), Replicas(), experts, 1)
+    connection = Connection(0, client, server)
+    client.take = lambda connection, news: None  # type: ignore[method-assign]
+    server.take(connection, Hello())
+    computing = False
+    for now, calls, run in found:
+        for taken in calls:
+            message = AtBarrier(taken[1], 0) if len(taken) == 2 else _call(connection, taken)
+            timeline.at(now - EARLIER if computing else now, partial(server.take, connection, message))
+        computing = run is not None
+    timeline.run()
+    return [run for _, _, run in turns(fresh.log) if run is not None]
+
+
+def _call(connection: Connection, taken: tuple[Any, ...]) -> Call:
+    now, number, _, layer, ids = taken
+    one = Submission(number, layer, ids, 1, len(ids))
+    call = connection.calls[number] = Call(number, one, np.arange(len(ids)), len(ids), max(1, len(ids)), now)
+    return call
