@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tests.support import gguf_files, model_configs, tiny_models
 
+from moesaic.core.errors import CheckpointError
+from moesaic.models import hub
 from moesaic.models.gguf import beginning, header
 
 
@@ -55,6 +57,13 @@ def test_ranges_grow_until_the_header_is_whole(
     assert [begin for begin, _ in file.asked] == [0, *ends[:-1]], "no byte is asked for twice"
     assert length <= ends[-1] <= max(first, length + largest)
     assert all(end - begin >= min(first, len(data) - begin) for begin, end in file.asked)
+
+
+@pytest.mark.parametrize("name", ["../a.gguf", "b/../../a.gguf", "/tmp/a.gguf"])
+def test_a_repository_cannot_name_a_file_elsewhere(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="allowed: names inside a repository"):
+        hub._header("org/name", None, name, tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
 
 
 def test_headers_that_are_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,10 +144,10 @@ def _wanted(name: str) -> bool:
 
 def _header(repository: str, commit: str | None, name: str, folder: Path) -> int:
     """Writes one file with nothing but its header. Returns its bytes on the hub."""
-    from huggingface_hub import hf_hub_url
-
     if ".." in PurePosixPath(name).parts or name.startswith("/"):
         raise CheckpointError(f"model: {repository}: got a file {name!r}; allowed: names inside a repository")
+    from huggingface_hub import hf_hub_url
+
     url, called = hf_hub_url(repository, name, revision=commit), f"{repository}:{name}"
     try:
         with errors(called, commit, "", name):

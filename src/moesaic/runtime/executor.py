@@ -47,8 +47,11 @@ SCORED_SLICE = 128
 
 
 def place_of(layer: int | None, num_layers: int) -> str:
-    """Where numbers that are not finite began, in words. layer: the first one whose cached rows have some."""
-    if layer is None:
+    """Where numbers that are not finite began, in words. layer: the first one whose cached rows have some.
+
+    A layer behind the others goes on from their hidden states, and only drafts tokens.
+    """
+    if layer is None or layer >= num_layers:
         return f"which began after the attention of layer {num_layers - 1}: in its experts, or in the LM head"
     if layer == 0:
         return "which began in layer 0: in the embedding, its norm, or its keys and values"
