@@ -11,6 +11,7 @@
 #pragma once
 
 #if defined(MOESAIC_EMULATE_AMX)
+#include <cmath>
 #include "amx_emulated.h"
 #else
 #include "amx_instructions.h"
