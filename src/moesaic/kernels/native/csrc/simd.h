@@ -25,6 +25,7 @@
 #include "simd_portable.h"
 #endif
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 

@@ -11,7 +11,6 @@
 #pragma once
 
 #if defined(MOESAIC_EMULATE_AMX)
-#include <cmath>
 #include "amx_emulated.h"
 #else
 #include "amx_instructions.h"
