@@ -78,6 +78,13 @@ def test_answers_are_those_of_the_dequantised_checkpoint(models: Models, mix: st
     assert answers(LLM(str(plain), threads=1, max_model_len=LONGEST)) == models.wanted(mix)
 
 
+def test_a_worker_says_in_which_types_it_holds_weights(models: Models) -> None:
+    held = LLM(str(models["MXFP4"]), threads=1, max_model_len=LONGEST).info
+    wide = LLM(str(models["MXFP4"]), threads=1, max_model_len=LONGEST, kernels="reference").info
+    assert (held.dtype, wide.dtype) == ("int8, experts mxfp4", "float32")
+    assert held.num_parameters == wide.num_parameters and 2 * held.weight_bytes < wide.weight_bytes
+
+
 @pytest.mark.parametrize(("mix", "schedule"), SERVED)
 def test_expert_servers_give_the_floats_of_one_process(models: Models, mix: str, schedule: str) -> None:
     with cluster(str(models[mix]), min_replicas=2, schedule=schedule, max_model_len=LONGEST) as served:
