@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -28,6 +29,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """A command that runs in this process sets the level of log lines. The next test has the default."""
+    yield
+    logging.getLogger("moesaic").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

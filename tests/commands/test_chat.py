@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -140,6 +141,7 @@ def test_an_answer_of_an_application_arrives_piece_by_piece_and_leaving_ends_it(
     [
         ("chat demo --model x", "--model: got 'x'; allowed: nothing where demo is the model"),
         ("chat http://h --threads 2", "--threads: got '2'; allowed: nothing with a server's URL"),
+        ("chat localhost:8000", "'localhost:8000'; allowed: a model, or a URL such as http://localhost:8000"),
         ("chat demo --max-tokens 0", "--max-tokens: got 0; allowed: an integer of at least 1"),
     ],
 )
@@ -165,6 +167,19 @@ def test_a_pipe_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with FakeServer() as server:
         monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
         assert cli.main(["chat", server.url]) == 2
+
+
+@pytest.mark.slow
+def test_a_refused_message_is_one_line_and_the_chat_goes_on() -> None:
+    with FakeServer(status=400) as server, Terminal(*CHAT, server.url) as terminal:
+        terminal.wait_for(">>> ")
+        for _ in range(2):
+            terminal.type("Hi\n")
+            terminal.wait_for("moesaic: HTTP 400: no thanks; this message is not part of the conversation")
+            terminal.wait_for(">>> ")
+        terminal.type("/exit\n")
+        assert terminal.wait() == 0
+    assert [len(body["messages"]) for body in server.bodies] == [1, 1]
 
 
 @pytest.mark.slow
@@ -249,4 +264,8 @@ def test_a_model_in_a_terminal_leaves_no_process() -> None:
         assert below
         terminal.type("\x04")
         assert terminal.wait() == 0
-        assert [pid for pid in below if not gone(pid)] == []
+        for _ in range(3000):
+            if all(map(gone, below)):
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"of {below} some are still there")

@@ -17,7 +17,7 @@ from moesaic.client import Chunk, Client
 from moesaic.commands.client_options import Chat
 from moesaic.commands.conversation import Answer, Conversation
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from moesaic.core.errors import ConfigError, ConnectionLost, EngineDeadError, MoesaicError
+from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 PROMPT, MORE = ">>> ", "... "
@@ -167,10 +167,10 @@ def _answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, 
         runner.run(conversation.ask(text, answer, screen.show))
     except KeyboardInterrupt:
         screen.end("stopped")
-    except EngineDeadError:
-        raise
     except MoesaicError as error:
-        screen.end(f"{error}; the message is not part of the conversation")
+        screen.end()
+        line = f"moesaic: {' '.join(str(error).split())}; this message is not part of the conversation"
+        print(line, file=sys.stderr, flush=True)
     else:
         screen.end(answer.speed(asked))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from moesaic.config.values import at_least
 from moesaic.core.errors import ConfigError
 
 URLS = ("http://", "https://")
+_HOST_PORT = re.compile(r"[\w.-]+:\d+/?")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Chat:
         if self.max_tokens is not None:
             at_least("--max-tokens", self.max_tokens, 1)
         check_threads(self.threads)
+        if _HOST_PORT.fullmatch(self.target):
+            allowed = f"a model, or a URL such as http://{self.target}"
+            raise ConfigError.field("--target", self.target, allowed)
         if self.url is None:
             if self.model is not None:
                 raise ConfigError.field("--model", self.model, f"nothing where {self.target} is the model")

@@ -72,8 +72,7 @@ def one_line(error: cyclopts.CycloptsError, app: cyclopts.App) -> str:
         case cyclopts.CoercionError() if error.argument is not None and error.argument.tokens:
             token = error.argument.tokens[-1]
             flag = token.keyword if token.source == settings.SOURCE else error.argument.name
-            value = "nothing" if token.value == "" else repr(token.value)
-            return f"{flag}: got {value}; allowed: {allowed(error.argument.hint)}"
+            return f"{flag}: got {token.value!r}; allowed: {allowed(error.argument.hint)}"
         case cyclopts.MissingArgumentError() if error.argument is not None:
             flag, value = error.argument.name, _behind(error.argument.name, error.root_input_tokens or [])
             if flag == "--model" and NAMES in (error.root_input_tokens or []):
