@@ -233,7 +233,7 @@ class AsyncScheduler:
             self._record_kept()  # some came twice
             return parts
         kept.parts.clear()
-        self._ready.add(*self._runs.finish(kept.run), now)
+        self._ready.add(*self._runs.finish(kept.run), now, self._rows)
         return [(kept.run, together[:0])]
 
     @property

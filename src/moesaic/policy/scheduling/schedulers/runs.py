@@ -146,10 +146,12 @@ class Runs:
 
     def _whole_run(self, slots: IntArray) -> Run | None:
         """The run whose rows these units are, all of them and in its order. None if there is no such run."""
-        runs = self._table.run[slots]
-        run = self._runs.get(int(runs[0]))
-        whole = run is not None and len(slots) == len(run.slots) and bool((runs == runs[0]).all())
-        return run if whole else None
+        run = self._runs.get(int(self._table.run[slots[0]]))
+        if run is None or len(slots) != len(run.slots):
+            return None
+        if run.slots is slots and run.left == len(slots):  # the usual case, of which no unit was dropped
+            return run
+        return run if bool((self._table.run[slots] == run.number).all()) else None
 
     def _send(self, run: Run, action: RunSegment) -> None:
         """Let the units of this run wait for parts from now on."""
