@@ -81,6 +81,8 @@ def test_doctor_says_which_rows_run_alone() -> None:
     assert (gpu.source, gpu.shared, gpu.told_rows, gpu.waited_pairs) == ("data sheet of h100", False, 0, 0)
     assert schedule_curves.facts(gpu)["servers wait"] == "never"
     assert gpu.attention_ms[1] == gpu.attention_ms[256] < gpu.attention_ms[1024]
+    unknown = schedule_curves.find("GeForce 256", 2)
+    assert unknown.source.startswith("assumed") and not unknown.shared
     flat = Curve(((1.0, 1.0),))
     never = schedule_curves.of_curves(DeviceCurves("x", flat, flat))
     assert never.separate_rows is None

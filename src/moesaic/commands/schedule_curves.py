@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,10 +45,15 @@ class Schedule:
 
 
 def find(gpu: str | None, threads: int) -> Schedule:
-    """The schedule for MODEL on a GPU with this name, or measured on this machine's CPU."""
+    """The schedule for MODEL on a GPU with this name, or measured on this machine's CPU.
+
+    A GPU that is not known has the curves of a CPU, as in `runtime.device_curves`.
+    """
     expert = 3.0 * HIDDEN * WIDTH
-    curves = None if gpu is None else of_device(gpu, expert, OTHERS, 2.0)
-    return of_curves(curves or cpu_curves(expert, OTHERS, threads, _ratio(threads)))
+    if gpu is None:
+        return of_curves(cpu_curves(expert, OTHERS, threads, _ratio(threads)))
+    known = of_device(gpu, expert, OTHERS, 2.0)
+    return of_curves(known or replace(cpu_curves(expert, OTHERS), shared=False))
 
 
 def of_curves(curves: DeviceCurves) -> Schedule:

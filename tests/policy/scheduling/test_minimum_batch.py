@@ -43,6 +43,19 @@ def test_the_papers_devices_separate_large_parts_at_once_and_small_ones_where_it
     assert together.waited_pairs(2) == 96, "where it shares its cores it waits below 96 pairs"
 
 
+@pytest.mark.parametrize(
+    "decisions", [on_cpu(*MIXTRAL), on_cpu(8, 2, 1e4, 1e7), Decisions(PAPER.curves, 8, 2)]
+)
+def test_some_part_runs_alone_if_any_does(decisions: Decisions) -> None:
+    for rows in (1, 2, 5, 40, 130, 200, 257, 300, 600):
+        for idle in (0.0, 0.05, 0.1, 0.3, 9.0):
+            parts = [decisions.alone(part, rows, idle) for part in range(1, rows)]
+            assert decisions.some_alone(rows, idle) == any(parts), (rows, idle)
+    given = replace(decisions.curves, thresholds=Thresholds(separate_rows=7))
+    for rows in (1, 7, 8):
+        assert Decisions(given, 8, 2).some_alone(rows, 0.0) == (rows == 8)
+
+
 def test_queues_of_experts_run_alone_where_that_costs_little() -> None:
     decisions = Decisions(PAPER.curves, 8, 2)
     assert decisions.has_expert_queues

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -124,11 +125,9 @@ class Defrag(_CommonSettings):
         rows = self.counted(tokens)
         layers, experts = rows.shape
         totals = rows.sum(axis=1) if past is None else rows.sum(axis=1) + past
-        means = np.tile(totals / experts, 2)
-        ahead = np.zeros(layers)
-        for k in range(1, self.lookahead + 1):
-            start = k % layers
-            ahead += means[start : start + layers] * self.decay**k
+        places, weights = _ahead(layers, self.lookahead, self.decay)
+        sums = np.add.accumulate((totals / experts)[places] * weights, axis=0)  # one after another, as of k
+        ahead = sums[-1] if self.lookahead else np.zeros(layers)
         scores: FloatArray = self.own_weight * rows + ahead[:, None]
         return scores
 
@@ -206,6 +205,14 @@ def policy_named(
     if name != "defrag":
         raise ConfigError.field("--queue-policy", name, "defrag with --queue-history")
     return DefragWithHistory(Defrag(urgency=urgency, cap=cap), history)
+
+
+@lru_cache(maxsize=16)
+def _ahead(layers: int, lookahead: int, decay: float) -> tuple[IntArray, FloatArray]:
+    """For k = 1 .. lookahead: the layers that lie k ahead of each layer [k, B], and their weights [k, 1]."""
+    ks = range(1, lookahead + 1)
+    places = (np.arange(layers)[None] + np.array(ks, dtype=np.int64)[:, None]) % layers
+    return places, np.array([decay**k for k in ks])[:, None]
 
 
 def _best(tokens: IntArray, scores: FloatArray | IntArray) -> Queue | None:

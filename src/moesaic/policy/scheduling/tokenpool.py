@@ -81,20 +81,38 @@ class Units:
 class _Call:
     """The parts that a call still waits for."""
 
-    __slots__ = ("any_dropped", "dropped", "lacking", "num_out", "offsets", "out", "units")
+    __slots__ = (
+        *("any_dropped", "dropped", "lacking", "num_out", "offsets", "out", "parts", "top_k", "total"),
+        "units",
+    )
 
-    def __init__(self, units: Units, top_k: int) -> None:
+    def __init__(self, units: Units, top_k: int, before: _Call | None) -> None:
+        """before: another call. What follows from units of the same sizes is taken over from it."""
         self.units = units
-        self.lacking: IntArray = units.rows * top_k
+        self.top_k = top_k
+        if before is None or not before.has_sizes_of(units, top_k):
+            if top_k < 1 or not len(units) or units.rows.min() < 1:
+                raise ValueError(f"call {units.call}: every unit waits for at least one part")
+            self.parts: IntArray = units.rows * top_k
+            """[u] parts of each unit."""
+            self.offsets: IntArray = units.starts * top_k
+            """[u] the first pair of each unit."""
+            self.total = int(self.parts.sum())
+        else:
+            self.parts, self.offsets, self.total = before.parts, before.offsets, before.total
+        self.lacking: IntArray = self.parts.copy()
         """[u] how many parts each unit still waits for."""
         self.dropped: Mask = np.zeros(len(units), dtype=bool)
         """[u] whether the unit was dropped."""
         self.any_dropped = False
-        self.offsets: IntArray = units.starts * top_k
-        """[u] the first pair of each unit."""
-        self.num_out = int(self.lacking.sum())
+        self.num_out = self.total
         self.out: Mask = np.ones(self.num_out, dtype=bool)
         """[p] True until the part has arrived."""
+
+    def has_sizes_of(self, units: Units, top_k: int) -> bool:
+        """Whether the units of this call have the very arrays of sizes that these have."""
+        mine = self.units
+        return mine.rows is units.rows and mine.starts is units.starts and self.top_k == top_k
 
     @property
     def waiting(self) -> Mask:
@@ -129,6 +147,7 @@ class TokenPool:
         self._calls: dict[int, _Call] = {}
         """Calls that still wait for parts, in order of their numbers."""
         self._last = -1
+        self._newest: _Call | None = None
 
     def __len__(self) -> int:
         """Number of calls that are not done."""
@@ -142,10 +161,9 @@ class TokenPool:
         """
         if units.call <= self._last:
             raise ValueError(f"call {units.call} comes after call {self._last}: numbers must grow")
-        if top_k < 1 or not len(units) or units.rows.min() < 1:
-            raise ValueError(f"call {units.call}: every unit waits for at least one part")
+        self._newest = _Call(units, top_k, self._newest)
         self._last = units.call
-        self._calls[units.call] = _Call(units, top_k)
+        self._calls[units.call] = self._newest
 
     def arrived(self, call: int, pairs: IntArray) -> Units | None:
         """Record parts of a call. Returns the units that they complete, in order, or None when there are
@@ -180,6 +198,11 @@ class TokenPool:
         found: Mask = np.zeros(len(record.out), dtype=bool)
         found[pairs] = True
         return int(np.count_nonzero(found & record.out)) == record.num_out
+
+    def finish(self, call: int) -> IntArray:
+        """Record all parts of a call that have not arrived. Returns what `completed` returns."""
+        record = self._calls.pop(call)
+        return (record.waiting if record.any_dropped else record.lacking > 0).nonzero()[0]
 
     def lacking(self, call: int) -> int:
         """Number of parts of a call that have not arrived."""

@@ -476,6 +476,20 @@ def test_rows_wait_for_others_while_answers_are_out() -> None:
         subject.check_everybody()
 
 
+def test_parts_that_come_twice_complete_nothing() -> None:
+    """Four parts have come, but two of them are the same: one is still missing."""
+    subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), top_k=2, gather=RunThreshold(99))
+    subject.arrive(request(0, [1]), request(1, [2]))
+    subject.step()
+    subject.answer(0, [0])
+    subject.answer(0, [0, 1, 2])
+    assert subject.action is None
+    subject.answer(0, [3])
+    assert requests_under_way(subject) == [0, 1]
+    subject.drain()
+    subject.check_everybody()
+
+
 def test_nobody_waits_for_a_cancelled_request() -> None:
     subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=RunThreshold(99))
     subject.arrive(request(0, [1]), request(1, [2]))

@@ -209,7 +209,7 @@ class AsyncScheduler:
         return self._runs.forget([run for run, _ in parts])
 
     def _keep(self, parts: list[tuple[int, IntArray]], now: float) -> list[tuple[int, IntArray]]:
-        """Keep parts that cannot start a run. Returns those to record now, with those kept before.
+        """Keep parts that cannot start a run, or record what was kept. Returns the parts to record now.
 
         Parts are kept while all rows in flight are those of one run, and no part of them would run alone.
         """
@@ -229,11 +229,12 @@ class AsyncScheduler:
         if not kept.parts:
             return parts
         together = np.concatenate([pairs for _, pairs in (*kept.parts, *parts)])
-        if self._runs.completes(kept.run, together):
-            kept.parts.clear()
-            return [(kept.run, together)]
-        self._record_kept()  # some came twice
-        return parts
+        if not self._runs.completes(kept.run, together):
+            self._record_kept()  # some came twice
+            return parts
+        kept.parts.clear()
+        self._ready.add(*self._runs.finish(kept.run), now, self._rows)
+        return [(kept.run, together[:0])]
 
     @property
     def _all_wait(self) -> bool:

@@ -46,11 +46,11 @@ class ReadyQueues:
             tokens[segment, 0] = rows
         return tokens
 
-    def add(self, segment: int, slots: IntArray, now: float) -> None:
-        """Queue units of one segment, in the order of their run."""
+    def add(self, segment: int, slots: IntArray, now: float, rows: int | None = None) -> None:
+        """Queue units of one segment, in the order of their run. rows: theirs, if they are known."""
         if len(slots):
             self._queues[segment].append(_Group(slots, now))
-            rows = int(self._table.rows[slots].sum())
+            rows = int(self._table.rows[slots].sum()) if rows is None else rows
             self._rows[segment] = self._rows.get(segment, 0) + rows
 
     def discard(self, slot: int) -> None:

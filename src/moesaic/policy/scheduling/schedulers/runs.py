@@ -29,6 +29,8 @@ class Run:
     was dropped."""
     rows: IntArray
     """[u] rows of each unit."""
+    starts: IntArray
+    """[u] index of its first row."""
     left: int = 0
     """Units that no later run took and that were not dropped."""
 
@@ -73,8 +75,9 @@ class Runs:
         action = RunSegment(plan, segment, table.sources(slots) if segment else [])
         left = self.taken(slots)
         if not last:
-            table.run[slots], table.start[slots] = number, plan.batch.query_starts[:-1]
-            self._send(Run(number, segment, plan, slots, table.rows[slots]), action)
+            starts = plan.batch.query_starts[:-1]
+            table.run[slots], table.start[slots] = number, starts
+            self._send(Run(number, segment, plan, slots, table.rows[slots], starts), action)
         return action, left
 
     def taken(self, slots: IntArray) -> list[Action]:
@@ -96,7 +99,13 @@ class Runs:
         """Record parts. Returns the segment at which units are ready now, and the slots of these, in the
         order of the run.
         """
-        complete = self._pool.completed(number, pairs)
+        return self._ready(number, self._pool.completed(number, pairs))
+
+    def finish(self, number: int) -> tuple[int, IntArray]:
+        """The same for all parts of a run that have not arrived."""
+        return self._ready(number, self._pool.finish(number))
+
+    def _ready(self, number: int, complete: IntArray) -> tuple[int, IntArray]:
         if not len(complete):
             return 0, complete
         run = self._runs[number]
@@ -137,17 +146,19 @@ class Runs:
 
     def _whole_run(self, slots: IntArray) -> Run | None:
         """The run whose rows these units are, all of them and in its order. None if there is no such run."""
-        runs = self._table.run[slots]
-        run = self._runs.get(int(runs[0]))
-        whole = run is not None and len(slots) == len(run.slots) and bool((runs == runs[0]).all())
-        return run if whole else None
+        run = self._runs.get(int(self._table.run[slots[0]]))
+        if run is None or len(slots) != len(run.slots):
+            return None
+        if run.slots is slots and run.left == len(slots):  # the usual case, of which no unit was dropped
+            return run
+        return run if bool((self._table.run[slots] == run.number).all()) else None
 
     def _send(self, run: Run, action: RunSegment) -> None:
         """Let the units of this run wait for parts from now on."""
         number, plan = action.plan.step, action.plan
         run.plan, run.number, run.segment, run.left = plan, number, action.segment, len(run.slots)
-        starts = plan.batch.query_starts[:-1]
-        units = Units(number, run.segment, plan.request_ids, plan.epochs, starts, run.rows, starts)
+        ids, epochs, starts = plan.request_ids, plan.epochs, run.starts
+        units = Units(number, run.segment, ids, epochs, starts, run.rows, starts)
         self._pool.open(units, self._top_k)
         self._runs[number] = run
 
