@@ -46,7 +46,7 @@ def run(
         if offload.fast_memory is None:
             summary = batch.run(options, worker, prepared(cluster, worker.model.device), record)
         else:
-            _check_levels(cluster, offload, record)
+            _check_levels(cluster.resolved(), offload, record)
             descriptors.prepare(worker.parallel.tensor_parallel_size)
             planned = _planned(options, worker, offload)
             summary = batch.run(options, worker if planned is None else planned.worker)
