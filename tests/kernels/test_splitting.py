@@ -9,6 +9,7 @@ import torch
 from tests.kernels.test_rounding import in_tiles
 from tests.support.native_kernels import same_bits, stored
 
+from moesaic.commands.machine import examine
 from moesaic.kernels import table
 
 torch.set_num_threads(1)
@@ -63,6 +64,13 @@ def test_infinities_stay_and_large_numbers_become_infinite() -> None:
         assert found[[0, 1, 3, 4]].tolist() == [inf, -inf, inf, -inf]
         assert float(found[2]) == pytest.approx(3.38e38, rel=2**-17)
     assert table.pick("cpu", HERE[0]).linear(torch.tensor([[float("nan")]]), one).isnan().all()
+
+
+@pytest.mark.skipif("amx_bf16" in examine().instruction_sets, reason="this CPU has tiles")
+def test_only_tests_see_emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(table.instruction_sets()) >= table.TILED
+    monkeypatch.delenv("MOESAIC_EMULATE_AMX")
+    assert not set(table.instruction_sets()) & table.TILED
 
 
 def deviation(name: str, rows: torch.Tensor, weight: torch.Tensor) -> float:

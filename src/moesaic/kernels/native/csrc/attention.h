@@ -14,12 +14,6 @@
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t SPLIT = 256;
-constexpr int64_t MOST_STORED = int64_t(1) << 24;  // floats of results of splits
-constexpr int64_t FIRST_TOKENS = 16;     // of a split, whose values are not fetched before they are needed
-constexpr int64_t NEAR_BYTES = 1 << 16;  // of values that meet all units of a team at a time: they are read again
-constexpr int64_t MOST_LINES = 4 * TILE_ROWS;  // query vectors that are computed together with the same keys
-
 template <class T>
 class AttentionOf {
    public:
@@ -282,7 +276,11 @@ class AttentionOf {
         }
         const float* own[MOST_LINES] = {};
         for (int64_t line = 0; line < unit.lines(); line++) own[line] = chances + line * SPLIT;
-        outer<T>(own, unit.lines(), values, job_.value_width, count, sums, value_width_, fresh, coming);
+        auto add = [&](auto& step) {
+            outer<T>(own, unit.lines(), values, job_.value_width, count, sums, value_width_, fresh, step);
+        };
+        Nothing nothing;
+        coming.token < coming.end ? add(coming) : add(nothing);
     }
 
     int64_t value_stored() const { return stored<T>(job_.values == nullptr ? job_.key_width : job_.value_width); }

@@ -7,6 +7,12 @@
 
 namespace MOESAIC_ISA {
 
+constexpr int64_t SPLIT = 256;
+constexpr int64_t MOST_STORED = int64_t(1) << 24;  // floats of results of splits
+constexpr int64_t FIRST_TOKENS = 16;     // of a split, whose values are not fetched before they are needed
+constexpr int64_t NEAR_BYTES = 1 << 16;  // of values that meet all units of a team at a time: they are read again
+constexpr int64_t MOST_LINES = 4 * TILE_ROWS;  // query vectors that are computed together with the same keys
+
 inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
 // Query vectors with the same keys: some rows of a sequence, and some query heads of a key head.

@@ -10,6 +10,8 @@
 // added up at the end, the smallest first. Intel's oneMKL calls these modes float_to_bf16x2 and float_to_bf16x3.
 #pragma once
 
+#include <limits>
+
 #if defined(MOESAIC_EMULATE_AMX)
 #include "amx_emulated.h"
 #else
@@ -74,6 +76,8 @@ MOESAIC_INLINE void transpose(Vec (&x)[SIDE]) {
     }
 }
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 // Splits two vectors into PARTS vectors of bf16. What follows a NaN or an infinity is zero.
 MOESAIC_INLINE void split(Vec low, Vec high, __m512i (&parts)[PARTS]) {
     for (int p = 0; p < PARTS; p++) {
@@ -81,7 +85,7 @@ MOESAIC_INLINE void split(Vec low, Vec high, __m512i (&parts)[PARTS]) {
         if (p + 1 == PARTS) return;
         auto rest = [](Vec x, __m256i part) {
             Vec taken = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16));
-            __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(taken), set1(HUGE_VALF), _CMP_LT_OQ);
+            __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(taken), set1(kInfinity), _CMP_LT_OQ);
             return _mm512_maskz_sub_ps(finite, x, taken);
         };
         low = rest(low, _mm512_castsi512_si256(parts[p]));
