@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.support import replayed_server
 from tests.support.recorded_cluster import Journal, Recorded, RecordedService, record
 from tests.support.replayed_worker import Replay, begun
 from tests.support.scheduler_replay import equal
+from tests.support.small_scenario import EXPERTS, TOP_K, cluster
 
+from moesaic.config import ExpertServerConfig, QueueConfig, SchedulerConfig
+from moesaic.experts import process
 from moesaic.policy.scheduling import minimum_batch
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import policy_named
@@ -20,6 +24,8 @@ from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.expert_server import Enough
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
+from moesaic.runtime import in_memory
+from moesaic.sim.scenario import ScheduleTable
 
 
 def scheduler(found: Recorded, schedule: str, inflight: int) -> Scheduler:
@@ -74,3 +80,25 @@ def test_a_recorded_run_makes_the_same_decisions(schedule: str, settings: dict[s
         runs = [run for *_, run in replayed_server.turns(service.log) if run is not None]
         assert equal(replayed_server.replay(service, again, layout.num_experts), runs)
         assert len(runs) > 40
+
+
+@pytest.mark.parametrize("schedule", ["barrier", "lockstep", "async"])
+@pytest.mark.parametrize("pairs", [None, 1, 40])
+def test_servers_are_set_up_as_their_processes_do(schedule: str, pairs: int | None) -> None:
+    pairs = None if schedule == "barrier" else pairs
+    wait = 5.0 if pairs == 40 else 0.0
+    table = {"count": 2, "batch_wait_ms": wait} | ({} if pairs is None else {"batch_pairs": pairs})
+    simulated = cluster(schedule={"kind": schedule}, servers=table)
+    queues = QueueConfig(expert_batch_pairs=pairs, expert_batch_wait=wait)
+    config = cast(
+        ExpertServerConfig, SimpleNamespace(schedule=schedule, queues=queues, queue_policy="defrag")
+    )
+    assert simulated._start_rule(4) == process._start_rule(config, 4)
+    assert simulated._server_policy() == process._policy(config)
+
+
+def test_workers_have_the_defaults_of_serve() -> None:
+    simulated = cluster(schedule={"kind": "async"})
+    assert simulated.scenario.schedule.queue_urgency == in_memory.URGENT_SECONDS
+    assert simulated._run_rows == minimum_batch.rows(EXPERTS, TOP_K)
+    assert ScheduleTable().queue_policy == SchedulerConfig.queue_policy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
@@ -101,6 +102,8 @@ class SimulatedCluster:
         table, routing = self.scenario.placement, self.scenario.routing
         if table.kind != "solver" or routing.file is None:
             return None
+        if table.solver not in SOLVERS:
+            raise ConfigError.field("placement.solver", table.solver, ", ".join(SOLVERS))
         profile = Profile.load(self.scenario.path(routing.file))
         clusters = SOLVERS[table.solver](profile, self.scenario.servers.count, self.scenario.seed)
         return clusters.placement(profile.layers, profile.model)
