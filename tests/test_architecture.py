@@ -36,6 +36,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "cost.curves", "kernels", "logs", "models", "policy.fleet.replicas"),
         "policy.scheduling.microqueue",
         *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),
+        "policy.scheduling.schedulers.server_setup",
         *("policy.scheduling.step_barrier", "trace", "transport"),
     ),
     "offload": ("core", "kernels", "kvcache", "models", "policy.offloading", "policy.scheduling.kvblocks"),

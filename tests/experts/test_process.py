@@ -11,18 +11,16 @@ from moesaic.config import ExpertServerConfig, QueueConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Hold
 from moesaic.experts.backend import ExpertBackend
-from moesaic.experts.process import (
+from moesaic.experts.process import _policy, _scheduler, _start_rule
+from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
+from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, WhileSmall
+from moesaic.policy.scheduling.schedulers.server_setup import (
     BARRIER_SECONDS,
     EVERYBODY,
     LONGEST_WAIT,
     WAITED_RUNS,
-    _policy,
-    _scheduler,
-    _start_rule,
 )
-from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
-from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, WhileSmall
 
 CPU = Decisions(cpu_curves(1e6, 1e6), 8, 2)
 LAYOUT = ExpertLayout({0: "a", 1: "b"}, "g", "u", "d", 8, 4, 2, 1, "float32")

@@ -68,6 +68,15 @@ def test_the_sampler_has_its_own_time() -> None:
     assert gaps.tolist() == pytest.approx([token] * 11, rel=1e-9)
 
 
+def test_a_worker_s_own_time_comes_on_top() -> None:
+    ends = []
+    for event in (0.0, 300.0):
+        found = cluster(**ALONE | {"workers": {"count": 1, "event_us": event}})
+        found.run()
+        ends.append(np.diff(times(found)[0]))
+    assert (ends[1] - ends[0]).tolist() == pytest.approx([300e-6] * 11)  # one event for each token: StepDone
+
+
 @pytest.mark.slow
 def test_two_batches_in_flight_overlap() -> None:
     work = {"kind": "closed", "clients": 16, "prompt": 1, "answer": 40}

@@ -10,14 +10,19 @@ from tests.support import replayed_server
 from tests.support.recorded_cluster import Journal, Recorded, RecordedService, record
 from tests.support.replayed_worker import Replay, begun
 from tests.support.scheduler_replay import equal
+from tests.support.small_scenario import EXPERTS, TOP_K, cluster
 
+from moesaic.config import SchedulerConfig
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import policy_named
+from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import Action, Admit, PartsArrived, Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.expert_server import Enough
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.runtime import in_memory
+from moesaic.sim.scenario import ScheduleTable
 
 
 def scheduler(found: Recorded, schedule: str, inflight: int) -> Scheduler:
@@ -71,3 +76,10 @@ def test_a_recorded_run_makes_the_same_decisions(schedule: str, settings: dict[s
         runs = [run for *_, run in replayed_server.turns(service.log) if run is not None]
         assert equal(replayed_server.replay(service, again, layout.num_experts), runs)
         assert len(runs) > 40
+
+
+def test_workers_have_the_defaults_of_serve() -> None:
+    simulated = cluster(schedule={"kind": "async"})
+    assert simulated.scenario.schedule.queue_urgency == in_memory.URGENT_SECONDS
+    assert simulated._decisions == Decisions(simulated.devices.curves, EXPERTS, TOP_K)
+    assert ScheduleTable().queue_policy == SchedulerConfig.queue_policy

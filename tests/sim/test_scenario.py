@@ -9,6 +9,7 @@ from tests.support.small_scenario import DEVICES, MODEL, cluster, scenario
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
+from moesaic.core.profile import Profile, Routes
 from moesaic.cost.machines import MACHINES
 from moesaic.cost.sizes import KNOWN
 from moesaic.sim import durations, routes
@@ -170,6 +171,33 @@ def test_placements(tmp_path: Path) -> None:
         ConfigError, match=r"placement\.file: got '1 layers with 8 experts'; allowed: '?4 layers"
     ):
         cluster(placement={"kind": "file", "file": str(file)})
+
+
+def test_routing_and_placement_of_a_profile(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    shares = np.tile(routes.zipf(8, 1.0), (MODEL.moe_layers, 1))
+    experts = np.stack([routes.draw(row, 600, 2, rng) for row in shares], axis=1)
+    recorded = Routes(
+        rng.integers(0, 64, 600).astype(np.int32),
+        np.arange(0, 601, 60),
+        np.full(10, 20),
+        np.full(10, -1, dtype=np.int16),
+        experts,
+    )
+    profile = Profile.of_routes("small", 64, 8, range(1, 1 + MODEL.moe_layers), recorded)
+    file = tmp_path / "profile.npz"
+    profile.save(file)
+    routing = {"kind": "profile", "file": str(file)}
+    built = cluster(routing=routing, placement={"kind": "solver", "solver": "eplb"})
+    assert np.allclose(built.shape.routes.shares, profile.loads / 1200)
+    assert built.fleet.placement.complete and built.fleet.placement.layers == (0, 1, 2, 3)
+    figures = built.run()
+    load = np.array(figures.expert_load)
+    assert max(load) / sum(load) < 0.6
+    with pytest.raises(ConfigError, match=r"routing\.file: got '4 layers with 8 experts'; allowed: "):
+        cluster(routing=routing | {"experts": 16})
+    with pytest.raises(ConfigError, match=r"placement\.solver: got 'best'; allowed: vanilla"):
+        cluster(routing=routing, placement={"kind": "solver", "solver": "best"})
 
 
 def test_devices_of_a_machine() -> None:

@@ -25,14 +25,10 @@ from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
-from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
+from moesaic.policy.scheduling.microqueue import QueuePolicy
 from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
-from moesaic.policy.scheduling.schedulers.expert_server import (
-    Enough,
-    ExpertServerScheduler,
-    StartRule,
-    WhileSmall,
-)
+from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, StartRule
+from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, server_scheduler, start_rule
 from moesaic.trace.track import Track
 from moesaic.transport.authentication import SentAway
 from moesaic.transport.listening import Listener
@@ -40,25 +36,6 @@ from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
 REPORT_SECONDS = 0.2
-EVERYBODY = 1 << 62
-"""More pairs than can ever wait, so a run starts only when every client's rows have arrived."""
-BARRIER_SECONDS = 1.0
-"""Maximum seconds that a run waits for all clients.
-
-A client that is later has died or uses another server.
-"""
-LONGEST_WAIT, WAITED_RUNS = 0.1, 3.0
-"""Maximum time that a server waits for clients that have not called yet: in seconds, and in mean run times.
-
-A client that is one layer behind has caught up by then.
-"""
-IN_STEP = "flfs"
-"""The queue policy of all schedules but async, which has its own setting.
-
-If the fuller queue ran first, clients that are out of step would stay so. Two servers could even each wait
-for the client that the other one serves later. With flfs the client that is behind runs first, and then
-catches up with the others.
-"""
 
 
 def serve(
@@ -117,11 +94,7 @@ def _scheduler(
     layout = config.layout
     decisions = Decisions(_curves(config, backend), layout.num_experts, layout.top_k)
     rule = _start_rule(config, decisions, max(map(len, first.experts.values()), default=0))
-    if config.schedule != "async" or not decisions.has_expert_queues:
-        return ExpertServerScheduler(layout.layers, _policy(config), rule)
-    return ExpertServerScheduler(
-        layout.layers, _policy(config), rule, layout.num_experts, decisions.queues_apart
-    )
+    return server_scheduler(config.schedule, layout.layers, _policy(config), rule, decisions)
 
 
 def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
@@ -143,22 +116,14 @@ def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
 
 
 def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) -> StartRule:
-    """The start rule of the scheduler. experts: maximum number of experts per layer that the server begins
-    with.
-    """
-    if config.schedule == "barrier":
-        return Enough(EVERYBODY, BARRIER_SECONDS)
-    pairs, wait = config.queues.expert_batch_pairs, config.queues.expert_batch_wait
-    if pairs is None:
-        return WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
-    return Enough(pairs, wait / 1000)
+    queues = config.queues
+    pairs, wait = queues.expert_batch_pairs, queues.expert_batch_wait / 1000
+    return start_rule(config.schedule, decisions, experts, pairs, wait)
 
 
 def _policy(config: ExpertServerConfig) -> QueuePolicy:
-    if config.schedule != "async":
-        return policy_named(IN_STEP)
     queues = config.queues
-    return policy_named(config.queue_policy, queues.urgency(None), history=queues.queue_history)
+    return queue_policy(config.schedule, config.queue_policy, queues.urgency(None), queues.queue_history)
 
 
 def _backend(config: ExpertServerConfig) -> ExpertBackend:

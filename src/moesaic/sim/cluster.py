@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
@@ -19,13 +20,9 @@ from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
-from moesaic.policy.scheduling.schedulers.expert_server import (
-    Enough,
-    ExpertServerScheduler,
-    StartRule,
-    WhileSmall,
-)
+from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, StartRule
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, server_scheduler, start_rule
 from moesaic.sim import durations
 from moesaic.sim.client import SimulatedExperts
 from moesaic.sim.device import Device, Span, Stream
@@ -40,10 +37,6 @@ from moesaic.sim.shape import Shape
 from moesaic.sim.timeline import SAMPLE, Timeline
 from moesaic.sim.worker import SimulatedWorker
 
-EVERYBODY, BARRIER_SECONDS = 1 << 62, 1.0
-LONGEST_WAIT, WAITED_RUNS = 0.1, 3.0
-IN_STEP = "flfs"
-"""The rules by which `experts.process` sets up a server's scheduler."""
 SAMPLES = 200
 """Number of moments at which queues are looked at."""
 
@@ -101,6 +94,8 @@ class SimulatedCluster:
         table, routing = self.scenario.placement, self.scenario.routing
         if table.kind != "solver" or routing.file is None:
             return None
+        if table.solver not in SOLVERS:
+            raise ConfigError.field("placement.solver", table.solver, ", ".join(SOLVERS))
         profile = Profile.load(self.scenario.path(routing.file))
         clusters = SOLVERS[table.solver](profile, self.scenario.servers.count, self.scenario.seed)
         return clusters.placement(profile.layers, profile.model)
@@ -188,32 +183,32 @@ class SimulatedCluster:
         beside = scenario.servers.beside_workers
         device, stream = self._device(f"device {number}" if beside else f"server {number}")
         rule = self._start_rule(len(self.fleet.placement.of(number).get(0, ())))
-        groups = layout.num_experts if scenario.servers.by_expert else 1
         return SimulatedServer(
             number,
             self.timeline,
             device,
             stream,
-            ExpertServerScheduler(layout.layers, self._server_policy(), rule, groups),
+            self._server_scheduler(rule),
             self.durations.experts,
             (len(layout.layers), layout.num_experts),
             layout.hidden * scenario.links.number_bytes,
             scenario.schedule.combine == "partial",
         )
 
+    def _server_scheduler(self, rule: StartRule) -> ExpertServerScheduler:
+        layout, policy = self.shape.layout, self._server_policy()
+        if self.scenario.servers.by_expert:
+            return ExpertServerScheduler(layout.layers, policy, rule, layout.num_experts)
+        return server_scheduler(self.scenario.schedule.kind, layout.layers, policy, rule, self._decisions)
+
     def _start_rule(self, experts: int) -> StartRule:
-        if self.scenario.schedule.kind == "barrier":
-            return Enough(EVERYBODY, BARRIER_SECONDS)
         queues = self.scenario.queues
-        if queues.expert_batch_pairs is None:
-            return WhileSmall(self._decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
-        return Enough(queues.expert_batch_pairs, queues.expert_batch_wait / 1000)
+        pairs, wait = queues.expert_batch_pairs, queues.expert_batch_wait / 1000
+        return start_rule(self.scenario.schedule.kind, self._decisions, experts, pairs, wait)
 
     def _server_policy(self) -> QueuePolicy:
-        table = self.scenario.schedule
-        if table.kind != "async":
-            return policy_named(IN_STEP)
-        return policy_named(table.queue_policy, history=self.scenario.servers.queue_history)
+        table, history = self.scenario.schedule, self.scenario.servers.queue_history
+        return queue_policy(table.kind, table.queue_policy, None, history)
 
 
 def simulate(scenario: Scenario, model: ModelSizes, **changes: object) -> Figures:

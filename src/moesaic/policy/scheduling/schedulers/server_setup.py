@@ -1,0 +1,63 @@
+"""How an expert server's scheduler is set up for a schedule: its start rule, queue policy and queues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
+from moesaic.policy.scheduling.minimum_batch import Decisions
+from moesaic.policy.scheduling.schedulers.expert_server import (
+    Enough,
+    ExpertServerScheduler,
+    StartRule,
+    WhileSmall,
+)
+
+EVERYBODY = 1 << 62
+"""More pairs than can ever wait, so a run starts only when every client's rows have arrived."""
+BARRIER_SECONDS = 1.0
+"""Maximum seconds that a run waits for all clients.
+
+A client that is later has died or uses another server.
+"""
+LONGEST_WAIT, WAITED_RUNS = 0.1, 3.0
+"""Maximum time that a server waits for clients that have not called yet: in seconds, and in mean run times.
+
+A client that is one layer behind has caught up by then.
+"""
+IN_STEP = "flfs"
+"""The queue policy of all schedules but async, which has its own setting.
+
+If the fuller queue ran first, clients that are out of step would stay so. Two servers could even each wait
+for the client that the other one serves later. With flfs the client that is behind runs first, and then
+catches up with the others.
+"""
+
+
+def start_rule(
+    schedule: str, decisions: Decisions, experts: int, pairs: int | None, wait: float
+) -> StartRule:
+    """When a run begins. experts: maximum number of experts per layer that the server begins with.
+
+    pairs, wait: --expert-batch-pairs, and --expert-batch-wait in seconds.
+    """
+    if schedule == "barrier":
+        return Enough(EVERYBODY, BARRIER_SECONDS)
+    if pairs is None:
+        return WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
+    return Enough(pairs, wait)
+
+
+def queue_policy(schedule: str, name: str, urgency: float | None, history: int) -> QueuePolicy:
+    """Which queue runs next. name, urgency, history: the settings of the asynchronous schedule."""
+    return policy_named(name, urgency, history=history) if schedule == "async" else policy_named(IN_STEP)
+
+
+def server_scheduler(
+    schedule: str, layers: Sequence[int], policy: QueuePolicy, rule: StartRule, decisions: Decisions
+) -> ExpertServerScheduler:
+    """The scheduler. With --schedule async it has a queue for each expert where the curves say that it
+    pays."""
+    if schedule != "async" or not decisions.has_expert_queues:
+        return ExpertServerScheduler(layers, policy, rule)
+    return ExpertServerScheduler(layers, policy, rule, decisions.num_experts, decisions.queues_apart)
