@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["MOESAIC_EMULATE_AMX"] = "1"  # tiles in plain C++, in builds that were made with them
+os.environ["_MOESAIC_EMULATE_AMX"] = "1"  # tiles in plain C++, in builds that were made with them
 
 hypothesis.settings.register_profile("moesaic", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("random", deadline=None, print_blob=True)

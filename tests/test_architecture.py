@@ -201,6 +201,7 @@ LATE_IMPORTS = {
     "cli": "what a command does is imported when it is called, so that --help answers at once",
     "commands.plan": "only --hardware this needs torch, which takes seconds to import",
     "commands.place": "only --model needs torch, which takes seconds to import",
+    "commands.groups": "as in cli",
     "commands.chat": "a chat with a server elsewhere needs no server here; Python may lack readline",
     "commands.settings": "only --config needs PyYAML",
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",

@@ -69,7 +69,7 @@ def test_infinities_stay_and_large_numbers_become_infinite() -> None:
 @pytest.mark.skipif("amx_bf16" in examine().instruction_sets, reason="this CPU has tiles")
 def test_only_tests_see_emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(table.instruction_sets()) >= table.TILED
-    monkeypatch.delenv("MOESAIC_EMULATE_AMX")
+    monkeypatch.delenv("_MOESAIC_EMULATE_AMX")
     assert not set(table.instruction_sets()) & table.TILED
 
 

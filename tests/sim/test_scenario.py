@@ -48,7 +48,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"devices": ""}, "devices: got ''; allowed: a file of modelled devices"),
     ({"devices": "a200"}, "devices: got 'a200'; allowed: t4, l4"),
     ({"devices": "no.toml"}, "devices: got 'no.toml'; allowed: a file to read"),
-    ({"devices": {"source": "x"}}, "devices: the scenario: link: got None; allowed: a table with latency_us"),
+    (
+        {"devices": {"source": "x"}},
+        "devices: the scenario: attention: got None; allowed: a table with points_ms",
+    ),
     ({"devices": "h100"}, "links.latency_us: it is missing, with devices 'h100'"),
     ({"servers": {"beside_workers": True, "count": 3}}, "servers.count: got 3; allowed: 2 as workers.count"),
     ({"servers": {"batch_pairs": 4}}, "servers.batch_wait_ms: got 0; allowed: above 0 with servers.batch"),

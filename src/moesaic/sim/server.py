@@ -70,13 +70,18 @@ class SimulatedServer:
 
     @property
     def waiting_pairs(self) -> int:
-        """Pairs that arrived and were not computed yet."""
-        return self._service.waiting_pairs
+        """Pairs that arrived and whose run has not begun, also those that the loop has not looked at."""
+        inbox = sum(len(message.pairs) for _, message in self._inbox if isinstance(message, Call))
+        return self._service.waiting_pairs + inbox
 
     def take(self, connection: Connection, message: Message) -> None:
         """See `ServerEnd`."""
         if self.alive:
+            if isinstance(message, Call):
+                message.arrived = self._timeline.now
+            self._count()
             self._inbox.append((connection, message))
+            self._waited = self.waiting_pairs
             self._process.wake()
 
     def freeze(self, until: float) -> None:
@@ -110,10 +115,10 @@ class SimulatedServer:
             self.idle.end()
 
     def _count(self) -> None:
-        """Add what has waited since the last time. Calls that arrived since wait from now on."""
+        """Add what has waited since the last time."""
         now = self._timeline.now
         self.pair_seconds += self._waited * (now - self._counted)
-        self._counted, self._waited = now, self._service.waiting_pairs
+        self._counted, self._waited = now, self.waiting_pairs
 
     def _collect(self) -> None:
         """Take what has arrived, client by client, as a server does that looks at one after another."""
@@ -171,7 +176,6 @@ class SimulatedServer:
         number, self._next_call = self._next_call, self._next_call + 1
         client, now = self._clients[connection], self._timeline.now
         self._calls[number] = connection, call, len(call.pairs)
-        call.arrived = now
         self._service.client_joined(client)
         self._service.arrived(number, client, call.submission.layer, call.experts, now)
 

@@ -110,7 +110,7 @@ bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers befor
 
 #if defined(MOESAIC_EMULATE_AMX)
 // Only tests ask for emulated tiles, in the environment: processes that they start see it too.
-bool has_tiles() { return std::getenv("MOESAIC_EMULATE_AMX") != nullptr; }
+bool has_tiles() { return std::getenv("_MOESAIC_EMULATE_AMX") != nullptr; }
 bool gives_tiles() { return true; }
 #elif defined(MOESAIC_HAS_AMX_BF16)
 constexpr int kTileData = 18;  // number of the state component
