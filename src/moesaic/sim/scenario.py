@@ -105,7 +105,7 @@ class ScheduleTable:
     queue_history: int = setting(0, whole(0))
     run_rows: int | None = setting(None, whole(0))
     """With async: rows from which a run may begin while others are with the experts, and from which answers
-    are used part by part. 0: always, as in the paper. Without it: as `serve` chooses for a CPU."""
+    are used part by part. 0: always, as in the paper. Without it: as the devices' curves say."""
     combine: str = setting("exact", choice("exact", "partial"))
     """Whether a server answers each (row, expert) pair, or a sum for each row."""
 
