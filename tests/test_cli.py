@@ -106,7 +106,7 @@ QUEUE_FLAGS = ("--queue-urgency", "--queue-history", "--expert-batch-pairs", "--
 
 @pytest.mark.slow
 def test_flags_of_queues_are_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, named in (("serve", True), ("run-batch", False), ("bench throughput", False)):
+    for command, named in (("serve", True), ("run-batch", True), ("bench throughput", False)):
         assert cli.main([*command.split(), "--help-all"]) == 0
         shown = capsys.readouterr().out
         assert [flag for flag in QUEUE_FLAGS if (flag in shown) != named] == [], command

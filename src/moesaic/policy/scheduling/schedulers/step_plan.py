@@ -14,8 +14,10 @@ from moesaic.policy.scheduling.schedulers.actions import Admit, StepPlan, sample
 from moesaic.policy.scheduling.sequence import Sequence
 
 
-def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
+def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks, following: bool = False) -> StepPlan:
     """The plan of a step with these chunks. Chunk i becomes sequence i of the batch.
+
+    following: also say which token comes after each chunk.
 
     Example: block_size 4. A has 6 tokens, of which 5 are computed. B is a new prompt of 7 tokens, of which 3
     rows fit. The chunks [(A, 1), (B, 3)] give positions [5, 0, 1, 2], query_starts [0, 1, 4], context_lens
@@ -44,8 +46,9 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     request_ids = _ints([sequence.request_id for sequence in sequences])
     epochs = _ints([sequence.epoch for sequence in sequences])
     drafted = drafted if drafted.any() else drafted[:0]
-    following = _ints([sequence.token_at(end) for sequence, end in zip(sequences, newest, strict=True)])
-    return StepPlan(step, batch, request_ids, epochs, sampled, scored, drafted, following)
+    after = zip(sequences, newest, strict=True) if following else ()
+    tokens = _ints([sequence.token_at(end) for sequence, end in after])
+    return StepPlan(step, batch, request_ids, epochs, sampled, scored, drafted, tokens)
 
 
 def _nothing(step: int) -> StepPlan:
