@@ -17,6 +17,8 @@ HERE = Path(__file__).parent
 BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 QUANTISED = ("q8_0", "q4_0", "q4_k_m")
 """What quantize_gguf.py writes."""
+SHORTEST_CONTEXT = 1024
+"""Tokens of a request that engines are set up for, or more if the arguments need more."""
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Engine:
 def start(arguments: argparse.Namespace) -> list[Engine]:
     """Starts moesaic first, then the peers that were asked for."""
     model, threads = str(arguments.model), str(arguments.threads)
+    context = str(max(SHORTEST_CONTEXT, arguments.prompt_len + arguments.gen_len))
+    arguments.settings = json.dumps({"max_model_len": int(context)} | json.loads(arguments.settings))
     if arguments.quantised:
         return _quantised(arguments)
     engines = [Engine("moesaic", _child(sys.executable, "moesaic", model, threads, arguments.settings))]
@@ -63,7 +67,7 @@ def start(arguments: argparse.Namespace) -> list[Engine]:
         peer = _child(python, "llama", str(file), threads, kind)
         engines.append(Engine(f"llama.cpp {kind}", peer, BYTES[kind]))
     for kind in arguments.vllm_types if arguments.vllm else []:
-        peer = _child(_python(arguments.vllm), "vllm", model, threads, kind)
+        peer = _child(_python(arguments.vllm), "vllm", model, threads, kind, context)
         engines.append(Engine(f"vLLM {kind}", peer, BYTES[kind]))
     return engines
 

@@ -82,7 +82,7 @@ def main() -> None:
     """Arguments: the model, the number of threads, and perhaps more settings of `LLM` as JSON."""
     answers = private_stdout()
     stopwatch = Stopwatch()
-    settings = {"threads": int(sys.argv[2]), "enable_prefix_caching": False, "max_model_len": 1024}
+    settings = {"threads": int(sys.argv[2]), "enable_prefix_caching": False}
     settings |= json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     llm = LLM(sys.argv[1], journal=stopwatch, **settings)
 

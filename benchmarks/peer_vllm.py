@@ -55,7 +55,7 @@ def main() -> None:
     llm = LLM(
         sys.argv[1],
         dtype=DTYPES[sys.argv[3]],
-        max_model_len=1024,
+        max_model_len=int(sys.argv[4]),
         enable_prefix_caching=False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
