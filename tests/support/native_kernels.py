@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +26,15 @@ ROUNDING_NAMES = {f"native ({name})" for name in ROUNDING}
 def native_sets(without: Collection[str] = INTEGER) -> list[Any]:
     """This CPU's instruction sets as parameters: the fastest unmarked, the others slow.
 
-    amx_bf16x2 is marked full: amx_bf16 and amx_bf16x3 have the same code with fewer and with more parts.
+    amx_bf16x2 is marked full: amx_bf16 and amx_bf16x3 have the same code with fewer and with more parts. So
+    is amx_bf16 where tiles are emulated, which takes long.
     """
     fastest, *others = instruction_sets() or ("",)
     if not fastest:
         return [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
     marks = {"amx_bf16x2": pytest.mark.full}
+    if "amx_tile" not in Path("/proc/cpuinfo").read_text():
+        marks["amx_bf16"] = pytest.mark.full
     rest = [name for name in others if name not in without]
     return [fastest, *(pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in rest)]
 
