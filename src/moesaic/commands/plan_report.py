@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from moesaic.commands.processes import in_text
+from moesaic.commands.tables import numbers, pairs
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.sizes import ModelSizes
@@ -184,7 +184,7 @@ def _policy(report: Report) -> Table:
         "prefill residuals": f"in {fast if policy.fast_residual else slow}",
         "prompts per prefill pass": str(_prompts(report)),
     }
-    return _pairs("Policy", rows)
+    return pairs("Policy", rows)
 
 
 def _prompts(report: Report) -> int:
@@ -193,7 +193,7 @@ def _prompts(report: Report) -> int:
 
 
 def _memory(report: Report) -> Table:
-    table = _table("Peak memory", "", "needed", "usable")
+    table = numbers("Peak memory", "", "needed", "usable")
     for level, parts in _levels(report):
         table.add_row(level.name, in_bytes(sum(parts.values())), _room(level))
         for name, size in parts.items():
@@ -207,7 +207,7 @@ def _room(level: Level) -> str:
 
 
 def _times(report: Report) -> Table:
-    table = _table("Busy time of each resource, ms per layer", "", "prefill", "decode step")
+    table = numbers("Busy time of each resource, ms per layer", "", "prefill", "decode step")
     layers, price = report.model.layers, report.price
     for name in price.step.busy:
         before, step = (_milliseconds(phase.busy, name, layers) for phase in (price.prefill, price.step))
@@ -233,11 +233,11 @@ def _predicted(report: Report) -> Table:
     }
     if report.flexgen_predicts is not None:
         rows["end to end, by FlexGen's cost model"] = f"{report.flexgen_predicts:.1f} tokens/s"
-    return _pairs("Predicted", rows)
+    return pairs("Predicted", rows)
 
 
 def _batches(report: Report) -> Table:
-    table = _table("Tokens/s by batch size", "requests", "layers streamed", "weights left in place")
+    table = numbers("Tokens/s by batch size", "requests", "layers streamed", "weights left in place")
     for one in report.batches:
         shown = ["does not fit" if rate is None else f"{rate:.1f}" for rate in (one.streamed, one.left)]
         table.add_row(str(one.requests), *shown)
@@ -246,18 +246,3 @@ def _batches(report: Report) -> Table:
 
 def _source(hardware: Hardware) -> str:
     return hardware.source or "its file"
-
-
-def _pairs(title: str, rows: Mapping[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first)
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from moesaic.commands.processes import in_text
+from moesaic.commands.tables import numbers, pairs
 from moesaic.commands.units import in_bytes
 from moesaic.sim.figures import Figures, Spread
 
@@ -54,7 +54,7 @@ def _speed(figures: Figures) -> Table:
             f"{figures.failovers}, {figures.silent_failovers} after a timeout; "
             f"{figures.resent_pairs:,} pairs sent again"
         )
-    return _pairs("Speed", rows)
+    return pairs("Speed", rows)
 
 
 def _goodput(figures: Figures) -> Mapping[str, str]:
@@ -64,7 +64,7 @@ def _goodput(figures: Figures) -> Mapping[str, str]:
 
 
 def _latencies(figures: Figures) -> Table:
-    table = _table("Latencies, ms", "", "count", "mean", "p50", "p90", "p99")
+    table = numbers("Latencies, ms", "", "count", "mean", "p50", "p90", "p99")
     shown: dict[str, Spread] = {
         "time to first token": figures.ttft,
         "  in the queue": figures.queue_seconds,
@@ -87,12 +87,12 @@ def _call(figures: Figures) -> Table:
         "back, until the worker looks": call.link_back,
     }
     shown = {name: f"{1000 * seconds:,.3f}" for name, seconds in rows.items()}
-    return _pairs("Mean time of a (row, expert) pair, ms", shown)
+    return pairs("Mean time of a (row, expert) pair, ms", shown)
 
 
 def _devices(figures: Figures) -> Table:
     """Utilisation and waiting. Many devices are summed up as a mean for each kind."""
-    table = _table("Share of the time", "", "computes", "sends", "sent", "sleeps, by what it waits for")
+    table = numbers("Share of the time", "", "computes", "sends", "sent", "sleeps, by what it waits for")
     names = list(figures.utilisation)
     for name in names[:ROWS] if len(names) <= ROWS else ():
         table.add_row(name, *_device(figures, [name]))
@@ -119,18 +119,3 @@ def _device(figures: Figures, names: list[str]) -> tuple[str, str, str, str]:
         in_bytes(sent),
         ", ".join(f"{cause} {share:.1%}" for cause, share in sorted(causes.items()) if share >= 0.0005),
     )
-
-
-def _pairs(title: str, rows: Mapping[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first)
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
