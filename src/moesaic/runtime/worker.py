@@ -20,10 +20,9 @@ from moesaic.policy.scheduling.schedulers.actions import (
     RunSegment,
     RunStep,
     Scheduler,
-    SegmentDone,
-    StepDone,
     StepFailed,
 )
+from moesaic.policy.scheduling.schedulers.event_queue import put
 from moesaic.runtime.arrivals import Arrivals
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
@@ -167,7 +166,7 @@ class Worker:
                     self._take(self._arrivals.add(message))
                 case messages.Cancel():
                     self._arrivals.cancel(message.request_ids)
-                    self._put(Cancelled(message.request_ids))
+                    put(self._events, Cancelled(message.request_ids))
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
                 case messages.Shutdown():
@@ -178,22 +177,7 @@ class Worker:
 
     def _take(self, arrived: Arrived) -> None:
         if arrived.requests:
-            self._put(arrived)
-
-    def _put(self, event: Event) -> None:
-        """Queue an event, but before the end of a step.
-
-        Consecutive arrivals become one event, so they join the same step.
-        """
-        ended = self._events and isinstance(self._events[-1], StepDone | StepFailed | SegmentDone)
-        end = self._events.pop() if ended else None
-        last = self._events[-1] if self._events else None
-        if isinstance(event, Arrived) and isinstance(last, Arrived):
-            last.extend(event)
-        else:
-            self._events.append(event)
-        if end is not None:
-            self._events.append(end)
+            put(self._events, arrived)
 
     def _carry_out(self, actions: list[Action]) -> None:
         """Carry out the actions, releases first.

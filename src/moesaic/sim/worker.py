@@ -14,10 +14,8 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Event,
     Release,
     Scheduler,
-    SegmentDone,
-    StepDone,
-    StepFailed,
 )
+from moesaic.policy.scheduling.schedulers.event_queue import put
 from moesaic.sim.executor import SimulatedExecutor
 from moesaic.sim.timeline import Idle, Process, Timeline, Until, Waits
 
@@ -91,21 +89,9 @@ class SimulatedWorker:
         while self._inbox:
             match self._inbox.popleft():
                 case Submit(requests, generated):
-                    self._put(Arrived(list(requests), list(generated)))
+                    put(self._events, Arrived(list(requests), list(generated)))
                 case Cancel(request_ids):
-                    self._put(Cancelled(request_ids))
-
-    def _put(self, event: Event) -> None:
-        """Queue an event, but before the end of a run. Arrivals that follow each other become one event."""
-        ended = self._events and isinstance(self._events[-1], StepDone | StepFailed | SegmentDone)
-        end = self._events.pop() if ended else None
-        last = self._events[-1] if self._events else None
-        if isinstance(event, Arrived) and isinstance(last, Arrived):
-            last.extend(event)
-        else:
-            self._events.append(event)
-        if end is not None:
-            self._events.append(end)
+                    put(self._events, Cancelled(request_ids))
 
     def _carry_out(self, actions: list[Action]) -> Waits:
         """Carry out the actions, releases first."""
