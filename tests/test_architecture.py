@@ -183,6 +183,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "cyclopts": ("cli", "commands"),
     "yaml": ("commands.yaml_settings",),
     "llguidance": ("structured",),
+    "triton": ("kernels.triton",),
 }
 """Foreign library -> the only places that import it."""
 
@@ -205,6 +206,7 @@ LATE_IMPORTS = {
     "commands.chat": "a chat with a server elsewhere needs no server here; Python may lack readline",
     "commands.settings": "only --config needs PyYAML",
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
+    "kernels.table": "Triton is imported for --kernels triton only, and need not be installed",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.hub": "the hub's library is needed for hub ids only and takes a second to import",
     "verify.reference": "transformers need not be installed",

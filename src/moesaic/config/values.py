@@ -30,6 +30,7 @@ KernelName = Literal[
     "avx512_int8",
     "avx2_int8",
     "reference",
+    "triton",
 ]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"]
 MetricsPrefix = Literal["moesaic:", "vllm:"]

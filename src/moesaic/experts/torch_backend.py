@@ -55,6 +55,9 @@ class TorchBackend:
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         rows = np.concatenate([part.hidden[part.rows] for part in parts])
         experts = np.concatenate([part.experts for part in parts])
+        held = self._weights[layer].held
+        for expert in np.setdiff1d(experts, held):
+            raise KeyError(f"expert {expert} is not held here")
         hidden = torch.from_numpy(rows).to(self._device)
         ids = torch.from_numpy(experts).to(self._device)[:, None]
         with torch.inference_mode():

@@ -168,7 +168,8 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
-    hidden, stored = sizes.hidden, sizes.packed == COMPRESSED and kernels.packed and dtype is torch.bfloat16
+    hidden, stored = sizes.hidden, sizes.packed == COMPRESSED and kernels.compressed
+    stored = stored and dtype is torch.bfloat16
     yield from _expert_jobs(kernels, dtype, sizes, device, _compressed if stored else _as_it_is)
     matrices = [random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
     for rows in sizes.rows:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
@@ -117,11 +119,60 @@ class AttentionBatch:
         return self.batch.num_sequences, self.batch.block_tables.shape[1], self.block_size
 
     @cached_property
+    def on_device(self) -> Sequences:
+        """The sequences of the step as kernels on a GPU read them. Copied there once a step."""
+        return Sequences.of(self)
+
+    def tiles(self, most: int) -> torch.Tensor:
+        """[t, 3] int32 (sequence, first row, end): the step in tiles of at most `most` rows of a sequence."""
+        if most not in self._tiles:
+            self._tiles[most] = torch.from_numpy(_tiles(self.batch, most)).to(self.device)
+        return self._tiles[most]
+
+    @cached_property
+    def _tiles(self) -> dict[int, torch.Tensor]:
+        return {}
+
+    @cached_property
     def _dense(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         rows = self.batch
         arrays = (rows.query_starts, rows.context_lens, rows.block_tables, rows.states)
         first, second, third, fourth = (np.ascontiguousarray(array, dtype=np.int64) for array in arrays)
         return first, second, third, fourth
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a step on its device, for all of its layers."""
+
+    contexts: torch.Tensor
+    """[s] tokens in the cache."""
+    starts: torch.Tensor
+    """[s + 1] first row of each sequence, and the number of rows."""
+    tables: torch.Tensor
+    """[s, w] KV blocks."""
+    longest: int
+    """Tokens of the longest context."""
+    single: bool
+    """Whether every sequence has one row."""
+
+    @classmethod
+    def of(cls, batch: AttentionBatch) -> Sequences:
+        """Of a step that has at least one sequence."""
+        rows = batch.batch
+        arrays = (rows.context_lens, rows.query_starts, rows.block_tables)
+        single = rows.num_rows == rows.num_sequences
+        contexts, starts, tables = (_move(one, batch.device) for one in arrays)
+        return cls(contexts, starts, tables, int(rows.context_lens.max()), single)
+
+
+def _tiles(rows: TokenBatch, most: int) -> npt.NDArray[np.int32]:
+    found = [
+        (sequence, row, min(row + most, stop))
+        for sequence, (start, stop) in enumerate(pairwise(rows.query_starts.tolist()))
+        for row in range(start, stop, most)
+    ]
+    return np.array(found, dtype=np.int32).reshape(-1, 3)
 
 
 def _move(array: IntArray, device: str | torch.device) -> torch.Tensor:

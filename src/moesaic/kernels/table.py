@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -173,8 +173,9 @@ class Kernels:
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
     packed: bool = False
-    """True if experts may be of a type of `core.stored.PACKED`, compressed or quantised, and other matrices
-    a QuantizedMatrix."""
+    """True if experts may be of a type of `core.stored.QUANTIZED`, and other matrices a QuantizedMatrix."""
+    compressed: bool = False
+    """True if experts may be compressed (`core.stored.COMPRESSED`)."""
     integer: bool = False
     """True if these kernels are chosen for weights in integers, whose rows they round."""
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -256,18 +257,34 @@ def instruction_sets() -> tuple[str, ...]:
 def pick(device: str, wanted: str = "auto") -> Kernels:
     """The kernels for "cpu", "cuda" or "cuda:N".
 
-    wanted: "reference", the name of an instruction set, or "auto": the fastest in float32. Raises ConfigError
-    for another device, and for kernels that this machine cannot run.
+    wanted: "reference", "triton" on a GPU, the name of an instruction set, or "auto": on a CPU the fastest in
+    float32, on a GPU the reference. Raises ConfigError for another device, and for kernels that this machine
+    cannot run.
     """
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ConfigError.field("device", device, "cpu, cuda, cuda:N")
+    if wanted == "triton":
+        return _triton(kind)
     native = instruction_sets() if kind == "cpu" else ()
     if wanted == "reference" or (wanted == "auto" and not native):
         return REFERENCE
     if wanted != "auto" and wanted not in native:
         raise ConfigError.field("--kernels", wanted, ", ".join(("auto", *native, "reference")))
     return _natively(native[0] if wanted == "auto" else wanted)
+
+
+def _triton(kind: str) -> Kernels:
+    """Raises ConfigError without Triton, and on a CPU outside of Triton's interpreter."""
+    try:
+        from moesaic.kernels.triton.launching import INTERPRETED
+        from moesaic.kernels.triton.operations import OPERATIONS
+    except ImportError as error:
+        raise ConfigError(f"--kernels triton: {error}; pip install triton") from None
+    if kind == "cpu" and not INTERPRETED:
+        allowed = "auto, reference and the instruction sets on a CPU; triton on a GPU"
+        raise ConfigError.field("--kernels", "triton", allowed)
+    return replace(REFERENCE, name="triton", packed=True, **OPERATIONS)
 
 
 def _natively(name: str) -> Kernels:
@@ -309,6 +326,7 @@ def _natively(name: str) -> Kernels:
         recorder=_recorder,
         one_core=_one_core,
         packed=name not in TILED,
+        compressed=name not in TILED,
         integer=name in INTEGER,
         reusing=memory.reusing,
     )

@@ -40,6 +40,22 @@ class PointerTable:
 
 
 @dataclass(frozen=True)
+class DeviceTable:
+    """As PointerTable, for kernels on a GPU: the table lies on the device of the experts."""
+
+    addresses: torch.Tensor
+    """[3, E] or [6, E] int64, as `PointerTable.memory`."""
+    hidden: int
+    width: int
+    kinds: tuple[str, str]
+    """The types of gate and up, and of down, as `core.stored` or torch names them."""
+    gate_line: int
+    """Bytes of a row of gate and up."""
+    down_line: int
+    """Bytes of a row of down."""
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """The routed experts of one layer that this process holds.
 
@@ -145,6 +161,18 @@ class ExpertWeights:
                 raise TypeError("the experts of a layer differ in shape or type, or are not dense")
         self._check_biases(hidden, width)
         return PointerTable(torch.tensor(lines), hidden, width, expert_code(kind))
+
+    @cached_property
+    def on_device(self) -> DeviceTable:
+        """The table of pointers on the experts' device, made once. Raises KeyError if none is held."""
+        if not self.held:
+            raise KeyError("no expert of the layer is held here")
+        gate, _, down = self.of(self.held[0])
+        name = str(gate.dtype).removeprefix("torch.")
+        kinds = of_matrices(self.packed) if gate.dtype is torch.uint8 else (name, name)
+        lines = [[0 if one is None else one.data_ptr() for one in part] for part in self.parts]
+        strides = gate.stride(0) * gate.element_size(), down.stride(0) * down.element_size()
+        return DeviceTable(torch.tensor(lines, device=gate.device), len(down), len(gate), kinds, *strides)
 
     @property
     def parts(self) -> tuple[Part, ...]:

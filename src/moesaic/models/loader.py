@@ -73,11 +73,11 @@ class Loader:
     def weight(self, name: str, rows: int, columns: int, *part: slice) -> Weight:
         """Returns `name`.weight [rows, columns], or a part of it, for kernels that multiply by it.
 
-        On a CPU quantised ones stay in the type in which they are stored, if the kernels read it. They become
+        Quantised ones stay in the type in which they are stored, if the kernels read it. They become
         what `matrix` returns if a part begins or ends within a group of a row. Raises ConfigError for a part
         of which kernels of integers would round other numbers together than in the whole.
         """
-        if not self.kernels.packed or self.device.startswith("cuda"):
+        if not self.kernels.packed:
             return self.matrix(name, rows, columns, *part)
         quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns)
         rounded = quantized is not None and self.kernels.integer and is_integer(quantized.dtype)
@@ -148,8 +148,11 @@ class Loader:
         if self.kernels.integer and self.of_expert.size > 1:
             allowed = f"1 with {self.kernels.name} kernels"
             raise ConfigError.field("--expert-tensor-parallel-size", self.of_expert.size, allowed)
+        if quantised is not None and stays and is_packed(quantised):
+            return quantised
         if quantised is not None and self.device.startswith("cpu"):
-            return quantised if stays and is_packed(quantised) else "float32"
+            return "float32"
+        stays = self.of_expert.size == 1 and self.kernels.compressed
         stays = stays and quantised is None and self.dtype is torch.bfloat16
         if stays and self.checkpoint.dtype(names.stored(0)[0][0]) is torch.uint8:
             return COMPRESSED

@@ -224,9 +224,9 @@ def quantised_type(raw: dict[str, Any]) -> str | None:
 def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
     """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/stored.py."""
     number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
-    if of_matrices(stored)[0] in QUANTIZED and device.startswith("cpu"):
+    if of_matrices(stored)[0] in QUANTIZED and (kernels.packed or device.startswith("cpu")):
         return stored if kernels.packed else "float32"
-    if stored not in DTYPES and kernels.packed and number is torch.bfloat16:
+    if stored not in DTYPES and kernels.compressed and number is torch.bfloat16:
         return stored
     return str(number).removeprefix("torch.")
 

@@ -1,0 +1,24 @@
+"""The operations that have a Triton kernel. The others are the torch reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesaic.kernels.triton import attention, cache, dense, experts, gate, rows
+
+OPERATIONS: dict[str, Any] = {
+    "embed": dense.embed,
+    "linear": dense.linear,
+    "linears": dense.linears,
+    "rms_norm": rows.rms_norm,
+    "add_norm": rows.add_norm,
+    "rope": rows.rope,
+    "store": cache.store,
+    "paged_attention": attention.paged_attention,
+    "gated_mlp": dense.gated_mlp,
+    "gate": gate.gate,
+    "experts": experts.experts,
+    "merge": rows.merge,
+    "sigmoid_gate": dense.sigmoid_gate,
+}
+"""By their names in `kernels.table.Kernels`."""

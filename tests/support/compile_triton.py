@@ -1,0 +1,111 @@
+"""Compiles for GPUs what Triton kernels are asked to launch, without a GPU. Run as a program, it prints each.
+
+    python -m tests.support.compile_triton 80 90
+
+Triton's compiler needs no GPU down to PTX. Every launch of the calls below is compiled for each architecture,
+with the types and constants that it has there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moesaic.core.experts import Activation
+from moesaic.core.stored import QUANTIZED, row_bytes
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
+from moesaic.kernels.matrix import QuantizedMatrix
+from moesaic.kernels.triton import attention, cache, dense, experts, gate, launching, rows
+from moesaic.kernels.weights import ExpertWeights
+from tests.support import paged_steps
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+MOST_SHARED = 99 << 10
+"""Bytes of shared memory of a block of threads on GeForce GPUs. Others from Ampere on have more."""
+done: set[str] = set()
+
+
+def compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Takes the place of `launch`."""
+    names = kernel.arg_names
+    signature = {
+        name: TYPES[one.dtype] if isinstance(one, torch.Tensor) else "i32" if isinstance(one, int) else "fp32"
+        for name, one in zip(names, arguments, strict=False)
+    }
+    signature |= dict.fromkeys(constants, "constexpr")
+    known = repr((kernel.__name__, signature, constants))
+    if known in done:
+        return
+    done.add(known)
+    for architecture in map(int, sys.argv[1:]):
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        metadata = triton.compile(source, target=GPUTarget("cuda", architecture, 32)).metadata
+        sys.stdout.write(f"sm_{architecture} {metadata.shared} bytes: {kernel.__name__} {constants}\n")
+        assert metadata.shared <= MOST_SHARED, "more shared memory than a block of threads can have"
+
+
+def weights(dtype: torch.dtype, biased: bool) -> ExpertWeights:
+    shapes = ((64, 128), (64, 128), (128, 64), *(((64,), (64,), (128,)) if biased else ()))
+    parts = [(torch.zeros(shape, dtype=dtype if len(shape) > 1 else torch.float32),) * 4 for shape in shapes]
+    return ExpertWeights(*parts, activation=Activation(1.7, 1.0, 7.0) if biased else Activation())
+
+
+def quantised(kind: str) -> ExpertWeights:
+    shapes = ((64, 128), (64, 128), (128, 64))
+    parts = [(torch.zeros(lines, row_bytes(kind, size), dtype=torch.uint8),) * 4 for lines, size in shapes]
+    return ExpertWeights(*parts, packed=kind)
+
+
+def attend(step: tuple[list[int], list[int]], dtype: torch.dtype, window: int | None, latent: bool) -> None:
+    batch = AttentionBatch.build(paged_steps.tokens(*step, 16, num_blocks=150), 16)
+    width = 576 if latent else 128
+    keys = paged_steps.cache(16, 1 if latent else 2, width, dtype, 150)
+    query, sinks = torch.zeros(batch.batch.num_rows, 8, width), torch.zeros(8) if window else None
+    values = None if latent else keys
+    attention.paged_attention(query, keys, values, batch, 0.1, window, 512 if latent else 128, sinks)
+
+
+def main() -> None:
+    for module in (attention, cache, dense, experts, gate, rows):
+        module.launch = compiled  # type: ignore[attr-defined]
+    assert not launching.INTERPRETED
+    one, ids = torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        experts.experts(weights(dtype, biased=dtype is torch.bfloat16), one, ids)
+    for kind in QUANTIZED:
+        experts.experts(quantised(kind), one, ids)
+        matrix = QuantizedMatrix(torch.zeros(64, row_bytes(kind, 128), dtype=torch.uint8), 128, kind)
+        dense.linear(one, matrix)
+        dense.embed(matrix, ids[0])
+    dense.gated_mlp(one, torch.zeros(64, 128), torch.zeros(64, 128), torch.zeros(128, 64))
+    rows.rms_norm(one, one[0], 1e-6)
+    rows.add_norm(one, one, one[0], 1e-6)
+    for interleaved, norm in ((False, one[0, :64]), (True, None)):
+        rows.rope(one.view(3, 2, 64), torch.zeros(9, 16), torch.zeros(9, 16), ids[:, 0], interleaved, norm)
+    rows.merge(one, one, torch.zeros(3, 2, 128), torch.zeros(3, 2))
+    rules = Gating(2, True, 1.0, 4, 2, "sigmoid", "two best"), Gating(8, normalise=True)
+    for rule in rules:
+        gate.gate(one, torch.zeros(64, 128), rule, torch.zeros(64))
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        cache.store(paged_steps.cache(16, 2, 64, dtype, 4), one.view(3, 2, 64), ids[:, 0])
+        for latent in (False, True):
+            attend(([1, 1], [40, 1500]), dtype, None, latent)
+            attend(([1, 30], [40, 200]), dtype, 50, latent)
+
+
+if __name__ == "__main__":
+    main()

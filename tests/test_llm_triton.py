@@ -1,0 +1,113 @@
+"""Whole models on the Triton kernels: tokens of the reference, launches of a layer, and nothing read back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moesaic import LLM, SamplingParams
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.testing import byte_tokenizer
+from tests.support import model_configs, paged_steps, pairs, tiny_models
+from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, Launches
+
+pytestmark = pytest.mark.slow
+FAMILIES = (
+    "qwen3-window-yarn",
+    "deepseek-full",
+    "gpt-oss",
+    "minimax",
+    "glm4-lite-layers-groups-yarn",
+    "qwen3-next",
+)
+NOW = ("deepseek-full", "gpt-oss")
+"""Families in `make test`. The others are left to `make full`: the interpreter takes seconds a token."""
+PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 17, 33)]
+
+
+def tokens(folder: Path, **settings: Any) -> list[list[int]]:
+    model = LLM(str(folder), threads=1, max_model_len=64, **settings)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    return [one.outputs[0].token_ids for one in model.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one in NOW else pairs.REST) for one in FAMILIES]
+)
+def test_tokens_are_those_of_the_reference(tmp_path: Path, family: str) -> None:
+    byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
+    found = tokens(tmp_path, kernels="triton", device=DEVICE)
+    assert found == tokens(tmp_path, kernels="reference", device="cpu")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has the Triton kernels")
+def test_a_cpu_outside_of_the_interpreter_is_refused() -> None:
+    code = "from moesaic.kernels import table; table.pick('cpu', 'triton')"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "--kernels: got 'triton'; allowed: " in done.stderr.splitlines()[-1]
+
+
+class NothingRead(TorchDispatchMode):
+    """Fails where the host reads a number, or a shape depends on one: on a GPU both wait for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        assert name not in READS, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+READS = {
+    f"aten::{name}" for name in ("_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select")
+}
+LAUNCHES = {"norms": 2, "rope": 2, "store": 2, "attention": 1, "gate": 1, "experts": 4, "merge": 1}
+"""Of a layer with 2 to 1,024 cached tokens, beside torch's three products."""
+
+
+def test_a_layer_has_few_launches_and_reads_nothing_back() -> None:
+    batch = AttentionBatch.build(paged_steps.tokens([1, 1, 5], [9, 30, 12], 4, num_blocks=40), 4, DEVICE)
+    assert len(batch.tiles(8)) == 3 and batch.on_device.longest == 30  # copied to the device once a step
+    hidden, weight, cache = (torch.randn(*shape, device=DEVICE) for shape in ((7, 32), (32,), (40, 4, 2, 8)))
+    matrices = [torch.randn(32, 32, device=DEVICE) for _ in range(2)]
+    part = [
+        tuple(torch.randn(*shape, device=DEVICE) for _ in range(6))
+        for shape in ((16, 32), (16, 32), (32, 16))
+    ]
+    angles, positions = torch.randn(64, 4, device=DEVICE), torch.arange(7, device=DEVICE)
+    gating, routed = Gating(2, normalise=True), ExpertWeights(*part)
+    assert routed.on_device.width == 16
+    batch.tiles(32)
+    before = Launches.count
+    with NothingRead(), torch.inference_mode():
+        normed = TRITON.rms_norm(hidden, weight, 1e-6)
+        query = TRITON.linear(normed, matrices[0]).view(7, 4, 8)
+        key = TRITON.rope(query[:, :2], angles, angles, positions)
+        query = TRITON.rope(query, angles, angles, positions)
+        TRITON.store(cache, key, batch.slots)
+        TRITON.store(cache, key, batch.slots)
+        attended = TRITON.paged_attention(query, cache, cache, batch, 0.3)
+        total, normed = TRITON.add_norm(hidden, TRITON.linear(attended.flatten(1), matrices[1]), weight, 1e-6)
+        ids, weights = TRITON.gate(normed, torch.randn(6, 32, device=DEVICE), gating)
+        TRITON.merge(total, None, TRITON.experts(routed, normed, ids), weights)
+    assert Launches.count - before == sum(LAUNCHES.values())
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs")
+def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.compile_triton", "80", "86", "90"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+    assert all("sm_90" in line for line in done.stdout.splitlines()[2::3])
