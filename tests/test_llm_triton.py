@@ -13,12 +13,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic import LLM, SamplingParams
+from moesaic.core.stored import QUANTIZED
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.testing import byte_tokenizer
-from tests.support import model_configs, paged_steps, pairs, tiny_models
-from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, Launches
+from tests.models.test_quantized import CASES, FORMATS
+from tests.support import model_configs, paged_steps, pairs, quantizers, tiny_models
+from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, Launches, operations
 
 pytestmark = pytest.mark.slow
 FAMILIES = (
@@ -47,6 +49,29 @@ def test_tokens_are_those_of_the_reference(tmp_path: Path, family: str) -> None:
     byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
     found = tokens(tmp_path, kernels="triton", device=DEVICE)
     assert found == tokens(tmp_path, kernels="reference", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "form", ["packed int4", *(pytest.param(one, marks=pairs.REST) for one in ("fp8 blocks", "mxfp4"))]
+)
+def test_quantised_weights_stay_as_they_are_stored(tmp_path: Path, form: str) -> None:
+    model = tiny_models.build(*CASES["gpt-oss" if form == "mxfp4" else "qwen3"])
+    path, plain = quantizers.quantize(
+        tiny_models.save(model, tmp_path / "source"), tmp_path / "form", FORMATS[form]
+    )
+    for one in (path, plain):
+        byte_tokenizer(one)
+    kinds = set()
+
+    def seen(weights: ExpertWeights, *rest: Any) -> torch.Tensor:
+        kinds.add(weights.on_device.kinds)
+        return TRITON.experts(weights, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(operations.OPERATIONS, "experts", seen)
+        found = tokens(path, kernels="triton", device=DEVICE)
+    assert found == tokens(plain, kernels="reference", device="cpu")
+    assert all(kind in QUANTIZED for pair in kinds for kind in pair) and kinds
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has the Triton kernels")

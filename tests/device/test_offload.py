@@ -57,9 +57,9 @@ POLICIES = {
 }
 CASES = pairs.params(
     gpu_cases.MODELS, POLICIES, ("auto", "reference"), (23, 512),
-    key=lambda case: (case[0].startswith("deepseek"), *case[1:]),
+    key=lambda case: (case[0].startswith("deepseek"), case[1]),
 )  # fmt: skip
-"""A policy meets keys and values, or latent attention: the models of either take turns."""
+"""A policy meets keys and values, and latent attention: the models of either take turns, and the rest too."""
 
 
 def prompts() -> list[list[int]]:

@@ -12,13 +12,14 @@ import torch
 pytest.importorskip("triton")
 
 from moesaic.kernels import table
+from moesaic.kernels.triton import operations
 from moesaic.kernels.triton.launching import INTERPRETED, Launches
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TRITON = table.pick(DEVICE, "triton")
 EXACT, ROUNDED = 1e-5, 2**-7
 
-__all__ = ["DEVICE", "EXACT", "INTERPRETED", "ROUNDED", "TRITON", "Launches", "close"]
+__all__ = ["DEVICE", "EXACT", "INTERPRETED", "ROUNDED", "TRITON", "Launches", "close", "operations"]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = EXACT) -> None:
