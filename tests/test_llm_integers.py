@@ -105,7 +105,7 @@ def test_expert_servers_give_the_floats_of_one_process(
         assert {one.kernels for one in servers} == {f"native ({name})"}
 
 
-@pytest.mark.parametrize(("form", "name"), pairs.some(EVERY, EVERY[:1] + EVERY[-1:]))
+@pytest.mark.parametrize(("form", "name"), pairs.some(FEW, FEW[:1] + FEW[-1:]))
 def test_two_ranks_have_the_tokens_of_one(models: Models, form: str, name: str) -> None:
     settings = {"tensor_parallel_size": 2, "max_model_len": LONGEST, "kernels": name}
     with group_of_threads(str(models[form]), **settings) as (model, _, _):
