@@ -440,6 +440,8 @@ def test_reading_the_machine(tmp_path: Path) -> None:
     cpuinfo = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma amx_tile\n\nprocessor\t: 1\n"
     assert machine.cpu_name(cpuinfo) == "Some CPU"
     assert machine.instruction_sets(cpuinfo) == ["avx2", "fma"]
+    integers = "flags\t: avx2 avx_vnni avx512_vnni amx_tile amx_int8\n"
+    assert machine.instruction_sets(integers) == ["avx2", "avx_vnni", "avx512_vnni", "amx_int8"]
     assert machine.instruction_sets("Features\t: fp asimd bf16\n") == ["neon", "bf16"]
     assert machine.cpu_quota(tmp_path) is None
     assert machine.memory_limit(tmp_path) is None

@@ -22,10 +22,14 @@ from tests.test_llm_families import LONGEST, answers, params, prompts
 from tests.test_llm_offload import POLICIES
 
 SETS = [name for name in table.instruction_sets() if name in table.INTEGER]
+OTHERS = ("amx_int8", "avx2_vnni_int8")
+"""Their bits are those of avx512_int8 and avx2_int8, as tests/kernels/test_integer_sets.py checks."""
 pytestmark = pytest.mark.skipif(not SETS, reason="no integer kernels for this CPU")
 FORMS = ["int8 rows", "packed int4", "awq"]
 """The stored types int8, int4 and int4_offset."""
 EVERY = [(form, name) for form in FORMS for name in SETS]
+OTHERS_HERE = [name for name in SETS if name in OTHERS]
+FEW = [(form, name) for form, name in EVERY if name not in OTHERS]
 
 
 QWEN3 = (CASES["qwen3"][0], {**CASES["qwen3"][1], "num_attention_heads": 8})
@@ -64,12 +68,11 @@ def auto_again() -> Iterator[None]:
     table.pick("cpu").set_threads(1, False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "name"), EVERY)
+@pytest.mark.parametrize(("form", "name"), pairs.some(EVERY, FEW))
 def test_tokens_are_those_of_the_slow_products(
     models: Models, form: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, base = models.wanted(form, name), name.partition("_")[0]
+    wanted, base = models.wanted(form, name), table.INTEGER[name]
     assert wanted != models.wanted(form, base)
     for name in ("experts", "gated_mlp"):
         monkeypatch.setattr(table.ops, name, partial(getattr(integer_products, name), base))
@@ -79,8 +82,7 @@ def test_tokens_are_those_of_the_slow_products(
     assert answers(slow) == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "name"), EVERY)
+@pytest.mark.parametrize(("form", "name"), pairs.some(EVERY, [*FEW, *zip(FORMS, OTHERS_HERE, strict=False)]))
 def test_chunks_and_prefixes_change_no_bit(models: Models, form: str, name: str) -> None:
     settings = {"max_model_len": LONGEST, "max_num_batched_tokens": 11, "max_num_seqs": 5}
     small = LLM(str(models[form]), threads=2, kernels=name, **settings)
@@ -103,7 +105,7 @@ def test_expert_servers_give_the_floats_of_one_process(
         assert {one.kernels for one in servers} == {f"native ({name})"}
 
 
-@pytest.mark.parametrize(("form", "name"), pairs.some(EVERY, EVERY[:1] + EVERY[-1:]))
+@pytest.mark.parametrize(("form", "name"), pairs.some(FEW, FEW[:1] + FEW[-1:]))
 def test_two_ranks_have_the_tokens_of_one(models: Models, form: str, name: str) -> None:
     settings = {"tensor_parallel_size": 2, "max_model_len": LONGEST, "kernels": name}
     with group_of_threads(str(models[form]), **settings) as (model, _, _):

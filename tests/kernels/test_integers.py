@@ -21,8 +21,12 @@ from moesaic.kernels.matrix import QuantizedMatrix
 from moesaic.kernels.quantized import Bytes, dequantize, pack
 
 HERE = [name for name in table.instruction_sets() if name in table.INTEGER]
+OTHERS = ("amx_int8", "avx2_vnni_int8")
+"""test_integer_sets.py compares their bits with those of the other kernels."""
 each = pytest.mark.parametrize(
-    "name", HERE or [pytest.param("", marks=pytest.mark.skip("no integer kernels for this CPU"))]
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in OTHERS else ()) for name in HERE]
+    or [pytest.param("", marks=pytest.mark.skip("no integer kernels for this CPU"))],
 )
 TYPES = [name for name in QUANTIZED if is_integer(name)]
 MIXED = ["int4_offset+int8_16", "int8+int4", "int8_16+int8_offset"]
@@ -32,10 +36,6 @@ MIXED = ["int4_offset+int8_16", "int8+int4", "int8_16+int8_offset"]
 def auto_again() -> Iterator[None]:
     yield
     table.pick("cpu").set_threads(1, False)
-
-
-def base(name: str) -> str:
-    return name.partition("_")[0]
 
 
 def packed(rng: np.random.Generator, dtype: str, size: Size) -> list[Bytes]:
@@ -65,10 +65,13 @@ def test_experts_have_the_bits_of_the_slow_products(name: str, dtype: str, size:
     rows *= torch.from_numpy(rng.choice([0.001, 1, 50], (19, size.h)).astype(np.float32))
     ids = [0] * 16 + [1] * 3
     wanted = torch.cat(
-        [expert(base(name), dtype, mlps[0], rows[:16]), expert(base(name), dtype, mlps[1], rows[16:])]
+        [
+            expert(table.INTEGER[name], dtype, mlps[0], rows[:16]),
+            expert(table.INTEGER[name], dtype, mlps[1], rows[16:]),
+        ]
     )
     assert same_bits(compute(name, dtype, size, mlps, rows, ids), wanted)
-    exact = compute(base(name), dtype, size, mlps, rows, ids)
+    exact = compute(table.INTEGER[name], dtype, size, mlps, rows, ids)
     assert size.h == 1 or not same_bits(exact, wanted)
 
 
@@ -102,7 +105,7 @@ def test_the_largest_codes_do_not_overflow(name: str, dtype: str) -> None:
         rows = torch.ones(5, 96)
         rows[1] = -1
         rows[2, ::2] = -1
-        wanted = expert(base(name), dtype, mlp, rows)
+        wanted = expert(table.INTEGER[name], dtype, mlp, rows)
         assert same_bits(compute(name, dtype, size, [mlp], rows, [0] * 5), wanted)
 
 
@@ -132,7 +135,7 @@ def test_other_experts_have_the_bits_of_the_set_without_rounding(name: str, dtyp
         ]
     rows = torch.randn(9, 130)
     found = compute(name, dtype, size, [mlp], rows, [0] * 9)
-    assert same_bits(found, compute(base(name), dtype, size, [mlp], rows, [0] * 9)) and found.any()
+    assert same_bits(found, compute(table.INTEGER[name], dtype, size, [mlp], rows, [0] * 9)) and found.any()
 
 
 def drawn(dtype: str, rows: int, columns: int) -> QuantizedMatrix:
@@ -152,7 +155,9 @@ def test_a_linear_has_the_bits_of_the_slow_products(name: str, dtype: str, shape
     for count, threads in ((1, 1), (5, 2), (9, 1), (130, 2)):
         kernels.set_threads(threads, False)
         assert same_bits(kernels.linear(rows[:count], weight, bias), wanted[:count])
-    assert shape[1] == 1 or not same_bits(table.pick("cpu", base(name)).linear(rows, weight, bias), wanted)
+    assert shape[1] == 1 or not same_bits(
+        table.pick("cpu", table.INTEGER[name]).linear(rows, weight, bias), wanted
+    )
 
 
 @each
@@ -161,7 +166,7 @@ def test_each_of_three_projections_has_the_products_of_its_type(name: str) -> No
     for types in (("int4_offset", "fp8", "int8_16"), ("fp8", "mxfp4", "int8"), ("int8", "int8", "int4")):
         weights = [drawn(dtype, size, 130) for dtype, size in zip(types, (40, 5, 7), strict=True)]
         found = table.pick("cpu", name).linears(rows, weights, biases)
-        table.pick("cpu", base(name))
+        table.pick("cpu", table.INTEGER[name])
         assert all(map(same_bits, found, linears(rows, weights, biases)))
 
 
@@ -173,18 +178,19 @@ def test_a_gated_mlp_has_the_bits_of_the_slow_products(name: str, inner: str, do
         0.1 * torch.randn(9, 130),
     )
     found = table.pick("cpu", name).gated_mlp(rows, *mlp)
-    exact = table.pick("cpu", base(name)).gated_mlp(rows, *mlp)
-    assert same_bits(found, gated_mlp(base(name), rows, *mlp)) and found.any()
+    exact = table.pick("cpu", table.INTEGER[name]).gated_mlp(rows, *mlp)
+    assert same_bits(found, gated_mlp(table.INTEGER[name], rows, *mlp)) and found.any()
     assert same_bits(found, exact) == (down == "fp8"), "all matrices must be integers"
 
 
 @each
 def test_all_but_integers_has_the_bits_of_the_set_without_rounding(name: str) -> None:
-    for found, wanted in zip(everything_else(name), everything_else(base(name)), strict=True):
+    for found, wanted in zip(everything_else(name), everything_else(table.INTEGER[name]), strict=True):
         assert same_bits(found, wanted)
     rows, weight = stored(7, 70), stored(5, 70, dtype=torch.bfloat16)
     assert same_bits(
-        table.pick("cpu", name).linear(rows, weight), table.pick("cpu", base(name)).linear(rows, weight)
+        table.pick("cpu", name).linear(rows, weight),
+        table.pick("cpu", table.INTEGER[name]).linear(rows, weight),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support import model_configs, tiny_models
 from tests.support.model_driver import Driver
-from tests.support.native_kernels import native_sets
+from tests.support.native_kernels import LOGITS, native_sets
 
 from moesaic.kernels import table
 from moesaic.kernels.table import REFERENCE, Kernels
@@ -58,7 +58,8 @@ def test_logits_are_those_of_the_reference(
     assert ours.embedding.dtype == dtype  # as it is stored; the reference widens it
     tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     wanted = Driver(registry.load(path, REFERENCE)).prefill(tokens)
-    assert near(native, dtype, Driver(ours).prefill(tokens), wanted, 1e-4)
+    most = LOGITS.get(native.name.removeprefix("native (").removesuffix(")"), 1e-4)
+    assert near(native, dtype, Driver(ours).prefill(tokens), wanted, most)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])

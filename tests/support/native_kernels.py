@@ -20,6 +20,11 @@ are cut at.
 """
 STORED = (torch.float32, torch.bfloat16)
 CACHED = (*STORED, torch.int8)
+LOGITS = {"amx_bf16x2": 3e-4}
+"""How far logits may be from those in float32, as a share of the largest, where it is not 1e-4.
+
+Two parts of a number hold 16 of its 24 bits.
+"""
 ROUNDING_NAMES = {f"native ({name})" for name in ROUNDING}
 
 

@@ -23,10 +23,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 INSTRUCTION_SETS = {
     "avx2": ("avx2",),
     "fma": ("fma",),
+    "avx_vnni": ("avx_vnni",),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "avx512_vnni": ("avx512_vnni",),
     "avx512_bf16": ("avx512_bf16",),
     "amx_bf16": ("amx_tile", "amx_bf16"),
+    "amx_int8": ("amx_tile", "amx_int8"),
     "neon": ("asimd",),
     "bf16": ("bf16",),
     "sve": ("sve",),

@@ -28,6 +28,8 @@ KernelName = Literal[
     "amx_bf16x2",
     "amx_bf16x3",
     "avx512_int8",
+    "amx_int8",
+    "avx2_vnni_int8",
     "avx2_int8",
     "reference",
     "triton",

@@ -238,10 +238,10 @@ SPLITTING = frozenset({"amx_bf16x2", "amx_bf16x3"})
 a float32, two nearly. They are only used by name."""
 TILED = frozenset({"amx_bf16"}) | SPLITTING
 """Instruction sets that multiply in AMX tiles, loaded from bf16 rows."""
-INTEGER = frozenset({"avx512_int8", "avx2_int8"})
-"""Instruction sets that round rows to int8 for weights in integers (`core.stored.is_integer`), and else are
-the set before the underscore. They are only used by name."""
-BY_NAME = ROUNDING | SPLITTING | INTEGER
+INTEGER = {"avx512_int8": "avx512", "amx_int8": "avx512", "avx2_vnni_int8": "avx2", "avx2_int8": "avx2"}
+"""Instruction sets that round rows to int8 for weights in integers (`core.stored.is_integer`), and the sets
+that they are for all else. They are only used by name."""
+BY_NAME = frozenset({*ROUNDING, *SPLITTING, *INTEGER})
 """Instruction sets that `auto` never takes."""
 
 

@@ -26,6 +26,12 @@ struct Line {
 };
 static_assert(sizeof(Line) == 16 * sizeof(float));
 
+// The sum of the codes from `first` on that meet one group of weights.
+template <class T>
+MOESAIC_INLINE int32_t sum_of(const Line& line, int64_t first) {
+    return T::kGroup == kLine ? line.sums[0] + line.sums[1] : line.sums[first / 16];
+}
+
 // Weights of type Q whose rows are rounded.
 template <class Q>
 struct Integer : Q {
@@ -137,32 +143,55 @@ MOESAIC_INLINE void transpose(Bytes (&x)[8]) {
 #endif
 
 // How codes of weights and rows are multiplied: `IntegerSums` are the sums of one group, a column a lane. They begin with
-// what codes without a sign have too much. sum: of the row's codes.
+// what codes without a sign have too much.
 #if defined(MOESAIC_AVX512)
-constexpr bool kSignedProducts = false;  // VPDPBUSD takes weights without a sign
 constexpr int INTEGER_ROWS = 8;
+MOESAIC_INLINE Bytes aligned_bytes(const void* p) { return _mm512_load_si512(p); }
+MOESAIC_INLINE Bytes every(int32_t x) { return _mm512_set1_epi32(x); }
+MOESAIC_INLINE Bytes add_integers(Bytes x, Bytes y) { return _mm512_add_epi32(x, y); }
+MOESAIC_INLINE Vec floats(Bytes x) { return _mm512_cvtepi32_ps(x); }
+#else
+constexpr int INTEGER_ROWS = 4;
+MOESAIC_INLINE Bytes aligned_bytes(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
+MOESAIC_INLINE Bytes every(int32_t x) { return _mm256_set1_epi32(x); }
+MOESAIC_INLINE Bytes add_integers(Bytes x, Bytes y) { return _mm256_add_epi32(x, y); }
+MOESAIC_INLINE Vec floats(Bytes x) { return _mm256_cvtepi32_ps(x); }
+#endif
+
+#if defined(MOESAIC_VNNI)
+constexpr bool kSignedProducts = false;  // VPDPBUSD takes weights without a sign
+
+// To each sum the products of four codes of weights and of a row.
+MOESAIC_INLINE Bytes add_fours(Bytes sums, Bytes weights, Bytes row) {
+#if defined(MOESAIC_AVX512)
+    return _mm512_dpbusd_epi32(sums, weights, row);
+#elif defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(sums, weights, row);
+#else
+    return _mm256_dpbusd_epi32(sums, weights, row);
+#endif
+}
 
 template <class T>
 struct IntegerWeights {
     Bytes codes;
-    MOESAIC_INLINE explicit IntegerWeights(const uint8_t* p) : codes(_mm512_load_si512(p)) {}
+    MOESAIC_INLINE explicit IntegerWeights(const uint8_t* p) : codes(aligned_bytes(p)) {}
 };
 
 template <class T>
 struct IntegerSums {
-    __m512i sums;
+    Bytes sums;
     IntegerSums() = default;
-    MOESAIC_INLINE explicit IntegerSums(int32_t sum) : sums(_mm512_set1_epi32(-T::kZero * sum)) {}
+    MOESAIC_INLINE explicit IntegerSums(int32_t sum) : sums(every(-T::kZero * sum)) {}  // sum: of the row's codes
     MOESAIC_INLINE void add(const IntegerWeights<T>& w, const int8_t* row) {
         int32_t four;
         std::memcpy(&four, row, 4);
-        sums = _mm512_dpbusd_epi32(sums, w.codes, _mm512_set1_epi32(four));
+        sums = add_fours(sums, w.codes, every(four));
     }
-    MOESAIC_INLINE Vec number() const { return _mm512_cvtepi32_ps(sums); }
+    MOESAIC_INLINE Vec number() const { return floats(sums); }
 };
 #else
 constexpr bool kSignedProducts = true;
-constexpr int INTEGER_ROWS = 4;
 
 // VPMADDUBSW adds two products in 16 bits. With codes of 4 bits, the products of a group of 32 do not overflow them.
 // Codes of 8 bits are multiplied by magnitude, since 2 * 128 * 127 fits while 2 * 255 * 127 does not.
@@ -170,31 +199,29 @@ template <class T>
 struct IntegerWeights {
     Bytes codes, magnitudes;
     MOESAIC_INLINE explicit IntegerWeights(const uint8_t* p)
-        : codes(_mm256_load_si256(reinterpret_cast<const __m256i*>(p))), magnitudes(_mm256_abs_epi8(codes)) {}
+        : codes(aligned_bytes(p)), magnitudes(_mm256_abs_epi8(codes)) {}
 };
 
 template <class T>
 struct IntegerSums {
     static constexpr int32_t kMissing = T::kNibbles ? -T::kZero : T::kSigned ? 0 : 128;
-    __m256i sums;
+    Bytes sums;
     int32_t sum;
     IntegerSums() = default;
     MOESAIC_INLINE explicit IntegerSums(int32_t of) : sums(_mm256_setzero_si256()), sum(of) {}
     MOESAIC_INLINE void add(const IntegerWeights<T>& w, const int8_t* row) {
         int32_t four;
         std::memcpy(&four, row, 4);
-        __m256i x = _mm256_set1_epi32(four);
         if constexpr (T::kNibbles) {
-            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w.codes, x));
+            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w.codes, every(four)));
         } else {
-            __m256i pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(x, w.codes));
-            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+            Bytes pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(every(four), w.codes));
+            sums = add_integers(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
         }
     }
     MOESAIC_INLINE Vec number() const {
-        __m256i whole = T::kNibbles ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums;
-        if constexpr (kMissing != 0) whole = _mm256_add_epi32(whole, _mm256_set1_epi32(kMissing * sum));
-        return _mm256_cvtepi32_ps(whole);
+        Bytes whole = T::kNibbles ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums;
+        return floats(kMissing == 0 ? whole : add_integers(whole, every(kMissing * sum)));
     }
 };
 #endif
@@ -250,8 +277,7 @@ MOESAIC_INLINE void panel_products(const float* const* rows, const IntegerPanel&
         int64_t first = g * T::kGroup % kLine, line = g * T::kGroup / kLine * 2;  // a line takes half of its place
         IntegerSums<T> total[R];
         MOESAIC_UNROLL for (int r = 0; r < R; r++) {
-            const Line& of = lines[r][line];
-            total[r] = IntegerSums<T>(T::kGroup == kLine ? of.sums[0] + of.sums[1] : of.sums[first / 16]);
+            total[r] = IntegerSums<T>(sum_of<T>(lines[r][line], first));
         }
         MOESAIC_UNROLL for (int64_t i = 0; i < kSteps; i++) {
             IntegerWeights<T> w(codes + i * kVector);
@@ -270,7 +296,15 @@ MOESAIC_INLINE void panel_products(const float* const* rows, const IntegerPanel&
     stream = mine;
 }
 
-// The same for n rows, at most R -> out [n, stride], `some` columns of it. first: false adds to what is there.
+// Writes the sums of `some` columns. first: false adds to what is there.
+MOESAIC_INLINE void put_sums(Vec sums, bool first, float* out, int64_t some) {
+    if (some == LANES) return store(out, first ? sums : add(load(out), sums));
+    float lanes[LANES];
+    store(lanes, sums);
+    for (int64_t c = 0; c < some; c++) out[c] = first ? lanes[c] : out[c] + lanes[c];
+}
+
+// The same for n rows, at most R -> out [n, stride], `some` columns of it.
 template <class T, int R = INTEGER_ROWS>
 void panel_rows(int64_t n, const float* const* rows, const IntegerPanel& panel, int64_t groups, Stream& stream, bool first,
                 float* out, int64_t stride, int64_t some) {
@@ -279,24 +313,33 @@ void panel_rows(int64_t n, const float* const* rows, const IntegerPanel& panel, 
     }
     Vec sums[R];
     panel_products<T, R>(rows, panel, groups, stream, sums);
-    for (int r = 0; r < R; r++) {
-        float* to = out + r * stride;
-        if (some == LANES) {
-            store(to, first ? sums[r] : add(load(to), sums[r]));
-            continue;
-        }
-        float lanes[LANES];
-        store(lanes, sums[r]);
-        for (int64_t c = 0; c < some; c++) to[c] = first ? lanes[c] : to[c] + lanes[c];
-    }
+    for (int r = 0; r < R; r++) put_sums(sums[r], first, out + r * stride, some);
 }
+
+}  // namespace MOESAIC_ISA
+
+#if defined(MOESAIC_AMX_INT8)
+#include "integer_tiles.h"
+#else
+namespace MOESAIC_ISA {
+template <class T>
+struct TiledRows {  // no rows
+    static constexpr int64_t n = 0, tiles = 0;
+    TiledRows(const float* const*, int64_t, int64_t) {}
+    void multiply(const IntegerPanel&, int64_t, int64_t, Stream&, float*, int64_t, int64_t) const {}
+};
+}  // namespace MOESAIC_ISA
+#endif
+
+namespace MOESAIC_ISA {
 
 // As `multiply` in dot.h. Weights are prefetched a panel ahead, since all its columns are read together.
 template <class T, std::enable_if_t<kInteger<T>, int> = 0>
 inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
                      float* out, int64_t stride, const T* then = nullptr) {
     int64_t size = columns * ld, lead = std::min(size, PANEL_COLUMNS * ld + LEAD);
-    int64_t tiles = (n + INTEGER_ROWS - 1) / INTEGER_ROWS;
+    TiledRows<T> tiled(rows, n, k);
+    int64_t rest = n - tiled.n, few = (rest + INTEGER_ROWS - 1) / INTEGER_ROWS, tiles = tiled.tiles + few;
     // Four groups of a tile of rows take about as long as the 64 bytes of each column that `fill` transposes.
     int64_t steps = std::max<int64_t>(1, std::min(k, BLOCK) / T::kGroup * (T::kCodes + PANEL_BYTES * tiles / 4) / PANEL_BYTES);
     Stream stream(weights + lead, size - lead, PANEL_COLUMNS * span<T>(std::min(k, BLOCK)) / steps + 1);
@@ -305,14 +348,14 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
     for (int64_t c = 0; c < columns; c += PANEL_COLUMNS) {
         int64_t some = std::min(PANEL_COLUMNS, columns - c);
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
-            int64_t count = std::min(k - begin, BLOCK);
+            int64_t count = std::min(k - begin, BLOCK), groups = (count + T::kGroup - 1) / T::kGroup;
             fill(weights + c * ld + span<T>(begin), ld, some, count, panel, stream);
-            for (int64_t t = 0; t < tiles; t++) {
-                int64_t r = n * t / tiles, more = n * (t + 1) / tiles - r;
+            tiled.multiply(panel, begin, groups, stream, out + c, stride, some);
+            for (int64_t t = 0; t < few; t++) {
+                int64_t r = tiled.n + rest * t / few, more = tiled.n + rest * (t + 1) / few - r;
                 const float* x[INTEGER_ROWS];
                 for (int64_t i = 0; i < more; i++) x[i] = rows[r + i] + begin;
-                panel_rows<T>(more, x, panel, (count + T::kGroup - 1) / T::kGroup, stream, begin == 0,
-                              out + r * stride + c, stride, some);
+                panel_rows<T>(more, x, panel, groups, stream, begin == 0, out + r * stride + c, stride, some);
             }
         }
     }

@@ -3,7 +3,8 @@
 #if defined(MOESAIC_X86)
 #include <cpuid.h>
 #endif
-#if defined(MOESAIC_HAS_AMX_BF16)
+#if defined(MOESAIC_HAS_AMX_BF16) || defined(MOESAIC_HAS_AMX_INT8)
+#define MOESAIC_HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -28,6 +29,19 @@ extern const moesaic::IntegerProducts kProducts;
 #endif
 #if defined(MOESAIC_HAS_AVX512_INT8)
 namespace avx512_int8 {
+extern const moesaic::IntegerProducts kProducts;
+}
+namespace avx512vl_vnni_int8 {
+extern const moesaic::IntegerProducts kProducts;
+}
+#endif
+#if defined(MOESAIC_HAS_AVX_VNNI)
+namespace avx2_vnni_int8 {
+extern const moesaic::IntegerProducts kProducts;
+}
+#endif
+#if defined(MOESAIC_HAS_AMX_INT8)
+namespace amx_int8 {
 extern const moesaic::IntegerProducts kProducts;
 }
 #endif
@@ -78,15 +92,35 @@ Table with_integers(const char* name) {
     return table;
 }
 
+// Bit `bit` of a register (0 to 3: EAX to EDX) of CPUID leaf 7.
+bool has_bit(unsigned subleaf, int number, int bit) {
+    unsigned of[4] = {};
+    return __get_cpuid_count(7, subleaf, &of[0], &of[1], &of[2], &of[3]) && (of[number] >> bit & 1);
+}
+
 const Table kAvx2Int8 = with_integers<avx2::kTable, avx2_int8::kProducts>("avx2_int8");
 #if defined(MOESAIC_HAS_AVX512_INT8)
 const Table kAvx512Int8 = with_integers<avx512::kTable, avx512_int8::kProducts>("avx512_int8");
-
-bool multiplies_int8() {  // CPUID leaf 7, ECX bit 11: VNNI
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1);
-}
+const Table kAvx512VlInt8 = with_integers<avx2::kTable, avx512vl_vnni_int8::kProducts>("avx2_vnni_int8");
+bool multiplies_int8() { return has_bit(0, 2, 11); }
 #endif
+#if defined(MOESAIC_HAS_AVX_VNNI)
+const Table kAvx2VnniInt8 = with_integers<avx2::kTable, avx2_vnni_int8::kProducts>("avx2_vnni_int8");
+#endif
+#if defined(MOESAIC_HAS_AMX_INT8)
+const Table kAmxInt8 = with_integers<avx512::kTable, amx_int8::kProducts>("amx_int8");
+#endif
+
+// The kernels whose VPDPBUSD has 256 bits: of AVX-VNNI if the CPU has it, else those of AVX-512. Null without both.
+const Table* vnni_of_256() {
+#if defined(MOESAIC_HAS_AVX_VNNI)
+    if (has_bit(1, 0, 4)) return &kAvx2VnniInt8;
+#endif
+#if defined(MOESAIC_HAS_AVX512_INT8)
+    if (multiplies_int8() && __builtin_cpu_supports("avx512vl")) return &kAvx512VlInt8;
+#endif
+    return nullptr;
+}
 #endif
 
 #if defined(MOESAIC_HAS_AVX512_BF16)
@@ -102,27 +136,28 @@ const Table kTiled[] = {beside_avx512(amx_bf16::kProducts), beside_avx512(amx_bf
                         beside_avx512(amx_bf16x3::kProducts)};
 #endif
 
-bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers before GCC 11 have no name for it
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-}
+// Compilers before GCC 11 have no name for it.
+bool multiplies_bf16() { return has_bit(1, 0, 5); }
 #endif
 
+#if defined(MOESAIC_HAS_TILES)
+constexpr int kTilesOfBf16 = 22, kTilesOfInt8 = 25;  // bits of EDX
 #if defined(MOESAIC_EMULATE_AMX)
 // Only tests ask for emulated tiles, in the environment: processes that they start see it too.
-bool has_tiles() { return std::getenv("_MOESAIC_EMULATE_AMX") != nullptr; }
+bool has_tiles(int) { return std::getenv("_MOESAIC_EMULATE_AMX") != nullptr; }
 bool gives_tiles() { return true; }
-#elif defined(MOESAIC_HAS_AMX_BF16)
+#else
 constexpr int kTileData = 18;  // number of the state component
 constexpr int kSupported = 0x1021, kRequest = 0x1023;  // ARCH_GET_XCOMP_SUPP, ARCH_REQ_XCOMP_PERM
 
-bool has_tiles() {  // CPUID leaf 7, EDX bits 22 and 24: bf16 and tiles; and whether the kernel saves tile registers
-    unsigned a = 0, b = 0, c = 0, d = 0;
+// Whether the CPU has tiles (EDX, bit 24) and their products, and whether the kernel saves tile registers.
+bool has_tiles(int products) {
     unsigned long states = 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) &&
-           syscall(SYS_arch_prctl, kSupported, &states) == 0 && (states >> kTileData & 1);
+    return has_bit(0, 3, products) && has_bit(0, 3, 24) && syscall(SYS_arch_prctl, kSupported, &states) == 0 &&
+           (states >> kTileData & 1);
 }
 bool gives_tiles() { return syscall(SYS_arch_prctl, kRequest, kTileData) == 0; }
+#endif
 #endif
 
 }  // namespace
@@ -141,14 +176,21 @@ std::vector<const Table*> available() {
 #endif
 #if defined(MOESAIC_HAS_AMX_BF16)
     for (const Table& table : kTiled) {
-        if (rounds && has_tiles()) tables.push_back(&table);
+        if (rounds && has_tiles(kTilesOfBf16)) tables.push_back(&table);
     }
 #endif
 #if defined(MOESAIC_HAS_AVX512_INT8)
-    if (tables.front() == &avx512::kTable && multiplies_int8()) tables.push_back(&kAvx512Int8);
+    bool integers = tables.front() == &avx512::kTable && multiplies_int8();
+    if (integers) tables.push_back(&kAvx512Int8);
+#if defined(MOESAIC_HAS_AMX_INT8)
+    if (integers && has_tiles(kTilesOfInt8)) tables.push_back(&kAmxInt8);
+#endif
 #endif
 #if defined(MOESAIC_X86)
-    if (tables.front() != &portable::kTable) tables.push_back(&kAvx2Int8);
+    if (tables.front() != &portable::kTable) {
+        if (const Table* table = vnni_of_256()) tables.push_back(table);
+        tables.push_back(&kAvx2Int8);
+    }
 #endif
     return tables;
 }
@@ -161,6 +203,9 @@ const Table* find(const std::string& name) {
 }
 
 bool permitted([[maybe_unused]] const Table* table) {
+#if defined(MOESAIC_HAS_AMX_INT8)
+    if (table == &kAmxInt8) return gives_tiles();
+#endif
 #if defined(MOESAIC_HAS_AMX_BF16)
     for (const Table& tiled : kTiled) {
         if (table == &tiled) return gives_tiles();

@@ -12,11 +12,7 @@
 
 #include <limits>
 
-#if defined(MOESAIC_EMULATE_AMX)
-#include "amx_emulated.h"
-#else
-#include "amx_instructions.h"
-#endif
+#include "amx.h"
 
 namespace MOESAIC_ISA {
 
@@ -45,7 +41,10 @@ struct Form<Tiled> {
 // another library's.
 template <>
 struct Registers<Tiled> {
-    Registers() { configure_tiles(); }
+    Registers() {
+        static constexpr Shapes kShapes;
+        configure_tiles(kShapes);
+    }
     ~Registers() { release_tiles(); }
     Registers(const Registers&) = delete;
     Registers& operator=(const Registers&) = delete;
