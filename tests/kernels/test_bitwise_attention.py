@@ -174,6 +174,33 @@ def test_heads_that_meet_a_few_tokens_at_a_time_have_the_same_bits(
     check({(1, 299): story.decode(1, 299)}, together)
 
 
+@pytest.mark.parametrize("dtype", CACHED)
+@pytest.mark.parametrize("window", [None, 40])
+def test_many_rows_that_share_widened_tokens_have_the_bits_of_single_rows(
+    native: Kernels, window: int | None, dtype: torch.dtype
+) -> None:
+    """Widths are longer than a block of a sum and no multiple of a vector. Rows meet 48 to 192 at a time."""
+    story = Story(native, Shape(2, 1, 1030, 1029), dtype, window)
+    wanted = {(1, position): story.decode(1, position) for position in (0, 33, 95, 96, 255, 256, 290, 299)}
+    for pieces in ([(1, 0, 300)], [(1, 0, 270), (2, 30, 257)], [(1, 200, 300), (3, 0, 40), (1, 20, 97)]):
+        check(story.step(pieces), wanted)
+
+
+def test_what_only_other_rows_attend_to_changes_no_bit(native: Kernels) -> None:
+    """Many rows of a prompt share the tokens that they meet. Some are behind a row, or have left its window.
+
+    The heads of neighbouring rows may lie in one tile.
+    """
+    story = Story(native, Shape(6, 1, 24, 20), torch.float32, 30)
+    wanted = story.step([(0, 0, 300)])
+    for part in (story.keys[0], story.values[0]):
+        part[100] = torch.nan
+    story.lay_out(0)
+    found = story.step([(0, 0, 300)])
+    check({name: row for name, row in found.items() if not 98 <= name[1] < 132}, wanted)
+    assert all(found[0, position].isnan().all() for position in range(100, 130))
+
+
 def test_a_window_wider_than_the_past_changes_no_bit(native: Kernels) -> None:
     story = Story(native, SHAPES["grouped"], torch.float32, None)
     wanted = story.step([(0, 0, 700)])

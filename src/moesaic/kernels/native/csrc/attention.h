@@ -8,22 +8,29 @@
 
 #include <algorithm>
 
-#include "attention_units.h"
-#include "cache.h"
+#include "attention_products.h"
 #include "shared_splits.h"
 
 namespace MOESAIC_ISA {
 
 template <class T>
-class AttentionOf {
+class AttentionOf : UnitProducts<T> {
+    using Products = UnitProducts<T>;
+    using Products::job_, Products::key_width_, Products::value_width_, Products::unit_lines_, Products::few_rows_;
+    using Products::near_, Products::few, Products::is_many, Products::rows_of, Products::first_of, Products::last_of;
+    using Products::work_floats, Products::work_of, Products::scores_of, Products::pack_query;
+
    public:
-    explicit AttentionOf(const moesaic::Attention& job) : job_(job) {
+    explicit AttentionOf(const moesaic::Attention& job) : Products(job) {
         per_kv_head_ = job.heads / job.kv_heads;
         head_groups_ = (per_kv_head_ + MOST_LINES - 1) / MOST_LINES;
         group_heads_ = (per_kv_head_ + head_groups_ - 1) / head_groups_;
-        unit_rows_ = std::max<int64_t>(1, MOST_LINES / group_heads_);
+        few_rows_ = many_rows_ = rows_with(MOST_LINES);
         all_units_ = job.kv_heads * head_groups_;
-        key_width_ = padded(job.key_width), value_width_ = whole_lanes(job.value_width);
+        choose_many_rows();
+        for (int64_t s = 0; s < job.sequences; s++) {
+            if (!few(s)) near_ = std::max(KEYS * key_width_, VALUES * value_width_);
+        }
     }
 
     void run() {
@@ -39,50 +46,53 @@ class AttentionOf {
         SharedSplits shared(job_, SPLIT, MOST_STORED / (size * std::max<int64_t>(1, job_.sequences)));
         Stored stored{shared, shared.total == 0 ? nullptr : scratch(moesaic::kWork, shared.total * size), size};
         if (shared.total > 0) gather_shared(stored);
-        int64_t wanted = 4 * moesaic::pool().threads();
         bool stores = units.size * splits * Gathered::floats(unit_lines_, value_width_) <= MOST_STORED;
-        if (splits > 1 && (units.size < wanted || (teams.size < wanted && stores))) {
+        if (splits > 1 && (units.size < wanted_ || (teams.size < wanted_ && stores))) {
             return run_split(units, teams, splits, stored);
         }
-        bool apart = teams.size < wanted;
+        bool apart = teams.size < wanted_;
         parallel(apart ? units.size : teams.size, products_, [&](int64_t task, int worker) {
             whole(apart ? Team{&units[task], 1, false} : teams[task], stored, worker);
         });
     }
 
    private:
+    // Many query vectors share what is widened, if there are tasks enough.
+    void choose_many_rows() {
+        int64_t tasks = std::min(num_units(), wanted_);
+        for (int64_t lines = 2 * MOST_LINES; lines <= MANY_LINES; lines *= 2) {
+            int64_t before = many_rows_;
+            many_rows_ = rows_with(lines);
+            if (num_units() >= tasks) continue;
+            many_rows_ = before;
+            break;
+        }
+    }
+
     int64_t num_units() const {
         int64_t units = 0;
         for (int64_t s = 0; s < job_.sequences; s++) units += blocks_of_rows(s);
         return units * all_units_;
     }
-    int64_t rows_of(int64_t s) const { return job_.query_starts[s + 1] - job_.query_starts[s]; }
-    int64_t blocks_of_rows(int64_t s) const { return (rows_of(s) + unit_rows_ - 1) / unit_rows_; }
+    int64_t rows_with(int64_t lines) const { return std::max<int64_t>(1, lines / group_heads_); }
+    int64_t blocks_of_rows(int64_t s) const { return few(s) ? 1 : (rows_of(s) + many_rows_ - 1) / many_rows_; }
 
-    // Few rows wait for the cache, so all their heads are a team. Of many rows each unit is one.
+    // Few rows wait for the cache, so all their heads are a team. Of many rows each unit is one. The last rows, which
+    // attend to the most tokens, come first, so that threads end together.
     void add_units(int64_t s, Array<Unit>& units, Array<Team>& teams) {
-        bool few = rows_of(s) <= unit_rows_;
-        unit_lines_ = std::max(unit_lines_, std::min(unit_rows_, rows_of(s)) * group_heads_);
-        int64_t together = few ? all_units_ : 1;
-        for (int64_t row = 0; row < rows_of(s); row += unit_rows_) {
-            for (int64_t u = 0; u < all_units_; u += together) {
-                teams[teams.size++] = {&units[units.size + u], together, few};
-            }
-            for (int64_t kv = 0; kv < job_.kv_heads; kv++) {
-                for (int64_t head = 0; head < per_kv_head_; head += group_heads_) {
-                    units[units.size++] = {s, row, std::min(unit_rows_, rows_of(s) - row), kv * per_kv_head_ + head,
+        if (rows_of(s) == 0) return;
+        int64_t rows = few(s) ? few_rows_ : many_rows_;
+        unit_lines_ = std::max(unit_lines_, std::min(rows, rows_of(s)) * group_heads_);
+        if (few(s)) teams[teams.size++] = {&units[units.size], all_units_, true};
+        for (int64_t kv = 0; kv < job_.kv_heads; kv++) {
+            for (int64_t head = 0; head < per_kv_head_; head += group_heads_) {
+                for (int64_t row = (blocks_of_rows(s) - 1) * rows; row >= 0; row -= rows) {
+                    if (!few(s)) teams[teams.size++] = {&units[units.size], 1, false};
+                    units[units.size++] = {s, row, std::min(rows, rows_of(s) - row), kv * per_kv_head_ + head,
                                            std::min(group_heads_, per_kv_head_ - head), kv};
                 }
             }
         }
-    }
-
-    // A row of the unit attends to tokens [first, last).
-    int64_t last_of(const Unit& unit, int64_t row) const {
-        return job_.context_lens[unit.sequence] - rows_of(unit.sequence) + unit.first_row + row + 1;
-    }
-    int64_t first_of(const Unit& unit, int64_t row) const {
-        return job_.window > 0 ? std::max<int64_t>(0, last_of(unit, row) - job_.window) : 0;
     }
 
     // The parts of splits that sequences share, for each of these sequences.
@@ -135,17 +145,17 @@ class AttentionOf {
             pack_query({members[m], 0, 1, unit.head, unit.heads, unit.kv_head}, work + m * unit.heads * key_width_);
         }
         float* scores = scores_of(work, unit, 0);
-        score({&unit, 1, false}, origin, 0, SPLIT, work);
+        this->score({&unit, 1, false}, origin, 0, SPLIT, work);
         for (int64_t line = 0; line < unit.lines(); line++) {
-            soften(scores + line * SPLIT, 0, SPLIT, 0, SPLIT, part.most + line, part.sum + line);
+            soften(scores + line * SPLIT, 0, SPLIT, 0, SPLIT, job_.scale, part.most + line, part.sum + line);
         }
-        weigh({&unit, 1, false}, origin, 0, SPLIT, work, [&](int64_t) { return part; });
+        this->weigh({&unit, 1, false}, origin, 0, SPLIT, work, [&](int64_t) { return part; });
     }
 
     // Computes all splits of a team, one after another. Those in `stored` are computed already.
     void whole(const Team& team, const Stored& stored, int worker) const {
         int64_t size = Gathered::floats(unit_lines_, value_width_);
-        float* memory = worker_scratch(worker, team.size * (work_floats(unit_lines_) + 2 * size));
+        float* memory = worker_scratch(worker, team.size * (work_floats(unit_lines_) + 2 * size) + near_);
         float* work = memory + team.size * 2 * size;
         auto at = [&](float* from, int64_t u) {
             return Gathered::at(from + u * size, team.units[u].lines(), value_width_);
@@ -159,6 +169,10 @@ class AttentionOf {
         int64_t end = (last_of(team.units[0], team.units[0].rows - 1) + SPLIT - 1) / SPLIT;
         for (int64_t split = begin; split < end; split++) {
             bool known = stored.has(team.units[0], split);
+            if (!known && split == begin) {
+                gather(team, split, work, all);
+                continue;
+            }
             if (!known) gather(team, split, work, part);
             for (int64_t u = 0; u < team.size; u++) {
                 const Gathered& next = known ? stored_part(stored, team.units[u], split) : part(u);
@@ -182,7 +196,7 @@ class AttentionOf {
             const Team team = apart ? Team{&units[task / splits], 1, false} : teams[task / splits];
             int64_t split = task % splits, unit = team.units - units.data;
             if (stored.has(team.units[0], split)) return;
-            float* work = worker_scratch(worker, team.size * work_floats(unit_lines_));
+            float* work = worker_scratch(worker, team.size * work_floats(unit_lines_) + near_);
             for (int64_t u = 0; u < team.size; u++) pack_query(team.units[u], work_of(work, u));
             gather(team, split, work, [&](int64_t u) { return part_of(unit + u, split); });
         });
@@ -195,23 +209,8 @@ class AttentionOf {
         });
     }
 
-    int64_t work_floats(int64_t lines) const { return lines * (key_width_ + SPLIT); }
-    // Memory of unit u of a team: the packed query, then the scores.
-    float* work_of(float* work, int64_t u) const { return work + u * work_floats(unit_lines_); }
-    float* scores_of(float* work, const Unit& unit, int64_t u) const {
-        return work_of(work, u) + unit.lines() * key_width_;
-    }
-
     void clear(const Gathered& part, int64_t lines) const {
         for (int64_t line = 0; line < lines; line++) part.sum[line] = 0, part.most[line] = 0;
-    }
-
-    void pack_query(const Unit& unit, float* query) const {
-        for (int64_t line = 0; line < unit.lines(); line++) {
-            int64_t row = job_.query_starts[unit.sequence] + unit.first_row + line / unit.heads;
-            const float* from = job_.query + (row * job_.heads + unit.head + line % unit.heads) * job_.key_width;
-            pack<T>(from, job_.key_width, query + line * key_width_);
-        }
     }
 
     // Computes one split of a team. `work` contains the packed queries. part(u): for the results of unit u.
@@ -222,152 +221,20 @@ class AttentionOf {
         int64_t begin = std::max(first_of(team.units[0], 0), origin) - origin;
         int64_t end = std::min(last_of(team.units[0], team.units[0].rows - 1), origin + SPLIT) - origin;
         if (begin >= end) return;
-        score(team, origin, begin, end, work);
+        bool many = is_many(team.units[0]);
+        many ? this->score_near(team.units[0], origin, begin, end, work) : this->score(team, origin, begin, end, work);
         for (int64_t u = 0; u < team.size; u++) {
             const Unit& unit = team.units[u];
             float* scores = scores_of(work, unit, u);
             for (int64_t line = 0; line < unit.lines(); line++) {
                 int64_t first = std::max(first_of(unit, line / unit.heads) - origin, begin);
                 int64_t last = std::min(last_of(unit, line / unit.heads) - origin, end);
-                soften(scores + line * SPLIT, begin, end, first, last, part(u).most + line, part(u).sum + line);
+                soften(scores + line * SPLIT, begin, end, first, last, job_.scale, part(u).most + line,
+                       part(u).sum + line);
             }
         }
-        weigh(team, origin, begin, end, work, part);
-    }
-
-    // Computes the sums of values origin + [begin, end), each times its probability. If a team waits, some tokens at a
-    // time meet all its units, while those after them are fetched.
-    template <class Part>
-    void weigh(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work, const Part& part) const {
-        const T* tokens[SPLIT];  // values of all heads
-        const void* cache = job_.values == nullptr ? job_.keys : job_.values;
-        int64_t token = job_.kv_heads * value_stored(), bytes = token * int64_t(sizeof(T)), count = end - begin;
-        each_run(team.units[0], origin, begin, end, [&](int64_t i, int64_t run, int64_t slot, int64_t) {
-            for (int64_t r = 0; r < run; r++) tokens[i + r - begin] = static_cast<const T*>(cache) + (slot + r) * token;
-        });
-        int64_t near = team.waits ? std::max(FIRST_TOKENS, NEAR_BYTES / bytes) : count;
-        for (int64_t i = 0, some = std::min(team.waits ? FIRST_TOKENS : count, count); i < count;) {
-            int64_t next = std::min(near, count - i - some), steps = 1;
-            for (int64_t u = 0; u < team.size; u++) steps += some * outer_tiles(team.units[u].lines());
-            Coming<T> coming(tokens + i + some, job_.values == nullptr ? 0 : next, bytes, steps);
-            for (int64_t u = 0; u < team.size; u++) {
-                float* chances = scores_of(work, team.units[u], u) + begin + i;
-                add_values(team.units[u], tokens + i, some, chances, i == 0, part(u).values, coming);
-            }
-            i += some, some = next;
-        }
-        for (int64_t u = 0; value_width_ > job_.value_width && u < team.size; u++) {
-            for (int64_t line = 0; line < team.units[u].lines(); line++) {
-                float* row = part(u).values + line * value_width_;
-                std::memset(row + job_.value_width, 0, size_t(value_width_ - job_.value_width) * 4);
-            }
-        }
-    }
-
-    // Adds the values of some tokens to those of a unit, or begins with them.
-    void add_values(const Unit& unit, const T* const* tokens, int64_t count, float* chances, bool fresh, float* sums,
-                    Coming<T>& coming) const {
-        const T* values[SPLIT];
-        for (int64_t i = 0; i < count; i++) values[i] = tokens[i] + unit.kv_head * value_stored();
-        if constexpr (sizeof(T) == 1) {
-            float scales[SPLIT];
-            for (int64_t i = 0; i < count; i++) scales[i] = scale_of(values[i], value_stored() - stored<T>(0));
-            rescale(chances, unit.lines(), scales, count);
-        }
-        const float* own[MOST_LINES] = {};
-        for (int64_t line = 0; line < unit.lines(); line++) own[line] = chances + line * SPLIT;
-        auto add = [&](auto& step) {
-            outer<T>(own, unit.lines(), values, job_.value_width, count, sums, value_width_, fresh, step);
-        };
-        Nothing nothing;
-        coming.token < coming.end ? add(coming) : add(nothing);
-    }
-
-    int64_t value_stored() const { return stored<T>(job_.values == nullptr ? job_.key_width : job_.value_width); }
-    int64_t outer_tiles(int64_t lines) const {
-        int64_t columns = std::max<int64_t>(1, job_.value_width / (OUTER_CHUNKS * CHUNK));
-        return (lines + OUTER_ROWS - 1) / OUTER_ROWS * columns;
-    }
-
-    const T* in_block(const void* cache, int64_t slot, int64_t kv_head, int64_t width) const {
-        return static_cast<const T*>(cache) + (slot * job_.kv_heads + kv_head) * stored<T>(width);
-    }
-
-    // Calls `use(i, run, slot, next)` for each run of tokens origin + [begin, end) in consecutive slots of one block.
-    // next: slot of the run after it, or -1.
-    template <class Use>
-    void each_run(const Unit& unit, int64_t origin, int64_t begin, int64_t end, const Use& use) const {
-        const int64_t* table = job_.block_tables + unit.sequence * job_.table_width;
-        for (int64_t i = begin; i < end;) {
-            int64_t block = (origin + i) / job_.block_size, offset = (origin + i) - block * job_.block_size;
-            int64_t run = std::min(job_.block_size - offset, end - i);
-            int64_t next = i + run < end ? table[block + 1] * job_.block_size : -1;
-            use(i, run, table[block] * job_.block_size + offset, next);
-            i += run;
-        }
-    }
-
-    // Computes the products of the queries with keys origin + [begin, end). Each block meets all units of a team while
-    // the next one is fetched. The keys of all heads lie together there, so memory is read in order.
-    void score(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work) const {
-        int64_t width = stored<T>(job_.key_width), token = job_.kv_heads * width;
-        each_run(team.units[0], origin, begin, end, [&](int64_t i, int64_t run, int64_t slot, int64_t next) {
-            int64_t after = !team.waits || next < 0 ? 0 : std::min(run, end - i - run);  // tokens to fetch
-            int64_t bytes = after * token * int64_t(sizeof(T));
-            auto coming = reinterpret_cast<const char*>(static_cast<const T*>(job_.keys) + (after > 0 ? next * token : 0));
-            for (int64_t u = 0; u < team.size; u++) {
-                const Unit& unit = team.units[u];
-                const float *query = work_of(work, u), *rows[MOST_LINES];
-                for (int64_t line = 0; line < unit.lines(); line++) rows[line] = query + line * key_width_;
-                const T* keys = in_block(job_.keys, slot, unit.kv_head, job_.key_width);
-                float* scores = scores_of(work, unit, u) + i;
-                int64_t tiles = (unit.lines() + TILE_ROWS - 1) / TILE_ROWS * std::max<int64_t>(1, run / TILE_COLUMNS);
-                int64_t from = bytes * u / team.size, size = bytes * (u + 1) / team.size - from;
-                Stream stream(coming + from, size, size / (tiles * (key_width_ / CHUNK)) + 1);
-                multiply_beside<T>(rows, unit.lines(), keys, token, run, job_.key_width, scores, SPLIT, nullptr,
-                                   stream);
-                if constexpr (sizeof(T) == 1) {
-                    float scales[SPLIT];
-                    for (int64_t r = 0; r < run; r++) scales[r] = scale_of(keys + r * token, job_.key_width);
-                    rescale(scores, unit.lines(), scales, run);
-                }
-            }
-        });
-    }
-
-    // Multiplies `count` numbers of each line by the scales of their cached rows.
-    static void rescale(float* numbers, int64_t lines, const float* scales, int64_t count) {
-        for (int64_t line = 0; line < lines; line++) {
-            float* own = numbers + line * SPLIT;
-            for (int64_t i = 0; i < count; i++) own[i] *= scales[i];
-        }
-    }
-
-    // Replaces scores [begin, end) by exp(scale * score - most), and by 0 outside [first, last). Vectors start at fixed
-    // offsets in the split, so the sum over them does not depend on `begin` and `end`.
-    void soften(float* scores, int64_t begin, int64_t end, int64_t first, int64_t last, float* most,
-                float* sum) const {
-        if (first >= last) {
-            std::memset(scores + begin, 0, size_t(end - begin) * 4);
-            return;
-        }
-        int64_t from = first / LANES * LANES, to = whole_lanes(last);
-        Vec scale = set1(job_.scale), usual = set1(scores[first]);
-        auto scaled = [&](int64_t i) {
-            return mul(inside(load(scores + i), usual, first - i, last - i), scale);
-        };
-        Vec peak = scaled(from);
-        for (int64_t i = from + LANES; i < to; i += LANES) peak = vmax(peak, scaled(i));
-        *most = largest(peak);
-        Vec sums = zero();
-        for (int64_t i = from; i < to; i += LANES) {
-            Vec chances = inside(exponential(sub(scaled(i), set1(*most))), zero(), first - i, last - i);
-            store(scores + i, chances);
-            sums = add(sums, chances);
-        }
-        *sum = total(sums);
-        for (int64_t i = begin; i < from; i++) scores[i] = 0;
-        for (int64_t i = to; i < end; i++) scores[i] = 0;
+        many ? this->weigh_near(team.units[0], origin, begin, end, work, part(0))
+             : this->weigh(team, origin, begin, end, work, part);
     }
 
     // The part of a head's sink in the sum of chances, which are relative to the score `most`.
@@ -385,9 +252,9 @@ class AttentionOf {
         }
     }
 
-    const moesaic::Attention& job_;
-    int64_t products_ = 0, unit_lines_ = 1;  // unit_lines_: the most of a unit
-    int64_t per_kv_head_, head_groups_, group_heads_, unit_rows_, all_units_, key_width_, value_width_;
+    int64_t products_ = 0;
+    int64_t wanted_ = 4 * moesaic::pool().threads();  // tasks
+    int64_t per_kv_head_, head_groups_, group_heads_, many_rows_, all_units_;
 };
 
 inline void attention(const moesaic::Attention& job) {

@@ -60,6 +60,34 @@ inline void join(const Gathered& into, const Gathered& later, int64_t line) {
     }
 }
 
+// Replaces scores [begin, end) by exp(scale * score - most), and by 0 outside [first, last). Vectors start at fixed
+// offsets in the split, so the sum over them does not depend on `begin` and `end`.
+inline void soften(float* scores, int64_t begin, int64_t end, int64_t first, int64_t last, float factor, float* most,
+                   float* sum) {
+    if (first >= last) {
+        std::memset(scores + begin, 0, size_t(end - begin) * 4);
+        return;
+    }
+    int64_t from = first / LANES * LANES, to = whole_lanes(last);
+    Vec scale = set1(factor), usual = set1(scores[first]);
+    auto only = [&](int64_t i, Vec x, Vec other) {
+        return i >= first && i + LANES <= last ? x : inside(x, other, first - i, last - i);
+    };
+    auto scaled = [&](int64_t i) { return mul(only(i, load(scores + i), usual), scale); };
+    Vec peak = scaled(from);
+    for (int64_t i = from + LANES; i < to; i += LANES) peak = vmax(peak, scaled(i));
+    *most = largest(peak);
+    Vec sums = zero();
+    for (int64_t i = from; i < to; i += LANES) {
+        Vec chances = only(i, exponential(sub(scaled(i), set1(*most))), zero());
+        store(scores + i, chances);
+        sums = add(sums, chances);
+    }
+    *sum = total(sums);
+    for (int64_t i = begin; i < from; i++) scores[i] = 0;
+    for (int64_t i = to; i < end; i++) scores[i] = 0;
+}
+
 // Cached tokens to prefetch in so many steps.
 template <class T>
 struct Coming {

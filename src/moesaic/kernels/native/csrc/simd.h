@@ -9,6 +9,7 @@
 // For loops over registers, since a call within would spill them all. And for prefetches: GCC assumes that a function
 // which only prefetches has no effects, and drops its calls.
 #define MOESAIC_INLINE __attribute__((always_inline)) inline
+#define MOESAIC_APART __attribute__((noinline))  // for loops over registers that inlining would spill
 #define MOESAIC_INLINE_LAMBDA __attribute__((always_inline))
 // Unrolls a loop, so that the elements it indexes stay in registers.
 #if defined(__clang__)

@@ -76,4 +76,25 @@ inline void totals4(const Vec* x, float* out) {
 
 MOESAIC_INLINE void totals8(const Vec* x, float* out) { totals4(x, out), totals4(x + 4, out + 4); }
 
+constexpr int64_t folded_lane(int64_t n) { return n; }  // see simd_avx512.h
+
+// x[i] lane j <-> x[j] lane i
+MOESAIC_INLINE void transpose(Vec (&x)[LANES]) {
+    Vec y[LANES];
+    MOESAIC_UNROLL for (int i = 0; i < LANES; i += 2) {
+        y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    MOESAIC_UNROLL for (int i = 0; i < LANES; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            __m256d a = _mm256_castps_pd(y[i + j]), b = _mm256_castps_pd(y[i + 2 + j]);
+            x[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+            x[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+        }
+    }
+    MOESAIC_UNROLL for (int i = 0; i < 4; i++) {
+        Vec a = x[i], b = x[4 + i];
+        x[i] = _mm256_permute2f128_ps(a, b, 0x20), x[4 + i] = _mm256_permute2f128_ps(a, b, 0x31);
+    }
+}
+
 }  // namespace MOESAIC_ISA

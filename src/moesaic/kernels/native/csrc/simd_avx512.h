@@ -101,4 +101,33 @@ MOESAIC_INLINE void totals8(const Vec* x, float* out) {
     _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(_mm512_castps512_ps256(t), order));
 }
 
+// The order in which `totals8` adds lanes: lane folded_lane(0) is added to the next one, two such sums to each other,
+// and so on.
+constexpr int64_t folded_lane(int64_t n) { return n / 2 + n % 2 * (LANES / 2); }
+
+// x[i] lane j <-> x[j] lane i
+MOESAIC_INLINE void transpose(Vec (&x)[LANES]) {
+    Vec y[LANES];
+    MOESAIC_UNROLL for (int i = 0; i < LANES; i += 2) {
+        y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    MOESAIC_UNROLL for (int i = 0; i < LANES; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            __m512d a = _mm512_castps_pd(y[i + j]), b = _mm512_castps_pd(y[i + 2 + j]);
+            x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    }
+    MOESAIC_UNROLL for (int i = 0; i < LANES; i += 8) {
+        for (int j = 0; j < 4; j++) {
+            y[i + j] = _mm512_shuffle_f32x4(x[i + j], x[i + 4 + j], 0x88);
+            y[i + 4 + j] = _mm512_shuffle_f32x4(x[i + j], x[i + 4 + j], 0xdd);
+        }
+    }
+    MOESAIC_UNROLL for (int j = 0; j < 8; j++) {
+        x[j] = _mm512_shuffle_f32x4(y[j], y[8 + j], 0x88);
+        x[8 + j] = _mm512_shuffle_f32x4(y[j], y[8 + j], 0xdd);
+    }
+}
+
 }  // namespace MOESAIC_ISA

@@ -108,4 +108,16 @@ inline void totals4(const Vec* x, float* out) {
 
 MOESAIC_INLINE void totals8(const Vec* x, float* out) { totals4(x, out), totals4(x + 4, out + 4); }
 
+constexpr int64_t folded_lane(int64_t n) { return n; }  // see simd_avx512.h
+
+// x[i] lane j <-> x[j] lane i
+inline void transpose(Vec (&x)[LANES]) {
+    for (int i = 0; i < LANES; i++) {
+        for (int j = 0; j < i; j++) {
+            float one = x[i][j];
+            x[i][j] = x[j][i], x[j][i] = one;
+        }
+    }
+}
+
 }  // namespace MOESAIC_ISA

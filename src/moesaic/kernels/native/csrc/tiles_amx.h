@@ -50,31 +50,6 @@ struct Registers<Tiled> {
     Registers& operator=(const Registers&) = delete;
 };
 
-// x[i] lane j <-> x[j] lane i
-MOESAIC_INLINE void transpose(Vec (&x)[SIDE]) {
-    Vec y[SIDE];
-    MOESAIC_UNROLL for (int i = 0; i < SIDE; i += 2) {
-        y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-    }
-    MOESAIC_UNROLL for (int i = 0; i < SIDE; i += 4) {
-        for (int j = 0; j < 2; j++) {
-            __m512d a = _mm512_castps_pd(y[i + j]), b = _mm512_castps_pd(y[i + 2 + j]);
-            x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-            x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-        }
-    }
-    MOESAIC_UNROLL for (int i = 0; i < SIDE; i += 8) {
-        for (int j = 0; j < 4; j++) {
-            y[i + j] = _mm512_shuffle_f32x4(x[i + j], x[i + 4 + j], 0x88);
-            y[i + 4 + j] = _mm512_shuffle_f32x4(x[i + j], x[i + 4 + j], 0xdd);
-        }
-    }
-    MOESAIC_UNROLL for (int j = 0; j < 8; j++) {
-        x[j] = _mm512_shuffle_f32x4(y[j], y[8 + j], 0x88);
-        x[8 + j] = _mm512_shuffle_f32x4(y[j], y[8 + j], 0xdd);
-    }
-}
-
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Splits two vectors into PARTS vectors of bf16. What follows a NaN or an infinity is zero.
