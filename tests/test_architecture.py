@@ -165,6 +165,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": (
         *(*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
         "commands.schedule_curves",  # and multiplies with this machine's kernels
+        "profiling.sglang_files",  # SGLang records routing with torch.save
     ),
     "safetensors": ("models.opened",),
     "huggingface_hub": ("models.hub",),
