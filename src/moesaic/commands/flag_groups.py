@@ -50,8 +50,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--cluster-secret-file",
     ),
     "Faults and scaling": (
-        *("--min-replicas", "--redundant-experts", "--rebalance-interval", "--autoscale", "--slo-ttft"),
-        "--slo-itl",
+        *("--min-replicas", "--redundant-experts", "--rebalance", "--rebalance-interval"),
+        *("--autoscale", "--slo-ttft", "--slo-itl"),
     ),
     "Ranks": (
         *("--tensor-parallel-size", "--expert-tensor-parallel-size", "--moe-collectives"),
