@@ -50,7 +50,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "transport",
     ),
     "cluster": (
-        *("config", "core", "policy.fleet.autoscale", "policy.placement.balance"),
+        *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
         *("policy.placement.around_homes", "policy.placement.dispatch", "trace.parts", "transport"),
         # placements from live routing: the verdict, what a process is asked, and what it answers
         *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
@@ -124,7 +124,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # these join the rest: an engine and its worker, here or in another process, and the command line
     "launch": (
         *("cluster", "config", "core", "engine", "models.files", "models.fingerprint", "tokenizer"),
-        *("trace.live_routing", "trace.options"),
+        *("policy.fleet.devices", "trace.live_routing", "trace.options"),
         *("trace.parts", "trace.routing", "transport.base"),
     ),
     "llm": (

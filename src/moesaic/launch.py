@@ -13,11 +13,12 @@ from typing import Any
 from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
-from moesaic.config import ClusterConfig, WorkerConfig
+from moesaic.config import ClusterConfig, WorkerConfig, gpus
 from moesaic.core import curves, paced
 from moesaic.core.errors import ConfigError
 from moesaic.engine import Engine
 from moesaic.models import files, fingerprint
+from moesaic.policy.fleet.devices import choose
 from moesaic.tokenizer import Tokenizer
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
@@ -63,6 +64,7 @@ def launch(
     weights are read.
     """
     cluster = cluster and cluster.resolved()
+    config = _with_devices(config, cluster)
     path = _checked(config, cluster)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
@@ -121,6 +123,16 @@ def _here(
         record_share=record.record_routing_share,
         checkpoint_stamp=fingerprint.stamp(path),
     )
+
+
+def _with_devices(config: WorkerConfig, cluster: ClusterConfig | None) -> WorkerConfig:
+    """`config` for the GPUs of --devices. Raises ConfigError for --device cpu beside it."""
+    if cluster is None or cluster.devices is None:
+        return config
+    if config.model.device == "cpu":
+        raise ConfigError.field("--devices", cluster.devices, "nothing with --device cpu")
+    mine = choose(gpus(cluster.devices), [], 1)
+    return replace(config, model=replace(config.model, device="cuda"), devices=mine)
 
 
 def _first_of_one(config: WorkerConfig) -> WorkerConfig:

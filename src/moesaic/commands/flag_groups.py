@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--expert-batch-wait",
             "--transport",
             "--numa",
+            "--devices",
             "--paced",
             "--schedule-policy-file",
             "--cluster-address",

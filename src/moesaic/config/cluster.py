@@ -109,6 +109,10 @@ class ClusterConfig(ParallelConfig):
     """On a machine with several NUMA nodes, such as sockets. auto: each expert server runs on one node and
     takes that node's memory, and `serve` starts one on each node if no number of processes is given. off:
     processes run anywhere."""
+    devices: str | None = None
+    """GPUs that processes take in turn, by CUDA's numbers or UUIDs with commas between: attention workers
+    first, then expert servers. A group of ranks takes as many as it has ranks. Implies --device cuda. None:
+    those of CUDA_VISIBLE_DEVICES, or all."""
     paced: str | None = None
     """TOML file of modelled devices. Workers and servers compute as always, and hold each result until the
     modelled device would have finished. A test instrument: it makes everything slower."""
@@ -197,6 +201,7 @@ class ClusterConfig(ParallelConfig):
         if not 0 <= self.rebalance_interval < math.inf:
             raise ConfigError.field("--rebalance-interval", self.rebalance_interval, "seconds, 0 or more")
         self._check_rebalance()
+        self._check_devices()
         if self.paced is not None and self.schedule_policy_file is not None:
             raise ConfigError("--paced and --schedule-policy-file: give one, since --paced has curves too")
         one_of("--numa", self.numa, get_args(NumaBinding))
@@ -247,6 +252,12 @@ class ClusterConfig(ParallelConfig):
         if self.dispatch in ("least-loaded", "round-robin"):
             allowed = "affinity, affinity-rounds with --rebalance routing"
             raise ConfigError.field("--dispatch", self.dispatch, allowed)
+
+    def _check_devices(self) -> None:
+        names = [] if self.devices is None else [name.strip() for name in self.devices.split(",")]
+        if not all(names) or len(set(names)) < len(names):
+            allowed = "CUDA's numbers or UUIDs with commas between, such as 0,1,2, each once"
+            raise ConfigError.field("--devices", self.devices, allowed)
 
     def _check_objectives(self) -> None:
         for flag, limit in (("--slo-ttft", self.slo_ttft), ("--slo-itl", self.slo_itl)):

@@ -38,6 +38,8 @@ class ProcessStatus:
     """(layer, expert) copies that the server holds."""
     held: dict[int, str] = field(default_factory=dict)
     """Layer -> the experts that the server holds, such as "0-11, 20"."""
+    devices: str = ""
+    """GPUs that its process sees, such as "0, 1". Empty: none, or those of `moesaic` itself."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0
