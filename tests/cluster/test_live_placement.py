@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moesaic.cluster.dispatching import Ranked
+from moesaic.cluster.dispatching import Ranked, dispatch_of
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.scaling import Changes
 from moesaic.config import ClusterConfig
@@ -264,13 +265,12 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
         ClusterConfig(**settings).resolved()
 
 
-def test_load_does_not_move_experts_that_tables_expect(alone: Alone, tmp_path: Path) -> None:
+def test_where_load_moves_experts_no_table_says_where_they_are(alone: Alone, tmp_path: Path) -> None:
     file = write(tmp_path, alone.profile, shuffled(alone.profile, 0))
-    with (
-        pytest.raises(ConfigError, match="--rebalance: got 'load'; allowed: routing with a --placement that"),
-        cluster(placement=file, rebalance="load", **RANKS),
-    ):
-        pass
+    settings = ClusterConfig(placement=file, rebalance="load", **RANKS).resolved()
+    assert dispatch_of(settings, Placement.read(file, 2))[0] == "least-loaded"
+    with pytest.raises(ConfigError, match="--dispatch: got 'affinity'; allowed: .* without --rebalance load"):
+        dispatch_of(replace(settings, dispatch="affinity"), Placement.read(file, 2))
 
 
 @pytest.mark.slow

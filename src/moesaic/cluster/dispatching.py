@@ -48,8 +48,8 @@ def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[Di
     placement: what the file of --placement specifies. Without --dispatch the rule is affinity if the
     placement has tables and each worker has a server of its own rank; otherwise it is least-loaded. A
     worker's rank is its number, which a restarted worker keeps. With --rebalance routing tables come later.
-    Raises ConfigError for `affinity` without tables, for tables that cannot be read, and for tables whose
-    experts --rebalance load would move.
+    With --rebalance load experts leave the ranks that tables name, so these are not used. Raises ConfigError
+    for `affinity` without tables, and for tables that cannot be read.
     """
     name = cluster.dispatch
     if name == "round-robin":
@@ -58,13 +58,13 @@ def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[Di
     if name == "least-loaded" or (name is None and not colocated):
         return "least-loaded", least_loaded
     file = cluster.placement
-    tables = None if file is None or placement is None else Tables.beside(file, placement)
-    if tables is not None and cluster.rebalance == "load":
-        allowed = "routing with a --placement that has tables, or --dispatch least-loaded, round-robin"
-        raise ConfigError.field("--rebalance", "load", allowed)
+    tables = None
+    if file is not None and placement is not None and cluster.rebalance != "load":
+        tables = Tables.beside(file, placement)
     if tables is not None:
         return (name, Rounds(tables)) if name == "affinity-rounds" else ("affinity", Affinity(tables))
     if name in ("affinity", "affinity-rounds") and cluster.rebalance != "routing":
         allowed = "least-loaded, round-robin; affinity with expert servers and a --placement that has tables"
+        allowed += ", without --rebalance load" if cluster.rebalance == "load" else ""
         raise ConfigError.field("--dispatch", name, allowed)
     return "least-loaded", least_loaded
