@@ -18,6 +18,7 @@ from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.routing import RoutedModel
+from moesaic.policy.placement import predict
 from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.policy.placement.online import Forecast, Traffic, Verdict
 from moesaic.policy.placement.online_solution import Fleet
@@ -178,6 +179,13 @@ def test_workers_that_came_later_have_their_servers_rank() -> None:
 
 
 TRAFFIC = Traffic(1.0, 0.5, 1e9, 1e9, 60.0)
+
+
+def test_tables_are_those_of_their_workers(alone: Alone) -> None:
+    clusters = SOLVERS["vanilla"](alone.profile, 2, 0)
+    tables = predict.build(alone.profile, clusters)
+    live = LivePlacement(LiveRouting(1 << 20, 1.0), 1.0, 0.0, tables, range(2))
+    assert live.tables_for([0, 1]) is tables and live.tables_for([0, 2]) is None
 
 
 def ended(live: LivePlacement, job: Any, now: float) -> Any:

@@ -230,7 +230,8 @@ class ChangeQueue:
         ranks = tuple(member.number for member in members.servers_here)
         fleet = Fleet(ranks, members.capacities, cluster.redundant_experts, cluster.min_replicas)
         rule: Rule = "rounds" if cluster.dispatch == "affinity-rounds" else "affinity"
-        tables = None if self.live is None else self.live.tables
+        workers = [member.number for member in members.workers]
+        tables = None if self.live is None else self.live.tables_for(workers)
         return Job(profile, placement, tables, fleet, live_placement.SOLVER, rule)
 
     def _swap(
@@ -259,11 +260,12 @@ class ChangeQueue:
         except Exception as error:
             live.failed(str(error))
             raise
-        ranks = {member.number: rank for rank, member in enumerate(self._members.workers)}
+        workers = [member.number for member in self._members.workers]
+        ranks = {worker: rank for rank, worker in enumerate(workers)}
         self._router.dispatch = by_tables(self._cluster, found.tables, ranks)
         self.balancing.homes = found.homes
         self.rebalances += 1
-        live.swapped(found)
+        live.swapped(found, workers)
 
     def _load(self) -> IntArray:
         assert self.layout is not None

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,9 +37,18 @@ SOLVER = "ours"
 class LivePlacement:
     """The solves of one cluster. Only the supervisor's thread uses it."""
 
-    def __init__(self, routing: LiveRouting, interval: float, now: float, tables: Tables | None) -> None:
-        """interval: seconds between two solves. tables: those by which requests are dispatched now."""
+    def __init__(
+        self,
+        routing: LiveRouting,
+        interval: float,
+        now: float,
+        tables: Tables | None,
+        workers: Sequence[int] = (),
+    ) -> None:
+        """interval: seconds between two solves. tables: those by which requests are dispatched now. workers:
+        the worker of each of their ranks."""
         self.tables = tables
+        self._workers = tuple(workers)
         self.status = PlacementSolve("no solve yet")
         self._routing = routing
         self._rule = SolveRule(interval, now)
@@ -85,9 +94,13 @@ class LivePlacement:
         )
         self._say(what)
 
-    def swapped(self, found: Solution) -> None:
-        """Clients route by this placement now."""
-        self.tables = found.tables
+    def tables_for(self, workers: Sequence[int]) -> Tables | None:
+        """The tables by which requests are dispatched now; None if these workers are not their ranks."""
+        return self.tables if self._workers == tuple(workers) else None
+
+    def swapped(self, found: Solution, workers: Sequence[int]) -> None:
+        """Clients route by this placement now. workers: the worker of each rank."""
+        self.tables, self._workers = found.tables, tuple(workers)
         self.status = replace(self.status, swaps=self.status.swaps + 1)
         self._say("swapped")
 

@@ -58,7 +58,7 @@ def spawn_server(config: ExpertServerConfig) -> ChildProcess:
     return _spawn("moesaic.experts", config.to_json(), "expert server", config.devices)
 
 
-def _spawn(module: str, config: str, name: str, devices: tuple[str, ...]) -> ChildProcess:
+def _spawn(module: str, config: str, name: str, devices: tuple[str, ...] = ()) -> ChildProcess:
     ours, theirs = stream_pair()
     with theirs:
         command = [sys.executable, "-m", module, "--connection-fd", str(theirs.fileno()), "--config", config]

@@ -80,7 +80,8 @@ class Supervisor:
         live: LivePlacement | None = None
         if routing is not None:
             tables = tables_of(cluster, self._placement_file)
-            live = LivePlacement(routing, cluster.rebalance_interval, clock(), tables)
+            workers = range(cluster.attention_workers)
+            live = LivePlacement(routing, cluster.rebalance_interval, clock(), tables, workers)
         self._changes = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note, live)
         self._announced = False
         file = cluster.paced
