@@ -112,3 +112,18 @@ def test_copies_and_servers_that_joined_are_kept() -> None:
     found = solve(profile(), present(), None, fleet, "sem-moe")
     assert all(found.placement.replicas(layer).min() >= 2 for layer in LAYERS)
     assert found.placement.servers == (0, 1, 5) and found.homes.servers == (0, 1)
+
+
+def test_a_placement_that_only_numbers_ranks_otherwise_moves_nothing() -> None:
+    fleet = Fleet((0, 1), {0: 1.0, 1: 1.0})
+    once = solve(profile(), present(), None, fleet, "sem-moe").homes
+    held = {layer: {0: once.experts_of(1, layer), 1: once.experts_of(0, layer)} for layer in LAYERS}
+    other = Placement(7, E, held, "moe-1")
+    assert solve(profile(), other, None, fleet, "sem-moe").placement.held == other.held
+
+
+def test_a_small_gain_does_not_pay_for_many_bytes() -> None:
+    """12 s of gain and 8 s of cost: not with a margin of 2, but with one of 1."""
+    after = replace(QUIET, critical=18.0)
+    assert judge(QUIET, after, 7, 8 * GIB, TRAFFIC).why_not
+    assert not judge(QUIET, after, 7, 8 * GIB, replace(TRAFFIC, margin=1.0)).why_not
