@@ -202,7 +202,7 @@ def test_limits_of_each_role(settings: ClusterConfig, text: str, found: dict[str
         (ClusterConfig(expert_servers=2), "ranks=1:4", "allowed: expert-servers, attention-workers without"),
         (ClusterConfig(expert_servers=2), "routers=1:4", "allowed: expert-servers or attention-workers or"),
         (ClusterConfig(expert_servers=2), "1:2,expert-servers=1:2", "each once, with =MIN:MAX"),
-        (ClusterConfig(), "1:4", "--expert-servers: got 0; allowed: 1 to 4 with --autoscale 1:4"),
+        (ClusterConfig(), "1:4", "--expert-servers: got 0; allowed: at least 1 with --autoscale"),
         (ClusterConfig(), "attention-workers=2:4", "--attention-workers: got 1; allowed: 2 to 4"),
         (RANKS, "expert-servers=1:4", "--enable-expert-parallel, whose workers and servers are pairs"),
         (RANKS, "ranks=1:4,attention-workers=1:4", "MIN:MAX or ranks=MIN:MAX"),

@@ -224,8 +224,8 @@ class ClusterConfig(ParallelConfig):
                 raise ConfigError.field("--attention-workers", 1, "at least 2 with --dispatch")
         if self.expert_servers == 0:
             names = ["redundant_experts", "min_replicas", "expert_capacities", "transport"]
-            names.append("rebalance")
-            names += ["cluster_address", "paced", "schedule_policy_file"]
+            names += ["rebalance", "cluster_address", "paced", "schedule_policy_file"]
+            names += ["autoscale"] * self._scales_servers
             for name in names if self.tensor_parallel_size > 1 else ["placement", *names]:
                 if getattr(self, name) != getattr(ClusterConfig, name):
                     flag = "--" + name.replace("_", "-")
@@ -237,6 +237,12 @@ class ClusterConfig(ParallelConfig):
         elif self.capacities and len(self.capacities) != self.expert_servers:
             allowed = f"{self.expert_servers} numbers, one for each of --expert-servers"
             raise ConfigError.field("--expert-capacities", self.expert_capacities, allowed)
+
+    @property
+    def _scales_servers(self) -> bool:
+        """Whether --autoscale has limits for expert servers: those without a name, or with theirs."""
+        limits = [] if self.autoscale is None else self.autoscale.split(",")
+        return any("=" not in part or part.strip().startswith("expert-servers=") for part in limits)
 
     def _check_rebalance(self) -> None:
         if self.rebalance is None:
