@@ -50,10 +50,14 @@ EDGES: dict[str, tuple[str, ...]] = {
         "transport",
     ),
     "cluster": (
-        *("config", "core", "policy.fleet.autoscale", "policy.placement.balance"),
+        *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
         *("policy.placement.around_homes", "policy.placement.dispatch", "trace.parts", "transport"),
+        # placements from live routing: the verdict, what a process is asked, and what it answers
+        *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
+        *("solving.job", "trace.live_routing"),
         "models.fingerprint",  # whether a server that joins has the same checkpoint
     ),
+    "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),
     "parsers": ("core",),  # answers of models: pure, text in and events out
     "tiktoken_model": ("core",),
@@ -102,14 +106,25 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "tokenizer"),
     ),
     # a cluster in virtual time: the engine's policies, and neither a model nor a process
-    "sim": (*("bench.lengths", "cluster.balancing", "config", "core", "cost", "policy", "trace.parts"),),
+    "sim": (
+        *(
+            "bench.lengths",
+            "cluster.autoscaling",
+            "cluster.balancing",
+            "config",
+            "core",
+            "cost",
+            "policy",
+            "trace.parts",
+        ),
+    ),
     "config": ("core",),
     "logs": (),  # the form of log lines, and the request that they belong to
     "testing": ("core", "tokenizer"),
     # these join the rest: an engine and its worker, here or in another process, and the command line
     "launch": (
         *("cluster", "config", "core", "engine", "models.files", "models.fingerprint", "tokenizer"),
-        "trace.options",
+        *("policy.fleet.devices", "trace.live_routing", "trace.options"),
         *("trace.parts", "trace.routing", "transport.base"),
     ),
     "llm": (
@@ -165,6 +180,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": (
         *(*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
         "commands.schedule_curves",  # and multiplies with this machine's kernels
+        "profiling.sglang_files",  # SGLang records routing with torch.save
     ),
     "safetensors": ("models.opened",),
     "huggingface_hub": ("models.hub",),

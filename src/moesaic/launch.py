@@ -13,16 +13,21 @@ from typing import Any
 from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
-from moesaic.config import ClusterConfig, WorkerConfig
+from moesaic.config import ClusterConfig, WorkerConfig, gpus
 from moesaic.core import curves, paced
 from moesaic.core.errors import ConfigError
 from moesaic.engine import Engine
 from moesaic.models import files, fingerprint
+from moesaic.policy.fleet.devices import choose
 from moesaic.tokenizer import Tokenizer
+from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
 from moesaic.trace.parts import collecting, part_of
 from moesaic.trace.routing import recording
 from moesaic.transport.base import Connection
+
+LIVE_SECONDS = 5.0
+"""Seconds between two looks at recorded routing that a placement follows."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,16 @@ def launch(
     weights are read.
     """
     cluster = cluster and cluster.resolved()
+    config = _with_devices(config, cluster)
     path = _checked(config, cluster)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
-    here = _here(config, cluster, path, record)
+    live = _live_routing(config, cluster, record)
     with ExitStack() as stack:
         stack.callback(tokenizer.close)
         stack.enter_context(collecting(config.trace))
-        stack.enter_context(recording(record))
+        recorded = stack.enter_context(recording(record, live=live))
+        here = _here(config, cluster, path, replace(record, record_routing=recorded))
         connection: Connection
         supervisor: Supervisor | None = None
         if cluster is None or not cluster.apart:
@@ -75,7 +82,7 @@ def launch(
             connection, how_it_ended = worker.connection, worker.how_it_ended
         else:
             router = Router()
-            supervisor = Supervisor(here, cluster, router, time.monotonic)
+            supervisor = Supervisor(here, cluster, router, time.monotonic, live)
             stack.callback(supervisor.stop)
             connection, how_it_ended = router, supervisor.how_it_ended
             supervisor.start()
@@ -88,6 +95,18 @@ def launch(
             max_waiting=max_waiting,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
+
+
+def _live_routing(
+    config: WorkerConfig, cluster: ClusterConfig | None, record: RecordConfig
+) -> LiveRouting | None:
+    """What --rebalance routing records; None without it. Raises ConfigError with drafted tokens."""
+    if cluster is None or cluster.rebalance != "routing":
+        return None
+    if config.scheduler.speculative_config is not None:
+        allowed = "load with --speculative-config: routes of drafted tokens must not be recorded"
+        raise ConfigError.field("--rebalance", "routing", allowed)
+    return LiveRouting(record.most_bytes, min(LIVE_SECONDS, cluster.rebalance_interval / 4))
 
 
 def _here(
@@ -104,6 +123,16 @@ def _here(
         record_share=record.record_routing_share,
         checkpoint_stamp=fingerprint.stamp(path),
     )
+
+
+def _with_devices(config: WorkerConfig, cluster: ClusterConfig | None) -> WorkerConfig:
+    """`config` for the GPUs of --devices. Raises ConfigError for --device cpu beside it."""
+    if cluster is None or cluster.devices is None:
+        return config
+    if config.model.device == "cpu":
+        raise ConfigError.field("--devices", cluster.devices, "nothing with --device cpu")
+    mine = choose(gpus(cluster.devices), [], 1)
+    return replace(config, model=replace(config.model, device="cuda"), devices=mine)
 
 
 def _first_of_one(config: WorkerConfig) -> WorkerConfig:

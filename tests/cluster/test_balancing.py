@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from moesaic.cluster.autoscaling import Autoscaling, Sample, autoscale_rules
 from moesaic.cluster.balancing import Balancing
 from moesaic.cluster.loads import INTERVALS, Loads
 from moesaic.config import ClusterConfig
@@ -170,12 +174,78 @@ def test_a_start_out_of_bounds_is_refused(servers: int) -> None:
         Balancing(LAYOUT, settings, 0.0)
 
 
-def test_pairs_do_not_scale_by_themselves() -> None:
-    settings = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True, autoscale="1:4").resolved()
-    with pytest.raises(
-        ConfigError, match="--autoscale: got '1:4'; allowed: None with --enable-expert-parallel"
-    ):
-        Balancing(LAYOUT, settings, 0.0)
+RANKS = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "found"),
+    [
+        (ClusterConfig(expert_servers=2), "1:4", {"expert-servers": (1, 4)}),
+        (ClusterConfig(attention_workers=2), "attention-workers=1:3", {"attention-workers": (1, 3)}),
+        (
+            ClusterConfig(expert_servers=2),
+            "attention-workers=1:3, expert-servers=2:2",
+            {"attention-workers": (1, 3), "expert-servers": (2, 2)},
+        ),
+        (RANKS, "1:4", {"ranks": (1, 4)}),
+        (RANKS, "ranks=2:4", {"ranks": (2, 4)}),
+    ],
+)
+def test_limits_of_each_role(settings: ClusterConfig, text: str, found: dict[str, tuple[int, int]]) -> None:
+    rules = autoscale_rules(replace(settings, autoscale=text).resolved())
+    assert {role: (rule.least, rule.most) for role, rule in rules.items()} == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "message"),
+    [
+        (ClusterConfig(expert_servers=2), "ranks=1:4", "allowed: expert-servers, attention-workers without"),
+        (ClusterConfig(expert_servers=2), "routers=1:4", "allowed: expert-servers or attention-workers or"),
+        (ClusterConfig(expert_servers=2), "1:2,expert-servers=1:2", "each once, with =MIN:MAX"),
+        (ClusterConfig(), "1:4", "--expert-servers: got 0; allowed: at least 1 with --autoscale"),
+        (ClusterConfig(), "attention-workers=2:4", "--attention-workers: got 1; allowed: 2 to 4"),
+        (RANKS, "expert-servers=1:4", "--enable-expert-parallel, whose workers and servers are pairs"),
+        (RANKS, "ranks=1:4,attention-workers=1:4", "MIN:MAX or ranks=MIN:MAX"),
+        (RANKS, "3:4", "--attention-workers: got 2; allowed: 3 to 4 with --autoscale 3:4"),
+    ],
+)
+def test_limits_that_the_cluster_cannot_have(settings: ClusterConfig, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        autoscale_rules(replace(settings, autoscale=text).resolved())
+
+
+def decided(settings: ClusterConfig, seconds: int, busy: float, occupied: float) -> dict[str, int]:
+    """The first numbers that are wanted within so many seconds, where everything stays as it is."""
+    settings = settings.resolved()
+    scaling = Autoscaling(settings, 0.0)
+    processes = {
+        "expert_servers": settings.expert_servers,
+        "attention_workers": settings.attention_workers,
+    }
+    for second in range(1, seconds):
+        sample = Sample(processes, busy={(0, 1): busy * second}, occupied=occupied)
+        if found := scaling.wanted(float(second), sample):
+            return found
+    return {}
+
+
+def test_each_role_scales_by_its_own_load() -> None:
+    both = ClusterConfig(
+        expert_servers=2, attention_workers=2, autoscale="attention-workers=1:4,expert-servers=1:4"
+    )
+    assert decided(both, 9, busy=0.9, occupied=0.5) == {"expert_servers": 3}
+    assert decided(both, 9, busy=0.5, occupied=0.95) == {"attention_workers": 3}
+    assert decided(both, 9, busy=0.5, occupied=0.5) == {}
+    assert decided(both, 200, busy=0.1, occupied=0.5) == {"expert_servers": 1}
+    assert decided(both, 200, busy=0.5, occupied=0.1) == {"attention_workers": 1}
+
+
+def test_ranks_scale_as_pairs_by_the_busier_half() -> None:
+    ranks = replace(RANKS, autoscale="1:4")
+    more = {"attention_workers": 3, "expert_servers": 3}
+    assert decided(ranks, 9, busy=0.95, occupied=0.1) == decided(ranks, 9, busy=0.1, occupied=0.95) == more
+    assert decided(ranks, 200, busy=0.1, occupied=0.5) == {}
+    assert decided(ranks, 200, busy=0.1, occupied=0.1) == {"attention_workers": 1, "expert_servers": 1}
 
 
 # ---- real processes
@@ -210,24 +280,41 @@ def test_a_skewed_load_moves_experts_during_traffic(
 
 
 @pytest.mark.slow
-def test_autoscaling_adds_and_removes_servers_of_a_real_cluster(
-    expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("role", "settings", "autoscale"),
+    [
+        ("expert server", {"expert_servers": 1}, "1:2"),
+        ("attention worker", {"expert_servers": 0}, "attention-workers=1:2"),
+        (
+            "expert server",
+            {"expert_servers": 0, "data_parallel_size": 1, "enable_expert_parallel": True},
+            "ranks=1:2",
+        ),
+    ],
+    ids=["servers", "workers", "ranks"],
+)
+def test_autoscaling_adds_and_removes_processes_of_a_real_cluster(
+    role: str,
+    settings: dict[str, Any],
+    autoscale: str,
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quick = AutoscaleRule(1, 2, high=0.02, low=0.01, queue=2, up_seconds=0, down_seconds=0.5, cooldown=0.5)
-    monkeypatch.setattr("moesaic.cluster.balancing.AUTOSCALE_SECONDS", 0.3)
+    monkeypatch.setattr("moesaic.cluster.autoscaling.SECONDS", 0.3)
     monkeypatch.setattr(AutoscaleRule, "parse", lambda text: quick)
 
-    def servers() -> int:
+    def serving() -> int:
         found = served.supervisor.status()
-        return sum(one.role == "expert server" and one.stage == "serving" for one in found)
+        return sum(one.role == role and one.stage == "serving" for one in found)
 
-    with cluster(expert_servers=1, autoscale="1:2", rebalance_interval=0.0) as served:
-        while servers() < 2:
+    with cluster(**settings, autoscale=autoscale, rebalance_interval=0.0) as served:
+        while serving() < 2:
             served.submit(*workload(COUNT, TOKENS))
             served.until(lambda: len(served.running.unfinished) < COUNT)
         answers = served.finish()
         assert answers == expected * (len(answers) // COUNT)
-        served.until(lambda: servers() == 1 and served.supervisor.report().change is None)
+        served.until(lambda: serving() == 1 and served.supervisor.report().change is None)
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish()[-COUNT:] == expected
         assert served.broken_off == 0

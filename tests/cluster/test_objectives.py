@@ -11,7 +11,7 @@ from moesaic.config import ClusterConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import FinishReason, Request
-from moesaic.policy.fleet.autoscale import Autoscaler, AutoscaleRule
+from moesaic.policy.fleet.autoscale import AutoscaleRule
 from moesaic.transport.local import local_pair
 from tests.cluster.test_identity import workload
 from tests.support.cluster_driver import cluster
@@ -106,9 +106,9 @@ def test_what_cannot_be_an_objective(settings: dict[str, float], named: str) -> 
 @pytest.mark.slow
 def test_missed_objectives_bring_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token comes within a microsecond; nothing else asks for more servers."""
-    monkeypatch.setattr("moesaic.cluster.balancing.AUTOSCALE_SECONDS", 0.05)
+    monkeypatch.setattr("moesaic.cluster.autoscaling.SECONDS", 0.05)
     rule = AutoscaleRule(1, 2, high=1.0, queue=1e6, up_seconds=0.5)
-    monkeypatch.setattr("moesaic.cluster.balancing.autoscaler", lambda cluster: Autoscaler(rule))
+    monkeypatch.setattr(AutoscaleRule, "parse", lambda text: rule)
     with cluster(expert_servers=1, autoscale="1:2", slo_itl=0.001) as served:
         for _ in range(100):
             served.submit(*workload(2, 64))

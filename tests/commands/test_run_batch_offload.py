@@ -232,6 +232,11 @@ def test_an_empty_file_starts_nothing(
             "6MiB",
             "--speculative-config: got .*; allowed: nothing with --fast-memory",
         ),
+        (
+            ["--autoscale", "attention-workers=1:2"],
+            "6MiB",
+            "--autoscale: got 'attention-workers=1:2'; allowed: nothing with --fast-memory",
+        ),
         (["--combine", "partial"], "6MiB", "--combine: got 'partial'; allowed: exact with --fast-memory"),
     ],
 )

@@ -179,6 +179,9 @@ def test_metrics_of_processes_and_experts(launch: Launch) -> None:
     assert found["moesaic:sent_pairs_total{layer=1}"] == 40
     assert found["moesaic:local_activation_pairs_total{layer=1}"] == 30
     assert found["moesaic:local_activation_pairs_total{layer=2}"] == 10
+    assert found["moesaic:placement_solves_total"] == 3 and found["moesaic:placement_swaps_total"] == 2
+    assert found["moesaic:placement_predicted_gain_seconds"] == 4.5
+    assert found["moesaic:placement_predicted_local{placement=after}"] == 0.6
 
 
 def test_a_model_with_many_experts_has_a_series_for_each_layer(launch: Launch) -> None:

@@ -23,6 +23,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import TokenLogprob
 from moesaic.launch import Launched, launch
+from moesaic.trace.options import RecordConfig
 
 PATIENCE = 120.0
 """Seconds after which a test counts as hanging, also on a busy machine."""
@@ -160,6 +161,7 @@ def cluster(
     max_model_len: int | None = None,
     queues: QueueConfig = QueueConfig(),
     speculative_config: str | None = None,
+    record: RecordConfig = RecordConfig(),
     **more: Any,
 ) -> Iterator[Cluster]:
     """A cluster that serves until the context ends. more: further settings of ClusterConfig."""
@@ -184,5 +186,5 @@ def cluster(
         redundant_experts=redundant_experts,
         **more,
     )
-    with launch(worker, shape, seed=0) as launched:
+    with launch(worker, shape, seed=0, record=record) as launched:
         yield Cluster(launched)

@@ -31,6 +31,10 @@ FEATURES: dict[str, Feature] = {
     "`--redundant-experts`": Feature({**SERVERS, "--redundant-experts": "2"}),
     "`--placement`": Feature({**SERVERS, "--placement": "{}/placement.json"}),
     "`--autoscale`": Feature({**SERVERS, "--autoscale": "2:3"}),
+    "`--rebalance load`": Feature({**SERVERS, "--rebalance": "load"}),
+    "`--rebalance routing`": Feature(
+        {"--data-parallel-size": "2", "--enable-expert-parallel": "", "--rebalance": "routing"}
+    ),
     "`--schedule barrier`": Feature({**SERVERS, "--schedule": "barrier"}),
     "`--schedule async`": Feature({**SERVERS, "--schedule": "async"}),
     "`--inflight-batches 2`": Feature({"--inflight-batches": "2"}),
@@ -48,14 +52,13 @@ FEATURES: dict[str, Feature] = {
 
 ON_SERVERS = tuple(name for name, one in FEATURES.items() if "--expert-servers" in one.flags)
 """Features of which each needs expert servers."""
-BESIDE = (*ON_SERVERS, "`--enable-expert-parallel`")
+BESIDE = (*ON_SERVERS, "`--rebalance routing`", "`--enable-expert-parallel`")
 OBSERVED = ("`--inflight-batches 2`", "`--trace`", "`--record-routing`")
 HOLDING = "ranks that exchange rows hold the experts themselves"
 STEPS = "the ranks run whole steps together, one at a time"
 PASSES = "a pass loads one worker's experts, layer by layer"
 DRAFTS = "routes of drafted tokens that are not accepted must not be recorded"
 IN_STEP = "the two halves of a batch take turns in lockstep"
-PAIRED = "each server belongs to a worker"
 REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("`--moe-collectives`", BESIDE, HOLDING),
     ("`--moe-collectives`", OBSERVED, STEPS),
@@ -63,7 +66,7 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("`--fast-memory`", ("`--inflight-batches 2`", "`--speculative-config`"), PASSES),
     ("`--record-routing`", ("`--speculative-config`",), DRAFTS),
     ("`--inflight-batches 2`", ("`--schedule barrier`", "`--schedule async`"), IN_STEP),
-    ("`--enable-expert-parallel`", ("`--autoscale`",), PAIRED),
+    ("`--rebalance routing`", ("`--speculative-config`",), DRAFTS),
 )
 """(feature, those that are refused with it, why)."""
 REFUSED: dict[Pair, str] = {frozenset((one, other)): why for one, others, why in REASONS for other in others}

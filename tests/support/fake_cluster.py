@@ -13,6 +13,7 @@ from moesaic.core.cluster_status import (
     Failure,
     LayerLocality,
     LayerReplicas,
+    PlacementSolve,
     ProcessStatus,
 )
 from moesaic.core.errors import ConfigError, ScalingError
@@ -52,6 +53,9 @@ class FakeCluster:
             ),
             dispatch="affinity",
             locality=[LayerLocality(1, 40, 30, 0.75), LayerLocality(2, 40, 10, 0.25)],
+            placement_solve=PlacementSolve(
+                "swapped", 3, 2, gain_seconds=4.5, cost_seconds=0.5, local_after=0.6
+            ),
         )
 
     def _process(self, role: str, number: int) -> ProcessStatus:

@@ -76,22 +76,22 @@ def process() -> Iterator[Forking]:
         yield forking
         return
 
-    def spawn(module: str, config: str, name: str) -> local.ChildProcess:
+    def spawn(module: str, config: str, name: str, devices: tuple[str, ...]) -> local.ChildProcess:
         ours, theirs = stream_pair()
-        request = json.dumps([module, config, worker_environment()]).encode()
+        request = json.dumps([module, config, worker_environment(devices=devices)]).encode()
         with theirs:
             pid = forking.fork(request, [theirs.fileno(), 1, 2])
         return local.ChildProcess(_Adopted(pid), StreamConnection(ours), name)
 
     def spawn_worker(config: WorkerConfig) -> local.ChildProcess:
         """In place of that of `cluster.local`."""
-        return spawn("moesaic.runtime", config.to_json(), "worker process")
+        return spawn("moesaic.runtime", config.to_json(), "worker process", config.devices)
 
     def spawn_server(config: ExpertServerConfig) -> local.ChildProcess:
         """In place of that of `cluster.local`. A server with native kernels does not import torch."""
         if config.kernels != "reference":
             return local.spawn_server(config)
-        return spawn("moesaic.experts", config.to_json(), "expert server")
+        return spawn("moesaic.experts", config.to_json(), "expert server", config.devices)
 
     with (
         patch("moesaic.cluster.members.spawn_worker", spawn_worker),

@@ -174,12 +174,13 @@ class Event:
 
 
 @contextmanager
-def sanitized(free: int = 64 * GIB) -> Iterator[None]:
-    """Within it torch has one CUDA device, of which this many bytes are free. For the calling thread, and for
-    others that take a stream of their own."""
+def sanitized(free: int = 64 * GIB, devices: int = 1) -> Iterator[None]:
+    """Within it torch has so many CUDA devices, of which this many bytes are free. Tensors are on the first
+    one, since a process of ours sees no other. For the calling thread, and for others that take a stream of
+    their own."""
     there: dict[str, Any] = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: devices,
         "_lazy_init": lambda: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,

@@ -1,29 +1,26 @@
-"""Decides from the recent load when experts move between servers and when servers are added or removed."""
+"""Decides from the recent load when experts move between servers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
+from moesaic.cluster.autoscaling import Autoscaling, Process, Sample
 from moesaic.cluster.loads import Loads
 from moesaic.config import ClusterConfig
-from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
-from moesaic.policy.fleet.autoscale import Autoscaler, AutoscaleRule
 from moesaic.policy.placement import around_homes, balance
+from moesaic.policy.placement.online import Traffic
 
 BANDWIDTH = 2**30
 """Assumed rate, in bytes/s, at which a server reads weights: that of a common SSD."""
+LINK = 8 * 2**30
+"""Assumed rate, in bytes/s, at which rows pass between a worker and the server of another rank: memory."""
 HORIZON = 5
 """Number of rebalance intervals for which the load is assumed to stay the same."""
-AUTOSCALE_SECONDS = 1.0
-"""Seconds between two autoscaling decisions."""
 WINDOW_SECONDS = 60.0
 """Seconds of load that are remembered if nothing is rebalanced."""
-
-Process = tuple[int, int]
-"""A server's number and incarnation."""
 
 
 class Balancing:
@@ -32,24 +29,25 @@ class Balancing:
     def __init__(
         self, layout: ExpertLayout, cluster: ClusterConfig, now: float, homes: Placement | None = None
     ) -> None:
-        """homes: the placement of --placement, whose experts stay where they are."""
+        """homes: the placement of --placement, whose experts stay where they are but for --rebalance load."""
         seconds = cluster.rebalance_interval
         self.layout = layout
         self.loads = Loads(len(layout.layers), layout.num_experts, seconds or WINDOW_SECONDS)
+        self.homes = None if cluster.rebalance == "load" else homes
+        """The placement whose experts stay where they are. None: all experts may move by load."""
         self._cluster = cluster
-        self._homes = homes
         copies = cluster.redundant_experts > 0 or cluster.min_replicas > 1
-        fixed = not seconds or (cluster.placement is not None and not copies)
+        fixed = not seconds or (cluster.placement is not None and not copies and cluster.rebalance is None)
         self._next = math.inf if fixed else now + seconds
-        self._autoscaler = autoscaler(cluster)
-        self._looked = now
-        self._busy: Mapping[Process, float] = {}
-        self._missed = 0
+        self._autoscaling = Autoscaling(cluster, now)
 
-    def rebalanced(self, now: float, placement: Placement, servers: Mapping[int, float]) -> Placement | None:
+    def rebalanced(
+        self, now: float, placement: Placement, servers: Mapping[int, float], bandwidth: float = BANDWIDTH
+    ) -> Placement | None:
         """Returns the next placement if moving to it pays off, and None otherwise.
 
-        It always returns None between two intervals. servers: id -> capacity weight.
+        It always returns None between two intervals. servers: id -> capacity weight. bandwidth: bytes/s at
+        which a server loads experts.
         """
         if now < self._next or not self.loads.full():
             return None
@@ -57,10 +55,10 @@ class Balancing:
         load, layers = self.loads.window(), self.layout.layers
         least, redundant = self._cluster.min_replicas, self._cluster.redundant_experts
         least = min(least, len(servers))
-        if self._homes is None:
+        if self.homes is None:
             new = balance.place(load, layers, servers, redundant, least, placement)
-        elif set(self._homes.servers) <= set(servers):
-            new = around_homes.place(self._homes, load, layers, servers, redundant, least, placement)
+        elif set(self.homes.servers) <= set(servers):
+            new = around_homes.place(self.homes, load, layers, servers, redundant, least, placement)
         else:  # servers of the file were removed by command
             return None
         moves = balance.moves(placement, new)
@@ -68,7 +66,19 @@ class Balancing:
         share = balance.gain(load, placement, new, servers)
         gain = balance.gain_seconds(share, self.loads.utilisation(), horizon)
         cost = balance.busiest_bytes(moves, self.layout.expert_bytes)
-        return new if moves and balance.worth_moving(gain, cost, BANDWIDTH) else None
+        return new if moves and balance.worth_moving(gain, cost, bandwidth) else None
+
+    def traffic(self, bandwidth: float) -> Traffic:
+        """What the servers did in the window. bandwidth: bytes/s at which a server loads experts."""
+        rows = self.loads.window().sum() / (len(self.layout.layers) * self.layout.top_k)
+        seconds = self._cluster.rebalance_interval
+        return Traffic(
+            tokens_per_second=float(rows) / seconds,
+            busy=self.loads.utilisation(),
+            link=LINK,
+            copies=bandwidth,
+            horizon=HORIZON * seconds,
+        )
 
     def wanted_servers(
         self, now: float, waiting: int, busy: Mapping[Process, float], servers: int, missed: int = 0
@@ -78,37 +88,5 @@ class Balancing:
         waiting: number of requests that wait. busy: process -> seconds that it has computed so far. missed:
         number of missed latency objectives so far.
         """
-        passed = now - self._looked
-        if self._autoscaler is None or passed < AUTOSCALE_SECONDS:
-            return servers
-        shares = [(seconds - self._busy.get(key, 0.0)) / passed for key, seconds in busy.items()]
-        late, self._missed = missed - self._missed, missed
-        self._looked, self._busy = now, dict(busy)
-        utilisation = min(1.0, sum(shares) / len(shares)) if shares else 0.0
-        return self._autoscaler.decide(now, waiting, utilisation, late, servers)
-
-
-def autoscale_rule(cluster: ClusterConfig) -> AutoscaleRule | None:
-    """Returns the rule of --autoscale; None without it.
-
-    Raises ConfigError if it is not MIN:MAX or contradicts other flags.
-    """
-    if cluster.autoscale is None:
-        return None
-    rule = AutoscaleRule.parse(cluster.autoscale)
-    if cluster.enable_expert_parallel:
-        allowed = "None with --enable-expert-parallel, whose workers and servers are pairs"
-        raise ConfigError.field("--autoscale", cluster.autoscale, allowed)
-    if rule.least < cluster.min_replicas:
-        allowed = f"MIN of at least --min-replicas, {cluster.min_replicas}"
-        raise ConfigError.field("--autoscale", cluster.autoscale, allowed)
-    if not rule.least <= cluster.expert_servers <= rule.most:
-        allowed = f"{rule.least} to {rule.most} with --autoscale {cluster.autoscale}"
-        raise ConfigError.field("--expert-servers", cluster.expert_servers, allowed)
-    return rule
-
-
-def autoscaler(cluster: ClusterConfig) -> Autoscaler | None:
-    """Returns the autoscaler of `cluster`; None if the number of servers changes only by command."""
-    rule = autoscale_rule(cluster)
-    return None if rule is None else Autoscaler(rule)
+        sample = Sample({"expert_servers": servers}, waiting, missed, busy)
+        return self._autoscaling.wanted(now, sample).get("expert_servers", servers)

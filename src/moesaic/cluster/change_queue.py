@@ -10,12 +10,16 @@ import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.cluster.balancing import Balancing, autoscaler
+from moesaic.cluster import live_placement
+from moesaic.cluster.autoscaling import Autoscaling, Sample
+from moesaic.cluster.balancing import Balancing
+from moesaic.cluster.dispatching import by_tables
 from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.objectives import Objectives
@@ -26,7 +30,13 @@ from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
+from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
+from moesaic.policy.placement import balance
+from moesaic.policy.placement.locality import Rule
+from moesaic.policy.placement.online import Traffic, judge
+from moesaic.policy.placement.online_solution import Fleet, Solution
+from moesaic.solving.job import Job
 
 LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 5.0
@@ -53,14 +63,17 @@ class ChangeQueue:
         cluster: ClusterConfig,
         clock: Callable[[], float],
         note: Callable[[str], None],
+        live: LivePlacement | None = None,
     ) -> None:
-        """note: records a failure. Raises ConfigError for an --autoscale that is not possible."""
-        autoscaler(cluster)
+        """note: records a failure. live: solves placements, with --rebalance routing. Raises ConfigError for
+        an --autoscale that is not possible."""
+        self._autoscaling = Autoscaling(cluster, clock())
         router.objectives = Objectives.of(cluster, clock)
         self.balancing: Balancing | None = None
         """Created when the layout is known."""
         self.changes = Changes(members, publisher, router, cluster, self._load, clock)
         self.rebalances = 0
+        self.live = live
         self._members = members
         self._publisher = publisher
         self._router = router
@@ -172,22 +185,87 @@ class ChangeQueue:
 
     def _by_load(self, now: float) -> _QueuedChange | None:
         """Returns the change that the load requires; usually None."""
+        scaling = self._scaling(now)
         balancing, placement = self.balancing, self._publisher.placement
-        if balancing is None or placement is None:
-            return None
-        servers = self._members.servers
-        busy = {(member.number, member.incarnation): member.stats.busy_seconds for member in servers}
-        waiting = self._router.stats().waiting
-        missed = self._router.objectives.missed
-        wanted = balancing.wanted_servers(now, waiting, busy, len(servers), missed)
-        if wanted != len(servers):
-            what = f"autoscaling from {len(servers)} to {wanted} expert servers"
-            return _QueuedChange(what, self.changes.scale(wanted, None))
-        new = balancing.rebalanced(now, placement, self._members.capacities)
+        if scaling is not None or balancing is None or placement is None:
+            return scaling
+        if self.live is not None:
+            solved = self.live.take(
+                now,
+                lambda profile: self._job(profile, placement),
+                lambda: balancing.traffic(self.changes.copy_bandwidth),
+            )
+            if solved is not None:
+                return self._swap(*solved, placement, self.live)
+        new = balancing.rebalanced(
+            now, placement, self._members.capacities, bandwidth=self.changes.copy_bandwidth
+        )
         if new is None:
             return None
         self.rebalances += 1
         return _QueuedChange("rebalancing", self.changes.rebalance(new))
+
+    def _scaling(self, now: float) -> _QueuedChange | None:
+        """The change to as many processes of each role as --autoscale wants; usually None."""
+        servers, workers = self._members.servers, self._members.workers
+        sample = Sample(
+            processes={"expert_servers": len(servers), "attention_workers": len(workers)},
+            waiting=self._router.stats().waiting,
+            missed=self._router.objectives.missed,
+            busy={(member.number, member.incarnation): member.stats.busy_seconds for member in servers},
+            occupied=self._router.occupied(),
+        )
+        wanted = self._autoscaling.wanted(now, sample)
+        if not wanted:
+            return None
+        numbers = [
+            f"{sample.processes[name]} to {count} {name.replace('_', ' ')}" for name, count in wanted.items()
+        ]
+        change = self.changes.scale(wanted.get("expert_servers"), wanted.get("attention_workers"))
+        return _QueuedChange(f"autoscaling from {', '.join(numbers)}", change)
+
+    def _job(self, profile: Profile, placement: Placement) -> Job:
+        """What the solver is asked. Rank i has the i-th worker and the i-th server of this host."""
+        members, cluster = self._members, self._cluster
+        ranks = tuple(member.number for member in members.servers_here)
+        fleet = Fleet(ranks, members.capacities, cluster.redundant_experts, cluster.min_replicas)
+        rule: Rule = "rounds" if cluster.dispatch == "affinity-rounds" else "affinity"
+        workers = [member.number for member in members.workers]
+        tables = None if self.live is None else self.live.tables_for(workers)
+        return Job(profile, placement, tables, fleet, live_placement.SOLVER, rule)
+
+    def _swap(
+        self, found: Solution, traffic: Traffic, placement: Placement, live: LivePlacement
+    ) -> _QueuedChange | None:
+        """The change to a solved placement, if it is worth its moves."""
+        assert self.layout is not None
+        here = [member.number for member in self._members.servers_here]
+        if list(found.homes.servers) != sorted(here) or not set(found.placement.servers) <= set(
+            self._members.capacities
+        ):
+            live.failed("servers came or left while it was solved")
+            return None
+        moves = balance.moves(placement, found.placement)
+        expert = self.layout.expert_bytes
+        verdict = judge(found.before, found.after, len(moves), balance.busiest_bytes(moves, expert), traffic)
+        live.judged(found, verdict)
+        return None if verdict.why_not else _QueuedChange("placing by routing", self._swapping(found, live))
+
+    def _swapping(self, found: Solution, live: LivePlacement) -> Change:
+        """Moves the experts, then dispatches by the new tables. Copies follow the load from then on."""
+        now = self._publisher.placement
+        assert now is not None and self.balancing is not None
+        try:
+            yield from self.changes.rebalance(replace(found.placement, version=now.version + 1))
+        except Exception as error:
+            live.failed(str(error))
+            raise
+        workers = [member.number for member in self._members.workers]
+        ranks = {worker: rank for rank, worker in enumerate(workers)}
+        self._router.dispatch = by_tables(self._cluster, found.tables, ranks)
+        self.balancing.homes = found.homes
+        self.rebalances += 1
+        live.swapped(found, workers)
 
     def _load(self) -> IntArray:
         assert self.layout is not None

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.tables import Tables
-from moesaic.policy.placement.dispatch import Affinity, Dispatch, RoundRobin, Rounds, least_loaded
+from moesaic.policy.placement.dispatch import Affinity, Dispatch, RoundRobin, Rounds, WorkerLoad, least_loaded
+
+NO_RANK = -1
+"""Rank of a worker that no table knows."""
+
+
+class Ranked:
+    """A dispatch rule by the tables' ranks, for workers whose numbers are not their ranks."""
+
+    def __init__(self, dispatch: Dispatch, ranks: Mapping[int, int]) -> None:
+        """ranks: worker -> rank."""
+        self._dispatch, self._ranks = dispatch, ranks
+
+    def __call__(self, workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
+        numbered = {
+            worker: replace(load, rank=self._ranks.get(worker, NO_RANK)) for worker, load in workers.items()
+        }
+        return self._dispatch(numbered, prompt)
+
+
+def by_tables(cluster: ClusterConfig, tables: Tables, ranks: Mapping[int, int]) -> Dispatch:
+    """The rule of --dispatch, by other tables. ranks: worker -> rank."""
+    rounds = cluster.dispatch == "affinity-rounds"
+    return Ranked(Rounds(tables) if rounds else Affinity(tables), ranks)
+
+
+def tables_of(cluster: ClusterConfig, placement: Placement | None) -> Tables | None:
+    """The tables beside --placement. None if there are none, or if workers have no servers of their rank."""
+    if cluster.placement is None or placement is None or not cluster.enable_expert_parallel:
+        return None
+    return Tables.beside(cluster.placement, placement)
 
 
 def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[DispatchName, Dispatch]:
@@ -14,8 +47,9 @@ def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[Di
 
     placement: what the file of --placement specifies. Without --dispatch the rule is affinity if the
     placement has tables and each worker has a server of its own rank; otherwise it is least-loaded. A
-    worker's rank is its number, which a restarted worker keeps. Raises ConfigError for `affinity` without
-    tables, and for tables that cannot be read.
+    worker's rank is its number, which a restarted worker keeps. With --rebalance routing tables come later.
+    With --rebalance load experts leave the ranks that tables name, so these are not used. Raises ConfigError
+    for `affinity` without tables, and for tables that cannot be read.
     """
     name = cluster.dispatch
     if name == "round-robin":
@@ -24,10 +58,13 @@ def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[Di
     if name == "least-loaded" or (name is None and not colocated):
         return "least-loaded", least_loaded
     file = cluster.placement
-    tables = None if file is None or placement is None else Tables.beside(file, placement)
+    tables = None
+    if file is not None and placement is not None and cluster.rebalance != "load":
+        tables = Tables.beside(file, placement)
     if tables is not None:
         return (name, Rounds(tables)) if name == "affinity-rounds" else ("affinity", Affinity(tables))
-    if name in ("affinity", "affinity-rounds"):
+    if name in ("affinity", "affinity-rounds") and cluster.rebalance != "routing":
         allowed = "least-loaded, round-robin; affinity with expert servers and a --placement that has tables"
+        allowed += ", without --rebalance load" if cluster.rebalance == "load" else ""
         raise ConfigError.field("--dispatch", name, allowed)
     return "least-loaded", least_loaded

@@ -50,15 +50,15 @@ class ChildProcess:
 
 def spawn_worker(config: WorkerConfig) -> ChildProcess:
     """Starts an attention worker. It loads in the background and sends Ready on the connection."""
-    return _spawn("moesaic.runtime", config.to_json(), "worker process")
+    return _spawn("moesaic.runtime", config.to_json(), "worker process", config.devices)
 
 
 def spawn_server(config: ExpertServerConfig) -> ChildProcess:
     """Starts an expert server. It waits for its first Hold, loads, and sends Holds on the connection."""
-    return _spawn("moesaic.experts", config.to_json(), "expert server")
+    return _spawn("moesaic.experts", config.to_json(), "expert server", config.devices)
 
 
-def _spawn(module: str, config: str, name: str) -> ChildProcess:
+def _spawn(module: str, config: str, name: str, devices: tuple[str, ...] = ()) -> ChildProcess:
     ours, theirs = stream_pair()
     with theirs:
         command = [sys.executable, "-m", module, "--connection-fd", str(theirs.fileno()), "--config", config]
@@ -68,7 +68,7 @@ def _spawn(module: str, config: str, name: str) -> ChildProcess:
             command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env=worker_environment(),
+            env=worker_environment(devices=devices),
             process_group=0,
         )
     return ChildProcess(process, StreamConnection(ours), name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moesaic.core.metrics import ExpertServerStats
+from moesaic.policy.fleet.devices import Devices
 from moesaic.transport.base import Connection
 
 
@@ -95,6 +96,8 @@ class Member:
     """For a server: number of the last Hold that it has confirmed."""
     settled: int = -1
     """For a worker: no call under way was routed by a version of the directory before this one."""
+    devices: Devices = ()
+    """GPUs that its processes see, one after the other; empty: those of this process, or none."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0

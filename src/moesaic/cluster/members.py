@@ -13,10 +13,11 @@ from moesaic.cluster.cores import Cores
 from moesaic.cluster.local import spawn_server, spawn_worker
 from moesaic.cluster.member import Member, Process, Role, Stage
 from moesaic.cluster.router import Router
-from moesaic.config import SMALL_MODEL, ClusterConfig, ExpertServerConfig, WorkerConfig
+from moesaic.config import SMALL_MODEL, ClusterConfig, ExpertServerConfig, WorkerConfig, gpus
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
+from moesaic.policy.fleet.devices import Devices, beside, choose
 from moesaic.trace.parts import part_of
 
 FROM_SERVER = (messages.Holds, messages.Digests, messages.ServerReport, messages.Failed)
@@ -46,6 +47,7 @@ class Members:
             worker.model.threads or pinned or self._cores.threads(place, cluster.expert_servers)
             for place in range(max(1, cluster.expert_servers))
         ]
+        self._gpus = () if worker.model.device == "cpu" else gpus(cluster.devices)
         self._capacities = cluster.capacities or tuple(map(float, threads))
         """Capacity weights of the servers started here, by number. Later servers have the last weight."""
         self.workers: list[Member] = []
@@ -88,6 +90,7 @@ class Members:
         if role is Role.SERVER:
             own = self._capacities[min(member.number, len(self._capacities) - 1)]
             member.capacity = own if capacity is None else capacity
+        member.devices = self._devices_of(role)
         if role is Role.WORKER:
             self.workers = [*self.workers, member]
         else:
@@ -100,7 +103,8 @@ class Members:
         cpus = self._cores.cpus(Role.WORKER, place, self._ranks)
         config = replace(
             self._worker_config,
-            beside=len(self.workers) + self._servers_on_gpus - 1,
+            beside=self._beside(member),
+            devices=member.devices,
             own_server=self.servers_here[place].number if self._ranks else None,
             most_threads=len(cpus) or self._cores.threads(place, len(self.workers)),
             cpus=cpus,
@@ -123,6 +127,7 @@ class Members:
             kernels=model.kernels,
             mmap=model.mmap,
             device="cpu" if model.device == "auto" else model.device,
+            devices=member.devices,
             threads=model.threads or len(cpus) or self._server_threads(layout, place),
             cpus=cpus,
             schedule=self._worker_config.scheduler.schedule,
@@ -140,7 +145,7 @@ class Members:
 
     def adopt(self, member: Member, process: Process, layout: ExpertLayout) -> None:
         """Adds a server that joined from another machine."""
-        member.elsewhere = True
+        member.elsewhere, member.devices = True, ()
         model, scheduler = self._worker_config.model, self._worker_config.scheduler
         enlisted = messages.Enlisted(
             layout,
@@ -191,10 +196,19 @@ class Members:
         are not reused."""
         return [other.number for other in alike].index(member.number)
 
-    @property
-    def _servers_on_gpus(self) -> int:
-        """Number of this host's servers that may use a GPU. Unless the device is given they use the CPU."""
-        return len(self.servers_here) if self._worker_config.model.device == "cuda" else 0
+    def _devices_of(self, role: Role) -> Devices:
+        """The GPUs of a new member. Servers use the CPU unless the device is given."""
+        on_cpu = role is Role.SERVER and self._worker_config.model.device != "cuda"
+        ranks = self._worker_config.parallel.tensor_parallel_size if role is Role.WORKER else 1
+        return () if on_cpu else choose(self._gpus, [member.devices for member in self.all], ranks)
+
+    def _beside(self, worker: Member) -> int:
+        """Number of other processes that may use a GPU of this worker."""
+        others = [member for member in self.all if member is not worker]
+        if worker.devices:
+            return beside(worker.devices, [member.devices for member in others])
+        servers = len(self.servers_here) if self._worker_config.model.device == "cuda" else 0
+        return len(self.workers) + servers - 1
 
     def _part(self, member: Member) -> str | None:
         """Returns the file for its next process's part of the trace; None: there is no trace."""

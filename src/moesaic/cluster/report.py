@@ -40,6 +40,7 @@ def process_status(
         layers=len(held),
         experts=sum(map(len, held.values())),
         held={layer: ranges(experts) for layer, experts in held.items()},
+        devices=", ".join(member.devices),
         kernels=member.kernels,
         threads=member.threads,
         capacity=member.capacity,

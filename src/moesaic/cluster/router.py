@@ -137,6 +137,18 @@ class Router:
         with self._lock:
             return _sum([self._past, *(worker.stats for worker in self._workers.values())])
 
+    def occupied(self) -> float:
+        """Share of the seats or KV blocks that open requests take, whichever is larger: 0 to 1.
+
+        Example: 3 requests for 4 seats with 10 of 100 blocks -> 0.75. Waiting requests count too.
+        """
+        with self._lock:
+            workers = [worker for worker in self._workers.values() if not worker.draining]
+            seats = sum(worker.info.max_num_seqs for worker in workers)
+            blocks = sum(worker.info.num_blocks for worker in workers)
+            taken = sum(worker.requests for worker in workers) / max(1, seats)
+            return min(1.0, max(taken, sum(worker.blocks for worker in workers) / max(1, blocks)))
+
     def leave(self, worker: int) -> None:
         """Removes a worker. Its requests go to others, or wait for one. Its late messages are ignored."""
         with self._lock:

@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, replace
 
-from moesaic.cluster.balancing import autoscale_rule
+from moesaic.cluster.autoscaling import autoscale_rules
+from moesaic.cluster.balancing import BANDWIDTH
 from moesaic.cluster.member import Member, Process, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, holding, union
@@ -25,6 +26,7 @@ from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
+from moesaic.policy.fleet.autoscale import ROLES
 from moesaic.policy.placement import balance
 
 LOG = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class Changes:
     ) -> None:
         self.layout: ExpertLayout | None = None
         """Set when the first worker has sent it."""
+        self.copy_bandwidth: float = BANDWIDTH
+        """Bytes/s at which a server loaded experts in the last change; before the first one, a guess."""
         self._members = members
         self._publisher = publisher
         self._router = router
@@ -109,11 +113,7 @@ class Changes:
         if apart and servers < self._cluster.min_replicas:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
-        rule = autoscale_rule(self._cluster)
-        changed = servers != len(self._members.servers)
-        if rule is not None and changed and not rule.least <= servers <= rule.most:
-            bounds = f"{rule.least} to {rule.most}"
-            raise ScalingError(f"expert_servers: got {servers}; --autoscale allows {bounds}", True)
+        self._check_limits(servers, workers)
         joined = sum(member.elsewhere for member in self._members.servers[:servers])
         if self._cluster.enable_expert_parallel and servers - joined != workers:
             raise ScalingError(
@@ -121,6 +121,20 @@ class Changes:
                 f"needs {workers + joined}, one beside each worker",
                 conflict=True,
             )
+
+    def _check_limits(self, servers: int, workers: int) -> None:
+        """Raises ScalingError for changed numbers that --autoscale does not allow."""
+        numbers = {"expert_servers": servers, "attention_workers": workers}
+        now = {
+            "expert_servers": len(self._members.servers),
+            "attention_workers": len(self._members.workers),
+        }
+        for role, rule in autoscale_rules(self._cluster).items():
+            for name in ROLES[role]:
+                number = numbers[name]
+                if number != now[name] and not rule.least <= number <= rule.most:
+                    bounds = f"{rule.least} to {rule.most}"
+                    raise ScalingError(f"{name}: got {number}; --autoscale allows {bounds}", True)
 
     def add_server(self, process: Process | None = None, capacity: float | None = None) -> Change:
         """Adds a server, which takes its share of the experts.
@@ -227,9 +241,11 @@ class Changes:
         try:
             if joining is not None:
                 yield from self._join(joining, process)
+            begun = self._clock()
             for member in takers:
                 publisher.hold(member)
             yield from self._wait(lambda: holding(takers), self._limits.taking, takers)
+            self._time_copies(old, new, takers, self._clock() - begun)
         except Exception:
             publisher.coming = None
             for member in takers:
@@ -243,6 +259,16 @@ class Changes:
         for member in self._members.servers:
             if member is not leaving and union(member.number, (old, new)) != union(member.number, (new,)):
                 publisher.hold(member)
+
+    def _time_copies(
+        self, old: Placement | None, new: Placement, takers: Collection[Member], seconds: float
+    ) -> None:
+        """Measures how fast servers load experts, for the next decision whether a move pays."""
+        assert self.layout is not None
+        among = {member.number for member in takers}
+        moved = [move for move in balance.moves(old, new) if move.server in among]
+        if moved:
+            self.copy_bandwidth = balance.busiest_bytes(moved, self.layout.expert_bytes) / max(seconds, 1e-3)
 
     def _settle(self, version: int) -> Change:
         """Waits until no worker has a call under way that was routed by a directory before `version`."""

@@ -21,10 +21,11 @@ from functools import partial
 from pathlib import Path
 
 from moesaic.cluster.change_queue import ChangeQueue
-from moesaic.cluster.dispatching import dispatch_of
+from moesaic.cluster.dispatching import dispatch_of, tables_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
+from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.placing import first_placement, read_placement
@@ -38,6 +39,7 @@ from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, ProcessStatu
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
+from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
 
 TICK = 0.1
@@ -51,9 +53,15 @@ class Supervisor:
     """The supervisor of one cluster. Its thread runs from `start` to `stop`."""
 
     def __init__(
-        self, worker: WorkerConfig, cluster: ClusterConfig, router: Router, clock: Callable[[], float]
+        self,
+        worker: WorkerConfig,
+        cluster: ClusterConfig,
+        router: Router,
+        clock: Callable[[], float],
+        routing: LiveRouting | None = None,
     ) -> None:
-        """Raises ConfigError for settings of `cluster` that are not possible."""
+        """routing: what the workers record, with --rebalance routing. Raises ConfigError for settings of
+        `cluster` that are not possible."""
         self._cluster = cluster
         self._router = router
         self._placement_file = read_placement(cluster)
@@ -69,7 +77,12 @@ class Supervisor:
         self._publisher = Publisher(self._members, self._secret)
         self._failures = Failures()
         self._note = self._failures.note
-        self._changes = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note)
+        live: LivePlacement | None = None
+        if routing is not None:
+            tables = tables_of(cluster, self._placement_file)
+            workers = range(cluster.attention_workers)
+            live = LivePlacement(routing, cluster.rebalance_interval, clock(), tables, workers)
+        self._changes = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note, live)
         self._announced = False
         file = cluster.paced
         self._paced = None if file is None else f"{file}: {paced.read(Path(file)).source}"
@@ -99,6 +112,8 @@ class Supervisor:
         if self._thread.ident is not None:
             self._thread.join()
         self._changes.stop("the cluster was stopped")
+        if self._changes.live is not None:
+            self._changes.live.stop()
         if self._join_listener is not None:
             self._join_listener.close()
         self._weights.close()
@@ -130,7 +145,8 @@ class Supervisor:
 
     def report(self) -> ClusterStatus:
         """Returns the status of the whole cluster."""
-        placement, members = self.placement, self._members
+        placement, members, live = self.placement, self._members, self._changes.live
+        by_tables = live is not None and live.tables is not None and self._dispatch == "least-loaded"
         return ClusterStatus(
             directory_version=self._publisher.version,
             placement_version=None if placement is None else placement.version,
@@ -141,8 +157,9 @@ class Supervisor:
             counters=counters(members, self._router, self._changes.rebalances, self._join_listener),
             join_address=None if self._join_listener is None else self._join_listener.address,
             transport=self._transport,
-            dispatch=self._dispatch,
+            dispatch=self._cluster.dispatch or "affinity" if by_tables else self._dispatch,
             locality=layer_locality(placement, self._router.stats().experts),
+            placement_solve=None if live is None else live.status,
             paced=self._paced,
             watched=members.watched,
         )

@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--expert-batch-wait",
             "--transport",
             "--numa",
+            "--devices",
             "--paced",
             "--schedule-policy-file",
             "--cluster-address",
@@ -50,8 +51,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--cluster-secret-file",
     ),
     "Faults and scaling": (
-        *("--min-replicas", "--redundant-experts", "--rebalance-interval", "--autoscale", "--slo-ttft"),
-        "--slo-itl",
+        *("--min-replicas", "--redundant-experts", "--rebalance", "--rebalance-interval"),
+        *("--autoscale", "--slo-ttft", "--slo-itl"),
     ),
     "Ranks": (
         *("--tensor-parallel-size", "--expert-tensor-parallel-size", "--moe-collectives"),

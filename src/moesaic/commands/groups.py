@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands.flags import FLAT, Output
+from moesaic.commands.import_options import ImportProfile
 from moesaic.commands.options import KernelsBench, MeasureHardware, ShowProfile
 from moesaic.config import (
     CacheConfig,
@@ -49,6 +50,20 @@ def profile_model(
     from moesaic.commands import profile as command
 
     return command.run(options, model, output.json)
+
+
+@profile.command(name="import")
+def profile_import(
+    options: Annotated[ImportProfile, FLAT],
+    *,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Make a profile of routing that SGLang or vLLM recorded:
+    profile import FILES --from sglang --model MODEL -o profile.npz.
+    """
+    from moesaic.commands import profile_import as command
+
+    return command.run(options, output.json)
 
 
 @profile.command(name="show")

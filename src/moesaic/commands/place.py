@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moesaic.commands import activation_picture
+from moesaic.commands import activation_picture, place_by_load
 from moesaic.commands.options import TABLES, Place
 from moesaic.commands.place_report import Report, Trial, Written, as_json, as_text
 from moesaic.commands.progress import Show, progress
@@ -60,6 +60,8 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
     profile = Profile.load(options.file)
     if not profile.tokens:
         raise ConfigError(f"{options.file}: this profile counts no tokens")
+    if not profile.token_ids:
+        return place_by_load.run(profile, options, json)
     _layer_drawn(profile, options)
     with progress(Console(stderr=True), clock, "steps/s") as show:
         if options.model is not None:

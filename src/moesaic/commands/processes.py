@@ -31,6 +31,8 @@ def as_lines(status: Status) -> list[str]:
             f"attention workers reach the expert servers of this host by {TRANSPORTS[status['transport']]}"
         )
     lines.append(f"requests are dispatched by {status['dispatch']}")
+    if status["placement_solve"]:
+        lines.append(f"placement from live routing: {status['placement_solve']['state']}")
     if status["join_address"]:
         lines.append(f"expert servers on other machines can join at {status['join_address']}")
     if status["paced"]:
@@ -55,11 +57,12 @@ def _servers(status: Status) -> Table:
     same = len({process["capacity"] for process in servers}) < 2
     numbers = ["experts", "layers", "threads"] if same else ["experts", "layers", "capacity", "threads"]
     table = Table(box=None, pad_edge=False)
-    for name in ("process", "pid", "stage", *numbers, "kernels"):
+    gpus = ["gpu"] if any(process["devices"] for process in servers) else []
+    for name in ("process", "pid", "stage", *numbers, *gpus, "kernels"):
         left = name in ("process", "stage", "kernels")
         table.add_column(name, justify="left" if left else "right", no_wrap=name == "process")
     for process in servers:
-        counts = [f"{process[name]:g}" for name in numbers]
+        counts = [f"{process[name]:g}" for name in numbers] + ([process["devices"]] if gpus else [])
         table.add_row(process["name"], _place(process), process["stage"], *counts, process["kernels"])
     return table
 
@@ -70,9 +73,13 @@ def _others(status: Status) -> Table:
     table.add_column("process")
     table.add_column("pid", justify="right")
     table.add_column("stage")
-    for process in status["processes"]:
-        if process["role"] != "expert server":
-            table.add_row(process["name"], _place(process), process["stage"])
+    workers = [process for process in status["processes"] if process["role"] != "expert server"]
+    gpus = any(process["devices"] for process in workers)
+    if gpus:
+        table.add_column("gpu")
+    for process in workers:
+        more = [process["devices"]] if gpus else []
+        table.add_row(process["name"], _place(process), process["stage"], *more)
     return table
 
 

@@ -36,6 +36,8 @@ def show(options: ShowProfile, as_json: bool = False) -> int:
     profile = Profile.load(options.file)
     if not profile.tokens:
         raise ConfigError(f"{options.file}: this profile counts no tokens")
+    if not profile.token_ids:
+        raise ConfigError(f"{options.file}: this profile has loads of experts and no token ids to examine")
     with Console(stderr=True).status("counting"):
         routes = sample(profile.routes, options.tokens, options.seed)
         statistics = describe(profile, routes)

@@ -71,11 +71,11 @@ def run_remote(options: RunBatch, settings: Sequence[object], log_level: LogLeve
 
 def _check_levels(cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig) -> None:
     """Raises ConfigError for what a model that is larger than its memory does not have yet."""
-    refused = [(name, getattr(cluster, name)) for name in ("attention_workers", "expert_servers")]
-    for name, value in refused:
-        if value != getattr(ClusterConfig, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError.field(flag, value, f"{getattr(ClusterConfig, name)} with --fast-memory")
+    for name in ("attention_workers", "expert_servers", "autoscale"):
+        value, default = getattr(cluster, name), getattr(ClusterConfig, name)
+        if value != default:
+            flag, only = "--" + name.replace("_", "-"), "nothing" if default is None else default
+            raise ConfigError.field(flag, value, f"{only} with --fast-memory")
     if record.record_routing is not None:
         raise ConfigError.field("--record-routing", str(record.record_routing), "nothing with --fast-memory")
 

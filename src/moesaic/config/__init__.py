@@ -7,6 +7,7 @@ from moesaic.config.cors import CorsConfig
 from moesaic.config.environment import (
     admin_key,
     api_key,
+    gpus,
     hub_cache,
     one_gpu,
     renderer_environment,
@@ -74,6 +75,7 @@ __all__ = [
     "admin_key",
     "api_key",
     "check_threads",
+    "gpus",
     "hub_cache",
     "one_gpu",
     "parse_bytes",

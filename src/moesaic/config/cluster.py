@@ -11,6 +11,7 @@ from moesaic.config.values import (
     DispatchName,
     MoeCollectives,
     NumaBinding,
+    Rebalance,
     Transport,
     at_least,
     capacity,
@@ -89,10 +90,17 @@ class ClusterConfig(ParallelConfig):
     that is added later has the last weight. None: all servers have the same weight."""
     rebalance_interval: float = 60.0
     """Seconds between two checks of the experts' load. After a check experts move where that pays; 0: never.
-    With a --placement only its further copies move."""
+    With a --placement only its further copies move, unless --rebalance says otherwise."""
+    rebalance: Rebalance | None = None
+    """By what experts move, also those of a --placement. load: to where the load is even. routing, with
+    --enable-expert-parallel: placement and dispatch tables are solved anew from the requests of the last
+    interval, and swapped where the predicted gain exceeds the cost. None: load, but experts of a --placement
+    stay."""
     autoscale: str | None = None
-    """MIN:MAX expert servers. Servers are added and removed by how busy they are, how many requests wait, and
-    whether --slo-ttft and --slo-itl are met. None: the number changes only by command."""
+    """Limits of the numbers of processes. MIN:MAX is for expert servers, or for ranks with
+    --enable-expert-parallel; attention-workers=1:3,expert-servers=2:6 names them. Processes are added and
+    removed by how busy they are, how many requests wait, and whether --slo-ttft and --slo-itl are met. None:
+    numbers change only by command."""
     slo_ttft: float | None = None
     """Objective: milliseconds from a request's arrival to its first token."""
     slo_itl: float | None = None
@@ -101,6 +109,10 @@ class ClusterConfig(ParallelConfig):
     """On a machine with several NUMA nodes, such as sockets. auto: each expert server runs on one node and
     takes that node's memory, and `serve` starts one on each node if no number of processes is given. off:
     processes run anywhere."""
+    devices: str | None = None
+    """GPUs that processes take in turn, by CUDA's numbers or UUIDs with commas between: attention workers
+    first, then expert servers. A group of ranks takes as many as it has ranks. Implies --device cuda. None:
+    those of CUDA_VISIBLE_DEVICES, or all."""
     paced: str | None = None
     """TOML file of modelled devices. Workers and servers compute as always, and hold each result until the
     modelled device would have finished. A test instrument: it makes everything slower."""
@@ -129,8 +141,9 @@ class ClusterConfig(ParallelConfig):
 
     @property
     def apart(self) -> bool:
-        """True if there are several processes: workers, expert servers or ranks."""
-        return self.attention_workers > 1 or self.expert_servers > 0 or self.tensor_parallel_size > 1
+        """True if there are several processes, or may be: workers, expert servers or ranks."""
+        several = self.attention_workers > 1 or self.expert_servers > 0 or self.tensor_parallel_size > 1
+        return several or self.autoscale is not None
 
     @property
     def capacities(self) -> tuple[float, ...]:
@@ -187,6 +200,8 @@ class ClusterConfig(ParallelConfig):
         at_least("--min-replicas", self.min_replicas, 1)
         if not 0 <= self.rebalance_interval < math.inf:
             raise ConfigError.field("--rebalance-interval", self.rebalance_interval, "seconds, 0 or more")
+        self._check_rebalance()
+        self._check_devices()
         if self.paced is not None and self.schedule_policy_file is not None:
             raise ConfigError("--paced and --schedule-policy-file: give one, since --paced has curves too")
         one_of("--numa", self.numa, get_args(NumaBinding))
@@ -208,8 +223,9 @@ class ClusterConfig(ParallelConfig):
             if not self.apart:
                 raise ConfigError.field("--attention-workers", 1, "at least 2 with --dispatch")
         if self.expert_servers == 0:
-            names = ["redundant_experts", "min_replicas", "expert_capacities", "autoscale", "transport"]
-            names += ["cluster_address", "paced", "schedule_policy_file"]
+            names = ["redundant_experts", "min_replicas", "expert_capacities", "transport"]
+            names += ["rebalance", "cluster_address", "paced", "schedule_policy_file"]
+            names += ["autoscale"] * self._scales_servers
             for name in names if self.tensor_parallel_size > 1 else ["placement", *names]:
                 if getattr(self, name) != getattr(ClusterConfig, name):
                     flag = "--" + name.replace("_", "-")
@@ -221,6 +237,33 @@ class ClusterConfig(ParallelConfig):
         elif self.capacities and len(self.capacities) != self.expert_servers:
             allowed = f"{self.expert_servers} numbers, one for each of --expert-servers"
             raise ConfigError.field("--expert-capacities", self.expert_capacities, allowed)
+
+    @property
+    def _scales_servers(self) -> bool:
+        """Whether --autoscale has limits for expert servers: those without a name, or with theirs."""
+        limits = [] if self.autoscale is None else self.autoscale.split(",")
+        return any("=" not in part or part.strip().startswith("expert-servers=") for part in limits)
+
+    def _check_rebalance(self) -> None:
+        if self.rebalance is None:
+            return
+        one_of("--rebalance", self.rebalance, get_args(Rebalance))
+        if not self.rebalance_interval:
+            raise ConfigError.field("--rebalance-interval", 0, "more than 0 with --rebalance")
+        if self.rebalance == "load" or not self.expert_servers:
+            return
+        if not self.enable_expert_parallel:
+            allowed = "load without --enable-expert-parallel: no server is then a worker's own"
+            raise ConfigError.field("--rebalance", "routing", allowed)
+        if self.dispatch in ("least-loaded", "round-robin"):
+            allowed = "affinity, affinity-rounds with --rebalance routing"
+            raise ConfigError.field("--dispatch", self.dispatch, allowed)
+
+    def _check_devices(self) -> None:
+        names = [] if self.devices is None else [name.strip() for name in self.devices.split(",")]
+        if not all(names) or len(set(names)) < len(names):
+            allowed = "CUDA's numbers or UUIDs with commas between, such as 0,1,2, each once"
+            raise ConfigError.field("--devices", self.devices, allowed)
 
     def _check_objectives(self) -> None:
         for flag, limit in (("--slo-ttft", self.slo_ttft), ("--slo-itl", self.slo_itl)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moesaic.config.values import check_key
@@ -66,8 +66,26 @@ def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = Non
     return {"CUDA_VISIBLE_DEVICES": names[rank % min(visible, len(names))]}
 
 
-def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a worker process.
+def gpus(
+    given: str | None, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")
+) -> tuple[str, ...]:
+    """The GPUs that processes of this host may take, in order, by their names in CUDA_VISIBLE_DEVICES.
+
+    given: the value of --devices. Without it they are those of the variable. Without that, they are all of
+    NVIDIA's device files in `folder`. Example: `CUDA_VISIBLE_DEVICES=4,6` -> ("4", "6").
+    """
+    known = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    if given is None and known is None:
+        return tuple(str(number) for number in range(len(list(folder.glob("nvidia[0-9]*")))))
+    found = [name.strip() for name in (known or "" if given is None else given).split(",")]
+    invalid = next((place for place, name in enumerate(found) if name in ("", "-1")), len(found))
+    return tuple(found[:invalid])  # CUDA ignores what follows an invalid name
+
+
+def worker_environment(
+    environment: Mapping[str, str] | None = None, devices: Sequence[str] = ()
+) -> dict[str, str]:
+    """The environment of a worker process. devices: the GPUs that it sees; empty: those of this process.
 
     OpenMP threads sleep while they wait, unless the user set it otherwise. By default they spin, which costs
     a scheduler quantum at every operator when another process needs the core. The keys of the HTTP API are
@@ -75,7 +93,8 @@ def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str
     """
     known = os.environ if environment is None else environment
     kept = {name: value for name, value in known.items() if name not in (_API_KEY, _ADMIN_KEY)}
-    return {"OMP_WAIT_POLICY": "passive", **kept}
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+    return {"OMP_WAIT_POLICY": "passive", **kept, **seen}
 
 
 def renderer_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

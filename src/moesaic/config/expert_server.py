@@ -27,6 +27,8 @@ class ExpertServerConfig:
     threads: int = 1
     cpus: tuple[int, ...] = ()
     """Cores that this process may run on. Empty: any core."""
+    devices: tuple[str, ...] = ()
+    """GPUs that this process sees, by their names in CUDA_VISIBLE_DEVICES. Empty: those of its parent."""
     schedule: Schedule = "lockstep"
     queue_policy: QueuePolicyName = "defrag"
     queues: QueueConfig = QueueConfig()
@@ -56,4 +58,5 @@ class ExpertServerConfig:
         activation = Activation(**layout.pop("activation"))
         others = {int(layer): dtype for layer, dtype in layout.pop("others").items()}
         read = ExpertLayout(prefixes=prefixes, activation=activation, others=others, **layout)
-        return cls(layout=read, queues=queues, **parts)
+        devices = tuple(parts.pop("devices"))
+        return cls(layout=read, queues=queues, devices=devices, **parts)

@@ -17,6 +17,7 @@ Combine = Literal["exact", "partial"]
 MoeCollectives = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"]
 Align = Literal["move", "variable"]
 NumaBinding = Literal["auto", "off"]
+Rebalance = Literal["load", "routing"]
 DispatchName = Literal["affinity", "affinity-rounds", "least-loaded", "round-robin"]
 KernelName = Literal[
     "auto",

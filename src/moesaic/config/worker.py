@@ -242,6 +242,8 @@ class WorkerConfig:
     overrides it."""
     cpus: tuple[int, ...] = ()
     """Cores that this process may run on. Empty: any core."""
+    devices: tuple[str, ...] = ()
+    """GPUs that this process sees, by their names in CUDA_VISIBLE_DEVICES. Empty: those of its parent."""
     transport: HostTransport = "shm"
     """Transport to the expert servers of this host."""
     trace: str | None = None
@@ -342,4 +344,5 @@ class WorkerConfig:
         parallel, offload = ParallelConfig(**parts.pop("parallel")), parts.pop("offload")
         offload = None if offload is None else Offload(**offload)
         queues = QueueConfig(**parts.pop("queues"))
+        parts["devices"] = tuple(parts["devices"])
         return cls(model, cache, scheduler, parallel, cpus=cpus, offload=offload, queues=queues, **parts)

@@ -38,6 +38,8 @@ class ProcessStatus:
     """(layer, expert) copies that the server holds."""
     held: dict[int, str] = field(default_factory=dict)
     """Layer -> the experts that the server holds, such as "0-11, 20"."""
+    devices: str = ""
+    """GPUs that its process sees, such as "0, 1". Empty: none, or those of `moesaic` itself."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0
@@ -118,6 +120,39 @@ class ClusterCounters:
 
 
 @dataclass(frozen=True)
+class PlacementSolve:
+    """The last solve of placement and dispatch tables from live routing (--rebalance routing).
+
+    Figures are those of the last solve that was judged. Locality and balance are predictions for requests
+    that the solver did not see.
+    """
+
+    state: str
+    """One line: solving, swapped, or why not."""
+    solves: int = 0
+    """Solves that gave a placement."""
+    swaps: int = 0
+    """Placements that were swapped in."""
+    recorded_requests: int = 0
+    """Requests recorded for the next solve."""
+    recorded_tokens: int = 0
+    last: float | None = None
+    """When the last solve ended, in seconds since 1970."""
+    seconds: float = 0.0
+    """How long it took."""
+    gain_seconds: float = 0.0
+    """Seconds that the new placement was predicted to save over five intervals."""
+    cost_seconds: float = 0.0
+    """Seconds that the busiest server was predicted to need for its copies."""
+    local_before: float = 0.0
+    """Share of (token, expert) pairs on the token's own rank, with the placement and tables before."""
+    local_after: float = 0.0
+    balancedness_before: float = 1.0
+    """Mean over the layers of the servers' mean / max load."""
+    balancedness_after: float = 1.0
+
+
+@dataclass(frozen=True)
 class ClusterStatus:
     """The state of the whole cluster at one moment."""
 
@@ -139,6 +174,8 @@ class ClusterStatus:
     """How an attention worker is chosen for a request."""
     locality: list[LayerLocality] = field(default_factory=list)
     """One entry per layer with routed experts. Empty where workers have no server of their own rank."""
+    placement_solve: PlacementSolve | None = None
+    """None without --rebalance routing."""
     paced: str | None = None
     """The file of modelled devices whose timing the processes have, and where its figures are from."""
     watched: bool = True

@@ -150,6 +150,9 @@ class Profile:
     """
     hidden: int = 0
     """Size of the rows that an expert reads and writes, 0 if it is not known."""
+    token_ids: bool = True
+    """False: only the loads of experts are known. They are the counts of token id 0, and there are no
+    routes and no transitions."""
 
     @classmethod
     def of_routes(
@@ -219,6 +222,8 @@ class Profile:
         }
         if self.nearest is not None:
             arrays["nearest"] = self.nearest
+        if not self.token_ids:
+            arrays["loads_only"] = 1
         for i, counts in enumerate(self.counts):
             arrays |= {f"{field.name}_{i}": getattr(counts, field.name) for field in fields(Counts)}
         arrays |= {f"routes_{field.name}": getattr(self.routes, field.name) for field in fields(Routes)}
@@ -253,6 +258,7 @@ class Profile:
             topics=tuple(found["topics"].tolist()),
             nearest=found.get("nearest"),
             hidden=int(found.get("hidden", 0)),
+            token_ids="loads_only" not in found,
         )
         _check(profile)
         return profile

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, LayerLocality
+from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, LayerLocality, PlacementSolve
 from moesaic.server.service import Cluster
 
 MOST_EXPERTS = 2048
@@ -31,6 +31,8 @@ class ClusterCollector(Collector):
         yield from self._counters(status)
         if status.locality:
             yield from self._locality(status.locality)
+        if status.placement_solve is not None:
+            yield from self._solves(status.placement_solve)
         if load is not None:
             yield from self._experts(load)
 
@@ -80,6 +82,21 @@ class ClusterCollector(Collector):
         missed: Series = [(("ttft",), counters.missed_ttft), (("itl",), counters.missed_itl)]
         text = "First tokens later than --slo-ttft, and further tokens later than --slo-itl."
         yield self._counter("slo_violations", text, missed, "objective")
+
+    def _solves(self, solve: PlacementSolve) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """Placements that were solved from live routing."""
+        text = "Placements that were solved from live routing (--rebalance routing)."
+        yield self._counter("placement_solves", text, [((), solve.solves)])
+        text = "Placements of these that were swapped in."
+        yield self._counter("placement_swaps", text, [((), solve.swaps)])
+        for name, what, value in (
+            ("gain", "Seconds that the last solved placement was predicted to save.", solve.gain_seconds),
+            ("cost", "Seconds that its moves were predicted to take.", solve.cost_seconds),
+        ):
+            yield self._gauge(f"placement_predicted_{name}_seconds", what, [((), value)])
+        text = "Predicted share of pairs on the own rank, before and with the last solved placement."
+        local: Series = [(("before",), solve.local_before), (("after",), solve.local_after)]
+        yield self._gauge("placement_predicted_local", text, local, "placement")
 
     def _locality(self, layers: Sequence[LayerLocality]) -> Iterator[CounterMetricFamily]:
         """Pairs in all and local pairs. The local activation rate is the second over the first."""

@@ -8,9 +8,10 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.cluster.balancing import autoscale_rule
+from moesaic.cluster.autoscaling import autoscale_rules
 from moesaic.config import ClusterConfig, QueueConfig
 from moesaic.core.errors import ConfigError
+from moesaic.policy.fleet.autoscale import EXPERT_SERVERS
 from moesaic.sim.fields import choice, flag, length, number, override, read, setting, text, whole
 
 LINKS = ("latency_us", "gb_per_s")
@@ -276,7 +277,9 @@ class Scenario:
                 raise ConfigError(f"faults.{index}.back: it is missing, with kind 'freezes'")
         try:
             self.queues.check("async", self.schedule.queue_policy)  # type: ignore[arg-type]
-            autoscale_rule(self.cluster)
+            if set(autoscale_rules(self.cluster)) - {EXPERT_SERVERS}:
+                allowed = "MIN:MAX expert servers: here the number of workers stays"
+                raise ConfigError.field("--autoscale", self.placement.autoscale, allowed)
         except ConfigError as error:
             line = str(error)
             for flag, name in FIELD_OF.items():

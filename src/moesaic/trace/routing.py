@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from moesaic.config import parse_bytes
 from moesaic.core.errors import ConfigError
 from moesaic.core.routing import Assembly, RoutedModel, Rows
 from moesaic.core.tally import Tally
+from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
 from moesaic.trace.parts import folder_of, whole_of
 
@@ -116,7 +118,9 @@ class _Part:
 class Collector:
     """Reads what the workers write and makes a profile of it. Used by one thread at a time."""
 
-    def __init__(self, file: Path, most_bytes: int) -> None:
+    def __init__(self, file: Path, most_bytes: int, live: LiveRouting | None = None) -> None:
+        """live: gets every request that ended, too."""
+        self._live = live
         self._file = file
         self._most = most_bytes
         self._parts: dict[Path, _Part] = {}
@@ -136,9 +140,15 @@ class Collector:
                 rows["request"] += part.number << PARTS
                 self._assembly.add(rows)
                 if self._assembly.full:
-                    self._tally.add(self._assembly.take()[1])
+                    self._count(self._assembly, self._tally)
         if self._assembly is not None and self._tally is not None:
-            self._tally.add(self._assembly.take()[1])
+            self._count(self._assembly, self._tally)
+
+    def _count(self, assembly: Assembly, tally: Tally) -> None:
+        routes = assembly.take()[1]
+        tally.add(routes)
+        if self._live is not None and self._model is not None and routes.requests:
+            self._live.add(self._model, routes)
 
     def save(self, last: bool = False) -> None:
         """Writes the profile if there is anything new. last: compress it."""
@@ -161,19 +171,34 @@ class Collector:
 
 
 @contextmanager
-def recording(config: RecordConfig, interval: float = INTERVAL) -> Iterator[None]:
-    """Records the routing of the block's workers.
+def recording(
+    config: RecordConfig, interval: float = INTERVAL, live: LiveRouting | None = None
+) -> Iterator[str | None]:
+    """Records the routing of the block's workers. Yields the file, which may be one that nobody keeps.
 
-    A thread updates the profile every `interval` seconds, and the end of the block does too. Raises
-    ConfigError, before the block, if the file cannot be written.
+    A thread updates the profile every `interval` seconds, and the end of the block does too. live: gets the
+    requests that ended, more often. None and no file in `config`: nothing is recorded. Raises ConfigError,
+    before the block, if the file cannot be written.
     """
-    if config.record_routing is None:
-        yield
+    if config.record_routing is None and live is None:
+        yield None
         return
-    file = Path(config.record_routing)
-    prepare(file, config.record_routing_memory)
-    collector, over = Collector(file, config.most_bytes), threading.Event()
-    thread = threading.Thread(target=_keep_up, args=(collector, over, interval), name="routing", daemon=True)
+    with tempfile.TemporaryDirectory(prefix="moesaic-routing-") as folder:
+        file = Path(config.record_routing or Path(folder) / "live.npz")
+        prepare(file, config.record_routing_memory)
+        with _collecting(file, config, interval, live):
+            yield str(file)
+
+
+@contextmanager
+def _collecting(
+    file: Path, config: RecordConfig, interval: float, live: LiveRouting | None
+) -> Iterator[None]:
+    """Collects what the block's workers write for the profile `file`."""
+    collector, over = Collector(file, config.most_bytes, live), threading.Event()
+    often = interval if live is None else min(interval, live.interval)
+    arguments = (collector, over, often, round(interval / often))
+    thread = threading.Thread(target=_keep_up, args=arguments, name="routing", daemon=True)
     thread.start()
     try:
         yield
@@ -183,7 +208,8 @@ def recording(config: RecordConfig, interval: float = INTERVAL) -> Iterator[None
         try:
             collector.collect()
             collector.save(last=True)
-            collector.sum_up(config.record_routing_share)
+            if config.record_routing is not None:
+                collector.sum_up(config.record_routing_share)
             _clear(folder_of(file))
             folder_of(file).rmdir()
             if not file.stat().st_size:  # no request was recorded
@@ -192,11 +218,15 @@ def recording(config: RecordConfig, interval: float = INTERVAL) -> Iterator[None
             LOG.warning("%s: %s; what was recorded is in %s", file, error.strerror, folder_of(file))
 
 
-def _keep_up(collector: Collector, over: threading.Event, interval: float) -> None:
+def _keep_up(collector: Collector, over: threading.Event, interval: float, every: int) -> None:
+    """Collects every `interval` seconds until `over`, and saves each `every`-th time."""
+    times = 0
     while not over.wait(interval):
+        times += 1
         try:
             collector.collect()
-            collector.save()
+            if times % every == 0:
+                collector.save()
         except OSError as error:
             LOG.warning("--record-routing: %s", error)
 

@@ -1,4 +1,6 @@
-"""Chooses how many expert servers run, from queue length, utilisation and missed latency objectives.
+"""Chooses how many processes of a role run, from queue length, utilisation and missed latency objectives.
+
+Each role has its own bounds and its own `Autoscaler`. The module calls a process of any role a server.
 
 Expert-as-a-Service adds and removes servers one at a time and names no trigger. We use two thresholds with a
 gap between them, so that a load between the two changes nothing:
@@ -65,6 +67,31 @@ class AutoscaleRule:
 
 
 _ALLOWED = "MIN:MAX with 1 <= MIN <= MAX, such as 2:6"
+
+EXPERT_SERVERS = "expert-servers"
+ROLES: dict[str, tuple[str, ...]] = {
+    EXPERT_SERVERS: ("expert_servers",),
+    "attention-workers": ("attention_workers",),
+    "ranks": ("attention_workers", "expert_servers"),
+}
+"""Role on the command line -> the numbers of processes that it changes, as settings name them."""
+
+
+def parse_rules(text: str, default: str = EXPERT_SERVERS) -> dict[str, AutoscaleRule]:
+    """Parse the limits of each role. Raises ConfigError naming --autoscale.
+
+    default: the role that limits without a name are for.
+
+    Examples: "2:6" -> 2 to 6 expert servers. "attention-workers=1:3,expert-servers=2:6" -> limits of both.
+    """
+    found: dict[str, AutoscaleRule] = {}
+    for part in text.split(","):
+        name, _, limits = part.rpartition("=")
+        role = name.strip() or default
+        if role not in ROLES or role in found:
+            raise ConfigError.field("--autoscale", text, f"{' or '.join(ROLES)}, each once, with =MIN:MAX")
+        found[role] = AutoscaleRule.parse(limits)
+    return found
 
 
 class Autoscaler:

@@ -63,6 +63,22 @@ def align(profile: Profile, experts_per_layer: npt.NDArray[np.integer], ranks: i
     return np.take_along_axis(numbers, given, axis=1).astype(np.int16)
 
 
+def numbered_like(experts: npt.NDArray[np.integer], before: npt.NDArray[np.bool_]) -> SmallArray:
+    """[R] the number that each rank should get, so that most experts keep their place.
+
+    experts: [layers, E] ranks from 0. before: [R, layers, E] True where rank r had the expert. Equal numbers
+    hold in every layer.
+
+    Example: experts 0, 1 | 2, 3 were on ranks 0 | 1, and are now on ranks 1 | 0 -> [1, 0].
+    """
+    ranks = len(before)
+    kept = np.array(
+        [[(before[old] & (experts == new)).sum() for old in range(ranks)] for new in range(ranks)]
+    )
+    numbers: SmallArray = linear_sum_assignment(kept, maximize=True)[1].astype(np.int16)
+    return numbers
+
+
 def overlaps(profile: Profile, experts: IntArray, ranks: int) -> FloatArray:
     """[layers, R, layers, R] covariance of the shares of any two clusters.
 

@@ -1,0 +1,178 @@
+"""Solves the placement and the dispatch tables anew from live routing (`--rebalance routing`).
+
+A thread writes down what was recorded and waits for a process that solves it (`moesaic.solving`). The
+supervisor's thread asks `take` for the result, lets the policy judge it, and makes the change. So no request
+and no restart ever waits for a solver.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from moesaic.config import worker_environment
+from moesaic.core.cluster_status import PlacementSolve
+from moesaic.core.errors import MoesaicError
+from moesaic.core.profile import Profile
+from moesaic.core.tables import Tables
+from moesaic.policy.placement.online import SolveRule, Traffic, Verdict
+from moesaic.policy.placement.online_solution import Solution
+from moesaic.solving.job import Job, read
+from moesaic.trace.live_routing import LiveRouting
+
+LOG = logging.getLogger(__name__)
+SECONDS = 600
+"""Maximum seconds of a solve."""
+SOLVER = "ours"
+"""Name of the solver, as of `moesaic place`."""
+
+
+class LivePlacement:
+    """The solves of one cluster. Only the supervisor's thread uses it."""
+
+    def __init__(
+        self,
+        routing: LiveRouting,
+        interval: float,
+        now: float,
+        tables: Tables | None,
+        workers: Sequence[int] = (),
+    ) -> None:
+        """interval: seconds between two solves. tables: those by which requests are dispatched now. workers:
+        the worker of each of their ranks."""
+        self.tables = tables
+        self._workers = tuple(workers)
+        self.status = PlacementSolve("no solve yet")
+        self._routing = routing
+        self._rule = SolveRule(interval, now)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._solved: Solution | str | None = None
+        """What the thread found, or why it found nothing."""
+        self._traffic: Traffic | None = None
+        self._stopped = False
+
+    def take(
+        self, now: float, job: Callable[[Profile], Job], traffic: Callable[[], Traffic]
+    ) -> tuple[Solution, Traffic] | None:
+        """The result of a solve that has ended, once. Otherwise starts one when it is time.
+
+        job: makes a job of what was recorded. traffic: that of the last interval, from which the routing is;
+        while it is solved, requests may have ended.
+        """
+        if self._thread is not None:
+            return None if self._thread.is_alive() else self._end()
+        requests, tokens = self._routing.size
+        self.status = replace(self.status, recorded_requests=requests, recorded_tokens=tokens)
+        if self._rule.due(now, requests, tokens):
+            profile = self._routing.take()
+            if profile is not None and profile.routes.requests > 1:
+                self._say("solving")
+                self._traffic = traffic()
+                self._thread = threading.Thread(target=self._run, args=(job(profile),), daemon=True)
+                self._thread.start()
+        return None
+
+    def judged(self, found: Solution, verdict: Verdict) -> None:
+        """Remember a verdict for the status."""
+        what = f"not swapped: {verdict.why_not}" if verdict.why_not else "swapping"
+        self.status = replace(
+            self.status,
+            gain_seconds=verdict.gain,
+            cost_seconds=verdict.cost,
+            local_before=found.before.local,
+            local_after=found.after.local,
+            balancedness_before=found.before.balancedness,
+            balancedness_after=found.after.balancedness,
+        )
+        self._say(what)
+
+    def tables_for(self, workers: Sequence[int]) -> Tables | None:
+        """The tables by which requests are dispatched now; None if these workers are not their ranks."""
+        return self.tables if self._workers == tuple(workers) else None
+
+    def swapped(self, found: Solution, workers: Sequence[int]) -> None:
+        """Clients route by this placement now. workers: the worker of each rank."""
+        self.tables, self._workers = found.tables, tuple(workers)
+        self.status = replace(self.status, swaps=self.status.swaps + 1)
+        self._say("swapped")
+
+    def failed(self, why: str) -> None:
+        """The swap was undone."""
+        self._say(f"not swapped: {why}")
+
+    def stop(self) -> None:
+        """Ends the process that solves."""
+        self._stopped = True
+        if self._process is not None:
+            self._process.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ---- internal
+
+    def _say(self, state: str) -> None:
+        self.status = replace(self.status, state=state)
+        now = self.status
+        figures = ""
+        if state != "solving" and now.solves:
+            figures = (
+                f" (predicted gain {now.gain_seconds:.3g} s, cost {now.cost_seconds:.3g} s, "
+                f"local {now.local_before:.1%} -> {now.local_after:.1%})"
+            )
+        LOG.info("placement from live routing: %s%s", state, figures)
+
+    def _end(self) -> tuple[Solution, Traffic] | None:
+        self._thread, found, self._solved = None, self._solved, None
+        if isinstance(found, Solution) and self._traffic is not None:
+            return found, self._traffic
+        self._say(f"not solved: {found}")
+        return None
+
+    def _run(self, job: Job) -> None:
+        begun = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(prefix="moesaic-solving-") as name:
+                self._solved = self._solve(job, Path(name))
+        except (OSError, MoesaicError, ValueError) as error:
+            self._solved = str(error)
+        self.status = replace(
+            self.status,
+            solves=self.status.solves + isinstance(self._solved, Solution),
+            last=time.time(),
+            seconds=time.monotonic() - begun,
+        )
+
+    def _solve(self, job: Job, folder: Path) -> Solution | str:
+        """The answer of a process, or why there is none."""
+        job.save(folder)
+        command = [sys.executable, "-m", "moesaic.solving", str(folder), str(SECONDS)]
+        process = self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,  # its end ends the process, too
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=worker_environment(),
+            process_group=0,  # Ctrl-C only reaches the engine
+        )
+        if self._stopped:
+            process.kill()
+        assert process.stdin is not None and process.stderr is not None
+        said = process.stderr.read().decode(errors="replace").strip().splitlines()
+        code = process.wait()
+        process.stdin.close()
+        process.stderr.close()
+        self._process = None
+        if code:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            return f"the solver ended by {how} after at most {SECONDS} s" + "".join(
+                f": {line}" for line in said[-1:]
+            )
+        return read(folder)

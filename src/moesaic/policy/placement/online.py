@@ -1,0 +1,108 @@
+"""Decides when a placement is solved anew from live routing, and whether the result is worth its moves.
+
+Sem-MoE has an online form that solves placement and tables again while it serves. It gives no rule for when.
+Ours weighs two predictions, which are both made on requests that the solver did not see:
+
+    gain = horizon * busy * (1 - critical load after / before)          balance, as in `balance.gain_seconds`
+         + horizon * tokens/s * (remote bytes before - after) / link    locality
+    cost = bytes for the busiest server / speed of copies
+
+The placement is swapped if the gain exceeds the cost times a margin. Each term is negative where the new
+placement is worse. The horizon is the time for which the routing is assumed to stay as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesaic.policy.placement.balance import gain_seconds
+
+LEAST_REQUESTS = 16
+"""Minimum number of recorded requests of a solve."""
+LEAST_TOKENS = 1024
+"""Minimum number of recorded tokens of a solve."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a placement with its tables does with some requests."""
+
+    local: float
+    """Local activation rate: share of (token, expert) pairs on the token's own rank."""
+    remote_bytes: float
+    """Bytes that a token sends to other ranks and receives from them, over all layers."""
+    critical: float
+    """Sum over the layers of the largest load / capacity of a server."""
+    balancedness: float
+    """Mean over the layers of the servers' mean / max load. 1 is perfect."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the cluster does now, and how fast its parts are."""
+
+    tokens_per_second: float
+    busy: float
+    """Mean share of the time in which the servers compute, 0 to 1."""
+    link: float
+    """Bytes/s between a worker and the server of another rank."""
+    copies: float
+    """Bytes/s at which a server loads experts."""
+    horizon: float
+    """Seconds for which the routing is assumed to stay the same."""
+    margin: float = 2.0
+    """The gain has to exceed this multiple of the cost."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a placement should be swapped."""
+
+    gain: float
+    """Predicted seconds that the new placement saves over the horizon."""
+    cost: float
+    """Predicted seconds that the busiest server needs for its copies."""
+    why_not: str = ""
+    """Why nothing is swapped. Empty: it is."""
+
+
+def judge(before: Forecast, after: Forecast, moves: int, move_bytes: int, traffic: Traffic) -> Verdict:
+    """Weigh a new placement against the present one.
+
+    moves: number of copies to load. move_bytes: bytes for the server with the most copies to load.
+
+    Example: the critical load falls by a quarter, servers are busy for 40 % of 300 s, and nothing else
+    changes. The gain is 30 s. 8 GiB at 1 GiB/s cost 8 s, so with margin 2 the placement is swapped.
+    """
+    even = 1 - after.critical / before.critical if before.critical else 0.0
+    saved = (before.remote_bytes - after.remote_bytes) * traffic.tokens_per_second * traffic.horizon
+    gain = gain_seconds(even, traffic.busy, traffic.horizon) + saved / traffic.link
+    cost = move_bytes / traffic.copies
+    why = ""
+    if not moves:
+        why = "the solver found the same placement"
+    elif gain <= traffic.margin * cost:
+        why = (
+            f"a gain of {gain:.3g} s in {traffic.horizon:.0f} s is not more than {traffic.margin:g} times "
+            f"the {cost:.3g} s that the moves take"
+        )
+    return Verdict(gain, cost, why)
+
+
+class SolveRule:
+    """Says when the next solve starts: once an interval, if enough was recorded since the last one."""
+
+    def __init__(self, interval: float, now: float) -> None:
+        self._interval = interval
+        self._next = now + interval
+
+    def due(self, now: float, requests: int, tokens: int) -> bool:
+        """Whether to solve now. requests, tokens: recorded since the last solve.
+
+        Example: interval 60 from second 0. Second 60 with 3 requests: no. Second 70 with 20 requests of 2000
+        tokens: yes, and then not before second 130.
+        """
+        if now < self._next or requests < LEAST_REQUESTS or tokens < LEAST_TOKENS:
+            return False
+        self._next = now + self._interval
+        return True

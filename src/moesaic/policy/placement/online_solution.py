@@ -1,0 +1,147 @@
+"""Solves a placement and its tables from live routing, and predicts what the swap would change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moesaic.core.coclusters import Coclusters
+from moesaic.core.placement import NOBODY, Placement
+from moesaic.core.profile import Profile, Routes, SmallArray
+from moesaic.core.tables import Tables
+from moesaic.policy.placement import around_homes, predict
+from moesaic.policy.placement.locality import (
+    Rule,
+    balancedness,
+    homes_in,
+    measure,
+    request_ranks,
+    request_scores,
+)
+from moesaic.policy.placement.online import Forecast
+from moesaic.policy.placement.solvers import SOLVERS
+from moesaic.policy.placement.solvers.align import numbered_like
+
+SHARE = 0.75
+"""Share of the recorded requests that the solver sees. The forecasts are made on the others."""
+NUMBER_BYTES = 4
+"""Bytes of one number of a row between ranks (float32)."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The servers that a placement is for."""
+
+    ranks: tuple[int, ...]
+    """The expert server of each rank."""
+    capacities: dict[int, float]
+    """Server -> capacity weight, of the ranks' servers and of others that joined."""
+    redundant: int = 0
+    """Copies in each layer beyond one of each expert."""
+    min_replicas: int = 1
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """All servers, those of the ranks first."""
+        return self.ranks + tuple(sorted(set(self.capacities) - set(self.ranks)))
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A placement that may be swapped in."""
+
+    homes: Placement
+    """One copy of each expert, on the server of the rank that the tables name."""
+    placement: Placement
+    """The same with the further copies that the fleet should have."""
+    tables: Tables
+    before: Forecast
+    """The present placement and tables, on requests that the solver did not see."""
+    after: Forecast
+
+
+def solve(
+    profile: Profile,
+    present: Placement,
+    tables: Tables | None,
+    fleet: Fleet,
+    solver: str = "ours",
+    rule: Rule = "affinity",
+    seed: int = 0,
+) -> Solution:
+    """Solve on a share of the recorded requests, and forecast on the others.
+
+    tables: those by which requests are dispatched now; None: by load. rule: how tables dispatch requests.
+    The ranks are numbered so that as many experts as possible stay where they are.
+    """
+    learned, held_out = profile.routes.split(SHARE, seed)
+    known = profile.of(learned)
+    ranks = len(fleet.ranks)
+    found = SOLVERS[solver](known, ranks, seed)
+    found = _numbered_like(found, present, profile.layers, fleet)
+    homes = _on_servers(found, profile, fleet, present.version + 1)
+    least = min(fleet.min_replicas, len(fleet.capacities))
+    placement = around_homes.place(
+        homes, profile.loads, profile.layers, fleet.capacities, fleet.redundant, least
+    )
+    made = predict.build(known, found)
+    usable = tables if tables is not None and tables.ranks == ranks else None
+    return Solution(
+        homes=homes,
+        placement=placement,
+        tables=made,
+        before=_forecast(present, usable, profile, held_out, fleet, rule),
+        after=_forecast(placement, made, profile, held_out, fleet, rule),
+    )
+
+
+def _numbered_like(found: Coclusters, present: Placement, layers: Sequence[int], fleet: Fleet) -> Coclusters:
+    """`found` with its ranks numbered as the servers that hold most of their experts now."""
+    before = np.full((len(fleet.ranks), *found.experts.shape), False)
+    for rank, server in enumerate(fleet.ranks):
+        for row, layer in enumerate(layers):
+            before[rank, row, list(present.experts_of(server, layer))] = True
+    numbers = numbered_like(found.experts, before)
+    return replace(found, experts=numbers[found.experts], tokens=numbers[found.tokens])
+
+
+def _on_servers(found: Coclusters, profile: Profile, fleet: Fleet, version: int) -> Placement:
+    held = {
+        layer: {server: np.flatnonzero(row == rank).tolist() for rank, server in enumerate(fleet.ranks)}
+        for layer, row in zip(profile.layers, found.experts, strict=True)
+    }
+    return Placement(version, profile.num_experts, held, profile.model)
+
+
+def _forecast(
+    placement: Placement, tables: Tables | None, profile: Profile, routes: Routes, fleet: Fleet, rule: Rule
+) -> Forecast:
+    """What the placement does with `routes`. Without tables, requests go to the ranks in turn."""
+    ranks, servers = len(fleet.ranks), fleet.servers
+    own = (np.arange(routes.requests) % ranks).astype(np.int16)
+    if tables is not None:
+        scores = request_scores(tables.scores.astype(np.float64), routes)
+        own = request_ranks(scores, np.diff(routes.starts), rule)
+    homes = _indices(homes_in(placement, profile.layers), servers)
+    found = measure(routes.experts, homes, own[routes.owners], len(servers))
+    capacity = np.array([fleet.capacities[server] for server in servers])
+    return Forecast(
+        local=found.rate,
+        remote_bytes=found.remote_bytes(profile.hidden, NUMBER_BYTES),
+        critical=float((found.loads / capacity).max(axis=1).sum()),
+        balancedness=float(balancedness(found.loads).mean()),
+    )
+
+
+def _indices(homes: SmallArray, servers: Sequence[int]) -> SmallArray:
+    """`homes` [layers, E, copies] with places in `servers` in place of servers, valid ones first.
+
+    Copies on other servers, which have left, count as none.
+    """
+    places = np.full(max(NOBODY, int(homes.max()), *servers) + 2, NOBODY, dtype=np.int16)
+    places[list(servers)] = np.arange(len(servers))
+    found = places[homes]  # NOBODY, -1, reads the last entry, which is NOBODY
+    order = np.argsort(found == NOBODY, axis=2, kind="stable")
+    return np.take_along_axis(found, order, axis=2)

@@ -1,0 +1,129 @@
+"""When a placement is solved from live routing, and whether it is worth its moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moesaic.core.placement import Placement
+from moesaic.core.profile import NO_TOPIC, Profile, Routes
+from moesaic.policy.placement.online import Forecast, SolveRule, Traffic, judge
+from moesaic.policy.placement.online_solution import Fleet, solve
+from moesaic.policy.placement.solvers.align import numbered_like
+
+GIB = 1 << 30
+QUIET = Forecast(local=0.5, remote_bytes=0.0, critical=20.0, balancedness=0.5)
+TRAFFIC = Traffic(tokens_per_second=100.0, busy=0.4, link=GIB, copies=GIB, horizon=300.0)
+
+
+def test_worked_example() -> None:
+    verdict = judge(QUIET, replace(QUIET, critical=15.0), 7, 8 * GIB, TRAFFIC)
+    assert verdict.gain == pytest.approx(30.0) and verdict.cost == pytest.approx(8.0)
+    assert not verdict.why_not
+
+
+def test_locality_counts_by_tokens_and_link() -> None:
+    """100 tokens/s save 1 MiB each for 300 s: 29.3 GiB at 1 GiB/s."""
+    before = replace(QUIET, remote_bytes=2**21)
+    verdict = judge(before, replace(before, remote_bytes=2**20), 7, 8 * GIB, TRAFFIC)
+    assert verdict.gain == pytest.approx(300 * 100 / 1024) and not verdict.why_not
+    idle = judge(
+        before, replace(before, remote_bytes=2**20), 7, 8 * GIB, replace(TRAFFIC, tokens_per_second=0)
+    )
+    assert idle.gain == 0 and "a gain of 0 s in 300 s is not more than 2 times the 8 s" in idle.why_not
+
+
+def test_what_is_worse_in_one_way_has_to_be_better_in_the_other() -> None:
+    after = replace(QUIET, critical=25.0, remote_bytes=-(2**20))
+    verdict = judge(QUIET, after, 7, 0, TRAFFIC)
+    assert verdict.gain == pytest.approx(300 * 100 / 1024 - 0.25 * 0.4 * 300) and verdict.why_not
+
+
+def test_nothing_is_swapped_for_no_move() -> None:
+    verdict = judge(QUIET, replace(QUIET, critical=1.0), 0, 0, TRAFFIC)
+    assert verdict.why_not == "the solver found the same placement"
+
+
+def test_a_solve_needs_time_and_requests() -> None:
+    rule = SolveRule(60.0, now=0.0)
+    assert not rule.due(59.0, 99, 99999), "too early"
+    assert not rule.due(60.0, 3, 2000) and not rule.due(60.0, 20, 100), "too little"
+    assert rule.due(70.0, 20, 2000)
+    assert not rule.due(129.0, 20, 2000) and rule.due(130.0, 20, 2000)
+
+
+def test_ranks_are_numbered_so_that_most_experts_stay() -> None:
+    before = np.zeros((2, 1, 4), dtype=bool)
+    before[0, 0, :2] = before[1, 0, 2:] = True
+    assert numbered_like(np.array([[1, 1, 0, 0]]), before).tolist() == [1, 0]
+
+
+# ---- a whole solve
+
+E, LAYERS, V = 8, (1, 2), 40
+
+
+def profile(requests: int = 60) -> Profile:
+    """Requests of two kinds. Kind 0 chooses odd experts, kind 1 even ones."""
+    rng = np.random.default_rng(0)
+    length = 10
+    kinds = np.repeat(np.arange(requests) % 2, length)
+    tokens = (2 * rng.integers(0, V // 2, len(kinds)) + kinds).astype(np.int32)
+    first = rng.integers(0, E // 2, (len(kinds), len(LAYERS), 1)) * 2
+    experts = np.concatenate([first, (first + 2) % E], axis=2) + 1 - kinds[:, None, None]
+    starts = np.arange(requests + 1, dtype=np.int64) * length
+    topics = np.full(requests, NO_TOPIC, dtype=np.int16)
+    routes = Routes(tokens, starts, np.full(requests, length), topics, experts.astype(np.int16))
+    return replace(Profile.of_routes("moe-1", V, E, LAYERS, routes), hidden=16)
+
+
+def present(servers: tuple[int, int] = (0, 1)) -> Placement:
+    """Experts 0 to 3 on one server, 4 to 7 on the other: half of each request's choices are local."""
+    low, high = servers
+    held = {layer: {low: [0, 1, 2, 3], high: [4, 5, 6, 7]} for layer in LAYERS}
+    return Placement(7, E, held, "moe-1")
+
+
+@pytest.mark.parametrize("servers", [(0, 1), (4, 2)])
+def test_a_solve_finds_the_kinds_of_requests(servers: tuple[int, int]) -> None:
+    fleet = Fleet(servers, dict.fromkeys(servers, 1.0))
+    found = solve(profile(), present(servers), None, fleet, "sem-moe")
+    assert found.before.local == pytest.approx(0.5, abs=0.05)
+    assert found.after.local > 0.9 and found.after.remote_bytes < found.before.remote_bytes
+    assert found.homes.servers == tuple(sorted(servers)) and found.homes.complete
+    assert found.homes.version == 8 and found.placement.held == found.homes.held
+    by_rank = [set(found.homes.experts_of(server, 1)) for server in servers]
+    assert sorted(map(sorted, by_rank)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert (found.tables.experts[0] == [1 if e in by_rank[1] else 0 for e in range(E)]).all()
+
+
+def test_after_a_swap_the_same_routing_is_not_worth_a_move() -> None:
+    fleet = Fleet((0, 1), {0: 1.0, 1: 1.0})
+    once = solve(profile(), present(), None, fleet, "sem-moe")
+    again = solve(profile(), once.placement, once.tables, fleet, "sem-moe")
+    assert again.placement.held == once.placement.held
+    assert again.before.local == pytest.approx(again.after.local)
+
+
+def test_copies_and_servers_that_joined_are_kept() -> None:
+    fleet = Fleet((0, 1), {0: 1.0, 1: 1.0, 5: 1.0}, redundant=2, min_replicas=2)
+    found = solve(profile(), present(), None, fleet, "sem-moe")
+    assert all(found.placement.replicas(layer).min() >= 2 for layer in LAYERS)
+    assert found.placement.servers == (0, 1, 5) and found.homes.servers == (0, 1)
+
+
+def test_a_placement_that_only_numbers_ranks_otherwise_moves_nothing() -> None:
+    fleet = Fleet((0, 1), {0: 1.0, 1: 1.0})
+    once = solve(profile(), present(), None, fleet, "sem-moe").homes
+    held = {layer: {0: once.experts_of(1, layer), 1: once.experts_of(0, layer)} for layer in LAYERS}
+    other = Placement(7, E, held, "moe-1")
+    assert solve(profile(), other, None, fleet, "sem-moe").placement.held == other.held
+
+
+def test_a_small_gain_does_not_pay_for_many_bytes() -> None:
+    """12 s of gain and 8 s of cost: not with a margin of 2, but with one of 1."""
+    after = replace(QUIET, critical=18.0)
+    assert judge(QUIET, after, 7, 8 * GIB, TRAFFIC).why_not
+    assert not judge(QUIET, after, 7, 8 * GIB, replace(TRAFFIC, margin=1.0)).why_not
