@@ -17,7 +17,7 @@ Where prices and paper differ:
   for two of four lengths. There the planner's own policy is priced.
 - S6 and S7: 0.8 to 0.9 and 0.5 to 0.75. So four GPUs are about twice as fast as two here; the paper measured
   2.8 to 3.4 times. Its hosts would need a faster link for four GPUs than for two. Here all share one.
-- S8 and S9 (DBRX): 1.5 to 2 times. Only the batch is published, so the planner's own policy is priced.
+- S8 and S9 (DBRX): 1.5 to 2.3 times. Only the batch is published, so the planner's own policy is priced.
 - FlexGen's own policy: 12.9 to 14.9 tokens/s against 9.5 to 12.3 measured on S1. On S2 prices are 0.3 to 0.7
   of what was measured: its search then puts the cache behind a link slower than the one it assumed.
 - Figure 9: the KV transfer takes 0.7 of the measured time (it would need 12 GB/s in place of 17), attention

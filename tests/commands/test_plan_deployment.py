@@ -41,7 +41,7 @@ def test_for_people_and_for_machines(line: list[str], capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     for part in (
         "demo on 2 x t4 on 1 host",
-        "40 requests/s; prompts of 6 tokens and answers of 8 on average",
+        "40 requests/s, 320 tokens/s; prompts of 6 tokens and answers of 8 on average",
         "first token at most 1000 ms, mean between tokens at most 80 ms",
         "per million",
         "moesaic serve demo --device cuda",

@@ -81,7 +81,8 @@ def as_text(plan: Deployments, options: Plan) -> str:
     for number, trial in enumerate(shown, 1):
         parts.append("\n".join(_commands(plan, trial, number, str(options.model))))
     parts.append("\n".join(["The five ideas, switched on and off in the first deployment:", *_ideas(plan)]))
-    parts.append("\n".join([_search(plan), *_assumed(plan, options)]))
+    said = dict.fromkeys(note for trial in shown for note in notes(plan, trial.candidate))
+    parts.append("\n".join([_search(plan), *_assumed(plan, options), *said]))
     return "\n\n".join(parts)
 
 
@@ -135,7 +136,7 @@ def _commands(plan: Deployments, trial: Trial, number: int, model: str) -> list[
     lines.append(f"  {found[0]}")
     if joins:
         lines.append(f"  {joins[0]}    # {len(joins)} times, on {candidate.layout.hosts - 1} further hosts")
-    return lines + [f"  {note}" for note in notes(plan, candidate)]
+    return lines
 
 
 def _ideas(plan: Deployments) -> list[str]:

@@ -16,7 +16,7 @@ def short() -> Iterator[None]:
         for module, name, value in (
             (search, "FIRST", 3),
             (search, "SECOND", 1),
-            (trials, "EVENTS", 3000),
+            (trials, "EVENTS", 9000),
             (trials, "REQUESTS", 25),
             (trials, "LOOKS", 50),
             (ideas, "ENOUGH_EXPERTS", 0),

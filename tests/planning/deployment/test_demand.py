@@ -14,7 +14,7 @@ def test_a_file_with_tables(tmp_path: Path) -> None:
     found = demand.load(path)
     assert (found.rate, found.prompt, found.answer, found.longest) == (4, 20, 5, 35)
     assert found.rows_per_token == 5 and found.context == 22.5 and found.routing.kind == "zipf"
-    assert found.describe() == "4 requests/s; prompts of 20 tokens and answers of 5 on average"
+    assert found.describe() == "4 requests/s, 20 tokens/s; prompts of 20 tokens and answers of 5 on average"
 
 
 def test_fields_without_tables_and_clients(tmp_path: Path) -> None:

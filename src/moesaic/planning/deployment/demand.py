@@ -52,7 +52,7 @@ class Demand:
         what = f"prompts of {self.prompt:.0f} tokens and answers of {self.answer:.0f} on average"
         if self.rate is None:
             return f"{self.workload.clients} clients; {what}"
-        return f"{self.rate:.3g} requests/s; {what}"
+        return f"{self.rate:.3g} requests/s, {self.rate * self.answer:,.0f} tokens/s; {what}"
 
 
 def load(path: Path) -> Demand:

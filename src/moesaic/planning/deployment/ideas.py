@@ -170,7 +170,7 @@ def _service(measuring: _Measuring, idea: str) -> Verdict:
 
 
 def _monolithic(measuring: _Measuring, on: Trial) -> tuple[float | None, str]:
-    """The ratio to ranks that have attention and experts and wait for each other, and a sentence."""
+    """The ratio to ranks that have attention and experts, and a sentence."""
     layout, pool = on.candidate.layout, on.candidate.layout.pool
     ranks = layout.devices
     if ranks > min(pool.per_host, measuring.simulator.model.experts):
@@ -179,12 +179,12 @@ def _monolithic(measuring: _Measuring, on: Trial) -> tuple[float | None, str]:
     estimate = measuring.estimate_of(together)
     if estimate is None:
         return None, f"the model does not fit into {ranks} devices that have both"
-    other = Candidate(together, estimate.seqs, estimate.batched, estimate.kv_tokens, schedule="barrier")
+    other = Candidate(together, estimate.seqs, estimate.batched, estimate.kv_tokens)
     off = measuring.other(other)
     ratio = on.good_tokens / off.good_tokens if off.good_tokens else None
     words = (
         f"{on.good_tokens:,.0f} good tokens/s with servers of their own, and {off.good_tokens:,.0f} with as "
-        "many devices that each have attention and experts and wait for all others"
+        "many devices that each have attention and experts"
     )
     return ratio, words
 

@@ -30,7 +30,7 @@ from moesaic.sim.timeline import SAMPLE
 
 LAYERS = (8, 4, 2)
 """Numbers of layers that are simulated in place of all. The first whose events are few enough is taken."""
-EVENTS = 80_000
+EVENTS = 240_000
 """Events of a simulation that are aimed at."""
 FREE = LinkModel(0.0, 1e18)
 """A link that takes no time."""
@@ -39,7 +39,9 @@ LOOKS = 2000
 LIVES = 1.0
 """Length of the measurement, in lives of a request."""
 REQUESTS = 100
-"""Minimum number of requests that should arrive in the measurement."""
+"""Minimum number of requests that should arrive in the measurement, if they come at a rate."""
+EVENTS_EACH, EVENTS_OF_CALL = 3, 9
+"""Events of a worker's layer, and of its call of one server."""
 
 Schedule = Literal["barrier", "lockstep", "async"]
 
@@ -203,14 +205,13 @@ class Simulator:
         most = self.objectives.itl_ms
         itl = 1.3 * estimate.itl if most is None else max(estimate.itl, min(1.3 * estimate.itl, most / 1e3))
         life = self.demand.answer * itl + 2 * estimate.itl
-        rate = self.demand.rate or candidate.layout.workers * candidate.seqs / life
-        return life, max(LIVES * life, REQUESTS / rate)
+        rate = self.demand.rate
+        return life, max(LIVES * life, 0.0 if rate is None else REQUESTS / rate)
 
 
 def _few(layers: int, steps: float, layout: Layout) -> int:
-    """The number of layers to simulate. A step of a layer has an event for each worker, and three for each
-    of its servers."""
-    each = steps * layout.workers * (1 + 3 * layout.servers)
+    """The number of layers to simulate."""
+    each = steps * layout.workers * (EVENTS_EACH + EVENTS_OF_CALL * layout.servers)
     return next((few for few in LAYERS if few <= layers and few * each <= EVENTS), min(LAYERS[-1], layers))
 
 
