@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moesaic import cli
+from moesaic.planning.deployment import search, trials
 
 CLUSTER = """
 [links]
@@ -36,7 +37,16 @@ def line(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_for_people_and_for_machines(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_people_and_for_machines(
+    line: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name, value in (
+        (search, "FIRST", 3),
+        (search, "SECOND", 1),
+        (trials, "EVENTS", 9000),
+        (trials, "REQUESTS", 25),
+    ):
+        monkeypatch.setattr(module, name, value)
     assert cli.main([*line, "--time-budget", "100", "--top", "2"]) == 0
     text = capsys.readouterr().out
     for part in (

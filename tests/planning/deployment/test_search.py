@@ -3,18 +3,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Profile, Routes
 from moesaic.cost.sizes import KNOWN
-from moesaic.planning.deployment import demand, devices, spec, trials
+from moesaic.planning.deployment import demand, devices, serving, spec, trials
 from moesaic.planning.deployment.estimate import Estimates
 from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.search import EQUAL
 from moesaic.planning.deployment.trials import Candidate, Simulator
 from moesaic.sim import routes
 from tests.support import small_plan
-from tests.support.small_scenario import EXPERTS, LAYERS, MODEL
+from tests.support.small_scenario import EXPERTS, LAYERS, MODEL, TOP_K
 
 
 @pytest.mark.slow
@@ -143,3 +145,27 @@ def test_several_kinds_of_machines_are_compared() -> None:
     )
     both = spec.ClusterSpec((slow, fast), small_plan.machines().between)
     assert small_plan.search(spec=both).run().trials[0].candidate.layout.pool is fast
+
+
+@pytest.mark.slow
+def test_with_a_profile_solved_placements_are_tried(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    popular = routes.zipf(EXPERTS, 1.0)
+    chosen = np.stack([routes.draw(popular, 600, TOP_K, rng) for _ in range(LAYERS)], axis=1)
+    recorded = Routes(
+        rng.integers(0, 64, 600).astype(np.int32),
+        np.arange(0, 601, 60),
+        np.full(10, 20),
+        np.full(10, -1, dtype=np.int16),
+        chosen,
+    )
+    Profile.of_routes("small", 64, EXPERTS, range(LAYERS), recorded).save(tmp_path / "profile.npz")
+    found = small_plan.search(spec=small_plan.machines(3))
+    tables = {"workload": small_plan.WORK, "routing": {"kind": "profile", "file": "profile.npz"}}
+    found.demand = demand.parse(tables, tmp_path)
+    plan = found.run()
+    assert any(one.candidate.solver == "eplb" for one in plan.trials)
+    assert all(one.layers == LAYERS for one in plan.trials), "a profile has the shares of each layer"
+    solved = next(one.candidate for one in plan.trials if one.candidate.solver)
+    assert any("moesaic place profile.npz --ranks" in note for note in serving.notes(plan, solved))
+    assert "--placement placement.json" in serving.commands(plan, solved, "demo")[0]

@@ -211,16 +211,10 @@ def _death(measuring: _Measuring, on: Trial) -> tuple[str, bool]:
 
 
 def _semantic(measuring: _Measuring, idea: str) -> Verdict:
-    """Semantic Parallelism: experts placed by who chooses them. It needs a profile."""
-    base, demand = measuring.best.candidate, measuring.simulator.demand
-    if base.layout.servers == 1:
+    """Semantic Parallelism: experts beside the requests that choose them. The limit is that of free links."""
+    if measuring.best.candidate.layout.servers == 1:
         return Verdict(idea, False, "one server holds all experts")
-    if demand.routing.kind != "profile":
-        return _without_links(measuring, idea, "placement by topics can at most save what links take")
-    on = measuring.other(replace(base, solver="ours", redundant=0))
-    off = measuring.best if not base.solver else measuring.other(replace(base, solver=None))
-    note = "the simulation has the balance of the solved placement, and not that tokens stay local"
-    return compared(idea, on, off, note, note)
+    return _without_links(measuring, idea, "placement by topics can at most save what links take")
 
 
 IDEAS: dict[str, Callable[[_Measuring, str], Verdict]] = {

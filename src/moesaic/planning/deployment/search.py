@@ -38,6 +38,8 @@ EQUAL = 0.03
 """Difference of goodput below which the cheaper of two candidates is the better one."""
 Show = Callable[[str, int, int], None]
 """Reports progress: (name of the work, units done, units in total)."""
+SOLVER = "eplb"
+"""Solver of placements, by load alone: the simulation does not know which tokens choose experts together."""
 GIB = 2.0**30
 
 
@@ -223,7 +225,7 @@ class Search:
             if self._fits(base, redundant=more):
                 yield replace(base, redundant=more)
         if self.demand.routing.kind == "profile" and not base.redundant and base.layout.servers > 1:
-            yield replace(base, solver="ours")
+            yield replace(base, solver=SOLVER)
 
     def _fits(self, base: Candidate, redundant: int) -> bool:
         return memory(self.model, base.layout, base.min_replicas, redundant).kv_tokens >= base.kv_tokens // 2
