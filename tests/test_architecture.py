@@ -89,6 +89,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     # from a job and a machine to a worker's settings, before there is a worker
     "planning": (
+        *("bench.lengths", "sim"),  # deployments are searched in virtual time, for recorded requests too
         *("config", "core", "cost", "models.files", "models.registry", "models.shard", "policy.offloading"),
         "kernels.table",  # the type in which experts are computed depends on the kernels
         *("models.conversion", "models.headers"),  # how many bytes of the files an expert has

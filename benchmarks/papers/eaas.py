@@ -1,4 +1,4 @@
-"""Expert-as-a-Service, figures 10 and 11, in virtual time: `python benchmarks/papers/eaas.py scale`.
+"""Expert-as-a-Service, figures 8 to 13, in virtual time: `python benchmarks/papers/eaas.py scale`.
 
 Paper (section 5): DeepSeek R1 on H800 GPUs, decoding only, as many clients (attention) as servers
 (experts).
@@ -7,6 +7,24 @@ Paper (section 5): DeepSeek R1 on H800 GPUs, decoding only, as many clients (att
            GPUs, by any number of GPUs. 64 GPUs have 4096 requests.
     kill   figure 10: ten of 64 GPUs are disabled one at a time, with experts on other servers too. The
            decoding throughput falls by less than 2 %.
+    load   figures 8b and 9b: throughput and latency by requests, 16 + 16 GPUs beside 32 that each have
+           attention and experts (SGLang with DeepEP). The text states no numbers.
+    ablate figure 13, 4096 requests on 64 GPUs: without double batching throughput falls by 25.9 %, without
+           CUDA graphs by 91.9 %, without compact groups by 14.9 %. Expert load balancing (EPLB) gives 2.4
+           to 5.1 % more.
+    trip   figure 12: a round trip of [512, 7168] numbers takes 49.6 % (2 + 2) and 34.7 % (1 + 3) less time
+           than StepMesh's.
+
+What would have to be true, where the model does not give a claim:
+
+    load   The paper blames host time and its balance for SGLang's long tail. Neither is modelled, and GPUs
+           wait only for those that they ask, not for all.
+    ablate Copies of experts make servers read more weights here, so they lose. They would gain where rows
+           are the limit of servers, and not reading as with a roofline in bf16. CUDA graphs: the lines give
+           the loss by the host time of each event (event_us). Compact groups: the simulation has no empty
+           groups. The line says how long one would have to take, as a part of an expert's mean time.
+    trip   A link has latency and bandwidth here, and no host. The lines say what StepMesh's host and kernels
+           add if the paper's library adds nothing. One client sends its rows to each of three servers.
 
 Here: the sizes of DeepSeek V3 and the roofline of an H100 in bf16, which no GPU reaches. The paper's H800
 computes in 8 bits. So only ratios are comparable. Two batches of a worker are in flight, and servers
@@ -29,6 +47,7 @@ from typing import Any
 
 from moesaic.cost.sizes import KNOWN
 from moesaic.sim.cluster import SimulatedCluster
+from moesaic.sim.figures import Figures
 from moesaic.sim.scenario import parse
 
 LAYERS = 8
@@ -111,18 +130,106 @@ def kill(options: argparse.Namespace) -> None:
     print(json.dumps(row), flush=True)
 
 
+def load(options: argparse.Namespace) -> None:
+    """Figures 8b and 9b."""
+    shapes: dict[str, dict[str, Any]] = {
+        "services, 16 + 16": {"workers": 16, "servers": 16},
+        "shared devices, 32": {
+            "workers": 32,
+            "servers": 32,
+            "together": {"beside_workers": True},
+            "schedule": {"kind": "lockstep", "combine": "partial"},
+        },
+    }
+    for requests in options.requests:
+        for name, shape in shapes.items():
+            found = _loaded(requests, options.seconds, **shape).run()
+            row = {"system": name, "requests": requests, **_speed(found, requests)}
+            print(json.dumps(row), flush=True)
+
+
+def _loaded(
+    requests: int,
+    seconds: float,
+    workers: int,
+    servers: int,
+    together: dict[str, Any] | None = None,
+    event_us: float = 0.0,
+    **more: Any,
+) -> SimulatedCluster:
+    """A cluster with this number of requests."""
+    each = -(-requests // workers)
+    seats = {"max_num_seqs": each, "max_num_batched_tokens": each, "max_model_len": 2048}
+    tables = {
+        "warm_up": seconds / 3,
+        "workers": {"count": workers, "event_us": event_us, **seats},
+        "servers": {"count": servers, "batch_pairs": None if together else 1, **(together or {})},
+        "workload": {"kind": "closed", "clients": requests, "prompt": 200, "answer": 768, "prefill": False},
+        "placement": {},
+        **more,
+    }
+    tables["servers"] = {name: value for name, value in tables["servers"].items() if value is not None}
+    return cluster(workers, servers, seconds, **tables)
+
+
+def _speed(found: Figures, requests: int) -> dict[str, float]:
+    """Tokens/s with all layers, and milliseconds between two tokens."""
+    itl = found.itl.mean * KNOWN["deepseek-v3"].moe_layers / LAYERS
+    return {"tokens_per_second": round(requests / itl), "itl_ms": round(1000 * itl, 1)}
+
+
+def ablate(options: argparse.Namespace) -> None:
+    """Figure 13, on 32 GPUs with as many requests for each."""
+    ranks, requests = 16, 32 * REQUESTS
+
+    def rate(**more: Any) -> float:
+        found = _loaded(requests, options.seconds, ranks, ranks, **more).run()
+        return requests / found.itl.mean
+
+    base = rate()
+
+    def say(what: str, stated: float | str, found: float, **more: Any) -> None:
+        row = {"what": what, "stated": stated, "change": round(found / base - 1, 3), **more}
+        print(json.dumps(row), flush=True)
+
+    one = {"kind": "lockstep", "inflight_batches": 1, "combine": "partial"}
+    say("without double batching", -0.259, rate(schedule=one))
+    for copies in (16, 32):
+        say(f"{copies} redundant experts", "+0.024 to +0.051", rate(placement={"redundant_experts": copies}))
+    for event_us in (50, 200, 800):
+        say("without CUDA graphs, if an event takes", -0.919, rate(event_us=event_us), event_us=event_us)
+    held = MODEL.experts / ranks
+    say("without compact groups", -0.149, base, empty_group_of_reading=round(0.149 / (1 - 0.149) / held, 4))
+
+
+def trip(options: argparse.Namespace) -> None:
+    """Figure 12: the wire's time, and what host and kernels add if the paper's library adds nothing."""
+    size = 512 * MODEL.hidden * 2
+    for what, ends, saved in (("2 clients, 2 servers", 2, 0.496), ("1 client, 3 servers", 3, 0.347)):
+        wire = 2 * (10e-6 + size / 50e9) if ends == 2 else 2 * (10e-6 + 3 * size / 50e9)
+        theirs = wire / (1 - saved)
+        row = {"what": what, "wire_us": round(1e6 * wire), "stepmesh_adds_us": round(1e6 * (theirs - wire))}
+        print(json.dumps(row), flush=True)
+
+
+FIGURES = {"scale": scale, "kill": kill, "load": load, "ablate": ablate, "trip": trip}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("figure", choices=["scale", "kill"])
+    parser.add_argument("figure", choices=list(FIGURES))
     parser.add_argument(
         "--gpus", nargs="+", type=int, default=[*range(32, 65)], help="kill takes the first one"
     )
     parser.add_argument("--seconds", type=float, default=0.1, help="simulated")
+    parser.add_argument(
+        "--requests", nargs="+", type=int, default=[256, 512, 1024, 2048, 4096], help="of load"
+    )
     parser.add_argument("--way", choices=["dies", "vanishes"], default="dies")
     options = parser.parse_args()
-    (scale if options.figure == "scale" else kill)(options)
+    FIGURES[options.figure](options)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from moesaic.commands.options import (
     Compress,
     Join,
     Place,
-    Plan,
     Scale,
 )
+from moesaic.commands.plan_options import Plan
 from moesaic.commands.settings import COMMANDS, Settings
 from moesaic.commands.simulate_options import Simulate
 from moesaic.commands.usage import GroupedFlags, one_line
@@ -209,7 +209,8 @@ def plan(
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Plan how to run a model larger than the fast memory, and predict its speed: plan MODEL --hardware NAME
-    --prompt-len S --gen-len N.
+    --prompt-len S --gen-len N. Or plan how to serve it on a cluster: plan MODEL --cluster 8xh100 --workload
+    FILE --slo ttft=2s,itl=50ms.
     """
     from moesaic.commands import plan as command
 

@@ -10,8 +10,8 @@ import pytest
 
 from moesaic import cli
 from moesaic.commands import plan_picture
-from moesaic.commands.options import Plan
 from moesaic.commands.plan import find_hardware, find_model, plan
+from moesaic.commands.plan_options import Plan
 from moesaic.commands.plan_report import as_text
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 import moesaic
-from moesaic.commands import plan_picture, plan_report
-from moesaic.commands.options import THIS, Plan
+from moesaic.commands import plan_deployment, plan_picture, plan_report
+from moesaic.commands.plan_options import THIS, Plan
 from moesaic.commands.plan_report import Report
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
@@ -35,6 +35,8 @@ def run(options: Plan, json: bool) -> int:
     Raises ConfigError for an unknown model or machine, for a model that does not fit, and for a picture that
     cannot be written.
     """
+    if options.cluster is not None:
+        return plan_deployment.run(options, find_model, json)
     waiting = Console(stderr=True)
     if options.paper:
         with waiting.status("reproducing the published policies"):

@@ -1,0 +1,168 @@
+"""The report of `moesaic plan --cluster`, as tables or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from moesaic.commands.plan_options import Plan
+from moesaic.commands.processes import in_text
+from moesaic.commands.tables import numbers
+from moesaic.cost.sizes import KNOWN
+from moesaic.planning.deployment.search import Deployments
+from moesaic.planning.deployment.serving import commands, notes
+from moesaic.planning.deployment.trials import Trial
+from moesaic.sim.figures import Spread
+
+
+def as_json(plan: Deployments, options: Plan) -> str:
+    """The plan as one JSON object. Times are in seconds, rates in tokens or requests per second."""
+    return json.dumps(
+        {
+            "model": plan.model.name,
+            "cluster": plan.spec.describe(),
+            "workload": plan.demand.describe(),
+            "objectives": asdict(plan.objectives),
+            "seed": options.seed,
+            "deployments": [_entry(plan, trial, options) for trial in plan.best(options.top)],
+            "ideas": [asdict(verdict) | {"verdict": verdict.line()} for verdict in plan.verdicts],
+            "layouts": plan.layouts,
+            "fitting_layouts": plan.fitting,
+            "simulated": len(plan.trials),
+            "complete": plan.complete,
+            "events": plan.events,
+            "assumed": _assumed(plan, options),
+        }
+    )
+
+
+def _entry(plan: Deployments, trial: Trial, options: Plan) -> Mapping[str, Any]:
+    figures, candidate = trial.figures, trial.candidate
+    return {
+        "layout": candidate.layout.describe(),
+        "machine": candidate.layout.pool.name,
+        "how": candidate.describe(),
+        "devices": candidate.layout.devices,
+        "hosts": candidate.layout.hosts,
+        "commands": commands(plan, candidate, str(options.model)),
+        "notes": notes(plan, candidate),
+        "throughput": figures.throughput,
+        "good_tokens": trial.good_tokens,
+        "goodput": figures.goodput,
+        "good_share": figures.good_share,
+        "ttft": asdict(figures.ttft),
+        "itl": asdict(figures.itl),
+        "utilisation": {"attention": _attention(trial), "experts": _experts(trial)},
+        "price_per_hour": trial.price,
+        "price_per_million_tokens": trial.per_million,
+        "simulated_seconds": figures.seconds,
+        "simulated_layers": trial.layers,
+        "completed_requests": figures.completed,
+        "estimated_throughput": trial.estimate.throughput,
+    }
+
+
+def _attention(trial: Trial) -> float:
+    return trial.busy("device" if trial.candidate.layout.beside else "worker")
+
+
+def _experts(trial: Trial) -> float:
+    return trial.busy("device" if trial.candidate.layout.beside else "server")
+
+
+def as_text(plan: Deployments, options: Plan) -> str:
+    """The plan for people: a table of the best deployments, their commands, and the five ideas."""
+    shown = plan.best(options.top)
+    parts = [_title(plan), in_text(_table(plan, shown))]
+    for number, trial in enumerate(shown, 1):
+        parts.append("\n".join(_commands(plan, trial, number, str(options.model))))
+    parts.append("\n".join(["The five ideas, switched on and off in the first deployment:", *_ideas(plan)]))
+    said = dict.fromkeys(note for trial in shown for note in notes(plan, trial.candidate))
+    parts.append("\n".join([_search(plan), *_assumed(plan, options), *said]))
+    return "\n\n".join(parts)
+
+
+def _title(plan: Deployments) -> str:
+    goals = [
+        f"{name} at most {limit:g} ms"
+        for name, limit in (
+            ("first token", plan.objectives.ttft_ms),
+            ("mean between tokens", plan.objectives.itl_ms),
+        )
+        if limit is not None
+    ]
+    wanted = f"a good request: {', '.join(goals)}" if goals else "without objectives every request is good"
+    return f"{plan.model.name} on {plan.spec.describe()}\n{plan.demand.describe()}; {wanted}"
+
+
+def _table(plan: Deployments, trials: list[Trial]) -> Table:
+    prices = ["per million"] if plan.spec.priced else []
+    columns = ("machines", "tokens/s", "good", "TTFT p50, p90", "ITL p50, p90, p99", "busy")
+    table = numbers("The best deployments; times in ms", "", *columns, *prices)
+    for number, trial in enumerate(trials, 1):
+        figures, layout = trial.figures, trial.candidate.layout
+        busy = f"{_attention(trial):.0%}"
+        if not layout.beside:
+            busy += f", {_experts(trial):.0%}"
+        good = "-" if figures.good_share is None else f"{figures.good_share:.0%}"
+        price = [] if not prices else ["-" if trial.per_million is None else f"{trial.per_million:,.2f}"]
+        table.add_row(
+            str(number),
+            f"{layout.devices} x {layout.pool.name}",
+            f"{figures.throughput:,.0f}",
+            good,
+            _milliseconds(figures.ttft, "p50", "p90"),
+            _milliseconds(figures.itl, "p50", "p90", "p99"),
+            busy,
+            *price,
+        )
+    return table
+
+
+def _milliseconds(spread: Spread, *names: str) -> str:
+    return ", ".join(f"{1e3 * spread.percentiles[name]:,.0f}" for name in names) if spread.count else "-"
+
+
+def _commands(plan: Deployments, trial: Trial, number: int, model: str) -> list[str]:
+    candidate, figures = trial.candidate, trial.figures
+    goodput = "" if figures.goodput is None else f"; {figures.goodput:,.2f} good requests/s"
+    lines = [f"{number}. {candidate.layout.describe()}, {candidate.describe()}{goodput}"]
+    found = commands(plan, candidate, model)
+    joins = found[1:]
+    lines.append(f"  {found[0]}")
+    if joins:
+        lines.append(f"  {joins[0]}    # {len(joins)} times, on {candidate.layout.hosts - 1} further hosts")
+    return lines
+
+
+def _ideas(plan: Deployments) -> list[str]:
+    return [f"  {verdict.idea}: {verdict.line()}" for verdict in plan.verdicts]
+
+
+def _search(plan: Deployments) -> str:
+    whole = "" if plan.complete else ". The time budget ended the search; give more with --time-budget"
+    return (
+        f"Of {plan.layouts} layouts {plan.fitting} fit, and {len(plan.trials)} deployments were simulated "
+        f"({plan.events:,} events){whole}."
+    )
+
+
+def _assumed(plan: Deployments, options: Plan) -> list[str]:
+    found = list(plan.spec.assumed)
+    used = plan.trials[0]
+    if used.candidate.layout.pool.curves is None:
+        found.append(
+            "Assumed: devices reach their roofline, which no real one does. Measure yours (docs/planning.md)."
+        )
+    if used.layers < plan.model.moe_layers:
+        found.append(
+            f"Simulated: {used.layers} layers, each for {plan.model.moe_layers / used.layers:g} of the "
+            "model's."
+        )
+    if options.model in KNOWN:
+        found.append(f"{options.model} is a name of sizes: serve takes the checkpoint's directory or hub id.")
+    return found
