@@ -51,7 +51,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "cluster": (
         *("config", "core", "policy.fleet.autoscale", "policy.placement.balance"),
-        *("policy.placement.around_homes", "policy.placement.dispatch", "trace.parts", "transport"),
+        *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
+        *("trace.parts", "transport"),
         "models.fingerprint",  # whether a server that joins has the same checkpoint
     ),
     "templates": ("config", "core"),

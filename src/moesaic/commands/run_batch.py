@@ -71,8 +71,8 @@ def run_remote(options: RunBatch, settings: Sequence[object], log_level: LogLeve
 
 def _check_levels(cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig) -> None:
     """Raises ConfigError for what a model that is larger than its memory does not have yet."""
-    refused = [(name, getattr(cluster, name)) for name in ("attention_workers", "expert_servers")]
-    for name, value in refused:
+    names = "attention_workers", "prefill_workers", "expert_servers"
+    for name, value in ((name, getattr(cluster, name)) for name in names):
         if value != getattr(ClusterConfig, name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError.field(flag, value, f"{getattr(ClusterConfig, name)} with --fast-memory")
