@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.config import WorkerConfig
 from moesaic.testing import byte_tokenizer
 from tests.cluster.test_identity import alone
 from tests.support import model_configs, pairs, tiny_models
@@ -80,7 +82,8 @@ def test_the_same_bits_as_in_one_process(shape: str) -> None:
         served.until(lambda: served.stats.transfers.received == 6)
         transfers = served.stats.transfers
         assert transfers.failed == 0 and transfers.sent == transfers.received
-        assert transfers.received_tokens == sum(LENGTHS[i] for i in (2, 3, 5, 6, 7)) + 150
+        every = sum(LENGTHS[i] for i in (2, 3, 5, 6, 7)) + 150
+        assert every - 96 <= transfers.received_tokens <= every  # 96 tokens may be in the prefix cache
         assert transfers.sent_bytes and transfers.sent_seconds
 
 
@@ -94,7 +97,7 @@ def test_every_cache_type_travels(cache: str) -> None:
         served.until(lambda: served.stats.transfers.received == 6)
 
 
-FAMILIES = {"states": "qwen3-next", "convolutions": "lfm2", "latent": "deepseek-v3"}
+FAMILIES = {"states": "qwen3-next", "convolutions": "lfm2", "latent": "deepseek-lite"}
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +110,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def of_family() -> tuple[list[list[int]], list[SamplingParams]]:
-    lengths = (200, 129, 128, 65, 64, 63, 16, 200)
+def of_family(longest: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    lengths: list[int] = [200, 129, 128, 65, 64, 63, 16, 200]
+    lengths = [min(length, longest) for length in lengths]
     prompts = [tiny_models.prompt(n, model_configs.VOCAB, seed=i % 4) for i, n in enumerate(lengths)]
     params = [
         SamplingParams(max_tokens=70, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
@@ -117,10 +121,11 @@ def of_family() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def of_one_process(path: Path) -> list[Answer]:
+@functools.cache
+def of_one_process(path: Path, longest: int) -> list[Answer]:
     model = LLM(str(path), threads=1, enable_prefix_caching=False, enforce_eager=True)
     found = []
-    for completion in model.generate(*of_family()):
+    for completion in model.generate(*of_family(longest)):
         [output] = completion.outputs
         found.append((output.token_ids, [entry.logprob for entry in output.logprobs or [] if entry]))
     return found
@@ -131,10 +136,10 @@ def of_one_process(path: Path) -> list[Answer]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_and_latents_travel(family: str, schedule: str, checkpoints: dict[str, Path]) -> None:
     """Of prompts that end before, at and after a multiple of 64, where states are stored."""
-    path = checkpoints[family]
+    path, longest = checkpoints[family], 120 if family == "latent" else 200
     with prefill_cluster(model=str(path), schedule=schedule, attention_workers=2) as served:
-        served.submit(*of_family())
-        assert served.finish() == of_one_process(path)
+        served.submit(*of_family(longest))
+        assert served.finish() == of_one_process(path, longest)
         nothing_is_left(served)
         served.until(lambda: served.stats.transfers.received == 8)
 
@@ -181,12 +186,16 @@ def test_a_death_during_a_transfer(victim: str, count: int, schedule: str, after
         assert served.finish()[len(LENGTHS) + 1 :] == alone(*workload(4))
 
 
+def no_process(config: WorkerConfig) -> None:
+    raise OSError("no process can be started")
+
+
 @pytest.mark.slow
 def test_without_a_prefill_worker_the_others_compute_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     with prefill_cluster(expert_servers=0) as served:
         served.submit(*workload())
         served.finish()
-        monkeypatch.setattr("moesaic.cluster.members.spawn_worker", lambda config: None)
+        monkeypatch.setattr("moesaic.cluster.members.spawn_worker", no_process)
         os.kill(served.pid("prefill worker 0"), signal.SIGKILL)
         served.until(lambda: served.supervisor.status()[-1].stage != "serving")
         before = served.stats.transfers.sent

@@ -221,7 +221,7 @@ class Router:
             self._enter(entry, entry.worker)
             submit = submits.setdefault(entry.worker, messages.Submit([]))
             submit.generated.append(list(entry.tokens))
-            if places.prefill is None:
+            if places.prefill is None or not self._goes_on(entry, len(known) + 1):
                 submit.requests.append(entry.request)
             else:
                 submit.requests.append(until_next(entry.request, len(entry.tokens)))
@@ -278,11 +278,7 @@ class Router:
                 continue
             entry.tokens.append(token)
             entry.last = self.objectives.token(entry.request.arrival, entry.last)
-            if (
-                entry.transfer is not None
-                and reasons[index] is FinishReason.LENGTH
-                and self._may_go_on(entry)
-            ):
+            if entry.transfer is not None and reasons[index] is FinishReason.LENGTH and self._goes_on(entry):
                 reasons[index], entry.transfer.sampled = None, True
                 self._go_on(entry)
             if reasons[index] is None:
@@ -302,12 +298,12 @@ class Router:
         self._enter(entry, to)
         return messages.KVTarget(entry.transfer.number, kv.address, kv.secret)
 
-    def _may_go_on(self, entry: Entry) -> bool:
-        """Whether the request is shorter than it and the model allow."""
-        most = entry.request.params.max_tokens
-        rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
+    def _goes_on(self, entry: Entry, tokens: int | None = None) -> bool:
+        """Whether the request may have another token. tokens: it has so many, with its prompt; None: now."""
+        most, prompt = entry.request.params.max_tokens, len(entry.request.prompt_token_ids)
+        tokens = prompt + len(entry.tokens) if tokens is None else tokens
         longest = min(worker.info.max_model_len for worker in self._workers.values())
-        return rows < longest and (most is None or len(entry.tokens) < most)
+        return tokens < longest and (most is None or tokens < prompt + most)
 
     def _received(self, worker: int, number: int) -> None:
         entry = self._entries.get(self._transfers.get(number, -1))

@@ -177,6 +177,7 @@ class Worker:
                     put(self._events, Cancelled(message.request_ids))
                 case messages.DropKV(transfers):
                     self._transfers.drop(transfers)
+                    self._unreported = True
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
                 case messages.Shutdown():
