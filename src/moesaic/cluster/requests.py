@@ -23,7 +23,9 @@ class Transfer:
     """The prefill worker has sampled its token, so it has finished."""
     received: bool = False
     broken: bool = False
-    """The KV will not arrive, or the worker that it went to is gone."""
+    """The KV will not arrive."""
+    gone: bool = False
+    """The worker that it went to is gone. Its successor may have the same number."""
 
 
 @dataclass

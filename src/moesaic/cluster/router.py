@@ -153,7 +153,7 @@ class Router:
             for entry in list(self._entries.values()):
                 if entry.transfer is not None and entry.transfer.to == worker:
                     entry.blocks.pop(worker)
-                    entry.transfer.broken = True
+                    entry.transfer.broken = entry.transfer.gone = True
                     self._go_on(entry)
 
     def take(self, worker: int, message: Message) -> None:
@@ -326,10 +326,10 @@ class Router:
         assert transfer is not None and entry.worker is not None
         if not transfer.sampled or not (transfer.received or transfer.broken):
             return
-        request, there = entry.request, transfer.to in self._workers
+        request, there = entry.request, not transfer.gone
         self._exit(entry, entry.worker)
         entry.moved = True
-        if transfer.broken or not there:
+        if transfer.broken:
             self._break_off(entry)
         else:
             del self._transfers[transfer.number]
@@ -351,7 +351,7 @@ class Router:
             return
         del self._transfers[transfer.number]
         self._exit(entry, transfer.to)
-        if transfer.to in self._workers:
+        if not transfer.gone:
             send(self._workers[transfer.to], messages.DropKV([transfer.number]))
 
     def _first_time(self, message: messages.Admitted) -> messages.Admitted:

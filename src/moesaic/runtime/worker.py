@@ -91,6 +91,7 @@ class Worker:
         self._events.append(Arrived([]))  # so that a scheduler can act before the first request
         while not self._stopping:
             self.turn(timeout=None)
+        self._transfers.close()
 
     def turn(self, timeout: float | None) -> bool:
         """Receive messages and handle one event.

@@ -84,3 +84,6 @@ class Transfers:
 
     def stats(self) -> TransferStats:
         return TransferStats()
+
+    def close(self) -> None:
+        """End the connections. What was not sent is lost."""

@@ -25,6 +25,7 @@ from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait
+from moesaic.transport.wakeup import Wakeup
 
 LOG = logging.getLogger(__name__)
 REMEMBERED = 4096
@@ -71,7 +72,10 @@ class KVReceiver(Transfers):
         self._ready: dict[int, _Image] = {}
         """Request -> its KV, until the request is admitted."""
         self._stats = TransferStats()
-        threading.Thread(target=self._run, name="receiving KV", daemon=True).start()
+        self._wakeup = Wakeup()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="receiving KV", daemon=True)
+        self._thread.start()
 
     # ---- the worker's side
 
@@ -113,6 +117,13 @@ class KVReceiver(Transfers):
             held = sum(image.num_bytes for image in (*self._images.values(), *self._ready.values()))
         return replace(self._stats, held_bytes=held)
 
+    def close(self) -> None:
+        self._stopping = True
+        self._wakeup.ring()
+        self._thread.join()
+        self._listener.close()
+        self._wakeup.close()
+
     def _put(self, header: PieceHeader, data: Bytes, action: Restore, skipped: int) -> None:
         """Write one piece, without its first `skipped` blocks."""
         blocks = action.blocks[header.first : header.first + header.blocks]
@@ -132,8 +143,8 @@ class KVReceiver(Transfers):
 
     def _run(self) -> None:
         sources: list[Answerer] = []
-        while True:
-            wait(sources, (self._listener.fileno(),), spin=0.0)
+        while not self._stopping:
+            wait(sources, (self._listener.fileno(), self._wakeup.fileno()), spin=0.0)
             sources += self._listener.accepted()
             for source in list(sources):
                 try:
@@ -142,6 +153,8 @@ class KVReceiver(Transfers):
                 except ConnectionLost as lost:
                     sources.remove(source)
                     self._leave(source, lost)
+        for source in sources:
+            source.close()
 
     def _take(self, source: Answerer, incoming: Incoming) -> None:
         """Keep a piece. Raises DamagedMessage for one that does not fit to those before it."""

@@ -69,7 +69,9 @@ class Link:
         self._pieces: deque[_Piece] = deque()
         self._open: dict[int, tuple[Call, _Piece, float]] = {}
         self._wakeup = Wakeup()
-        threading.Thread(target=self._run, name="sending KV", daemon=True).start()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="sending KV", daemon=True)
+        self._thread.start()
 
     def put(self, piece: _Piece) -> bool:
         """Send a piece after those that wait. False if that is not possible any more."""
@@ -80,6 +82,13 @@ class Link:
             self.queued += piece.num_bytes
         self._wakeup.ring()
         return True
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        self._stopping = True
+        self._wakeup.ring()
+        self._thread.join()
+        self._wakeup.close()
 
     def unfinished(self) -> list[int]:
         """The transfers of which pieces have not arrived. Called once the link is lost."""
@@ -102,8 +111,8 @@ class Link:
             self._lost(self)
 
     def _send(self, caller: Caller) -> None:
-        """Send what is queued. Raises ConnectionLost when the worker is gone."""
-        while True:
+        """Send what is queued, until `close`. Raises ConnectionLost when the worker is gone."""
+        while not self._stopping:
             self._wakeup.clear()
             for call, _ in caller.poll():
                 _, piece, begun = self._open.pop(call.number)
@@ -195,6 +204,10 @@ class KVSender(Transfers):
         with self._lock:
             return self._stats
 
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
     def _send(self, outgoing: _Outgoing, done: int, table: IntArray, states: tuple[int, int] | None) -> bool:
         """Send the blocks that are complete once `done` tokens are computed. states: page and seat.
 
@@ -223,7 +236,8 @@ class KVSender(Transfers):
 
     def _link(self, target: KVTarget) -> Link:
         if target.address not in self._links:
-            self._links = {address: link for address, link in self._links.items() if not link.lost}
+            for address in [address for address, link in self._links.items() if link.lost]:
+                self._links.pop(address).close()
             self._links[target.address] = Link(target, self._transport, self._heap, self._arrived, self._lost)
         return self._links[target.address]
 
