@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "barrier": {"schedule": "barrier", "prefill_workers": 2},
     "async": {"schedule": "async", "attention_workers": 2, "prefill_workers": 2},
     "two batches in flight": {"inflight_batches": 2},
+    "small caches": {"kv_cache_memory": "1MiB", "max_model_len": 256, "attention_workers": 2},
     "sockets": {"transport": "socket"},
     "own servers": {
         "attention_workers": 2,
@@ -72,7 +73,7 @@ def nothing_is_left(served: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", pairs.some(list(SHAPES), ["one of each", "async", "barrier", "own servers"])
+    "shape", pairs.some(list(SHAPES), ["one of each", "async", "barrier", "own servers", "small caches"])
 )
 def test_the_same_bits_as_in_one_process(shape: str) -> None:
     with prefill_cluster(**SHAPES[shape]) as served:

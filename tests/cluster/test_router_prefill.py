@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ class Workers:
     def join(self, number: int) -> None:
         ours, self.ends[number] = local_pair()
         kv = messages.ReceivesKV(f"unix:@{number}", b"secret") if number < PREFILL else None
-        self.router.join(number, ours, info(), prefill=number >= PREFILL, kv=kv)
+        self.router.join(number, ours, info(max_model_len=1024), prefill=number >= PREFILL, kv=kv)
 
     def submit(self, request_id: int = 0, **params: Any) -> messages.Submit:
         """What the prefill worker gets of a request."""
@@ -187,3 +188,39 @@ def test_only_workers_that_generate_count_as_serving() -> None:
     assert workers.got(PREFILL) == []
     workers.join(1)
     assert len(workers.got(PREFILL)) == 1
+
+
+def test_prompts_wait_until_a_worker_has_room_for_their_kv() -> None:
+    """A worker has 64 blocks of 16 tokens. Prompts of 40 blocks do not fit beside each other."""
+    workers = Workers()
+    params = SamplingParams(max_tokens=8)
+    long = [5] * (40 * 16)
+    requests = [Request(number, prompt, params) for number, prompt in enumerate([long] * 4 + [PROMPT])]
+    workers.router.send(messages.Submit(requests))
+
+    def begun() -> list[int]:
+        found = [*workers.got(PREFILL), *workers.got(PREFILL + 1)]
+        return sorted(one.request_id for m in found if isinstance(m, messages.Submit) for one in m.requests)
+
+    assert begun() == [0, 1] and workers.router.stats().waiting == 3
+    workers.router.send(messages.Cancel([3]))
+    assert begun() == [] and workers.router.stats().waiting == 2
+    workers.router.take(PREFILL, messages.Tokens([0], [50], [FinishReason.STOP]))
+    assert begun() == [2, 4], "the short one did not overtake"
+    assert workers.router.stats().waiting == 0
+
+
+def test_prompts_that_wait_are_placed_once_when_a_worker_joins_or_the_prefill_workers_are_gone() -> None:
+    for change in ("join", "leave"):
+        workers = Workers()
+        long = Request(0, [5] * (40 * 16), SamplingParams(max_tokens=8))
+        requests = [replace(long, request_id=number) for number in range(3)]
+        workers.router.send(messages.Submit(requests))
+        if change == "join":
+            workers.join(2)
+            assert workers.router.loads()[2].requests == 1
+        else:
+            workers.router.leave(PREFILL)
+            workers.router.leave(PREFILL + 1)
+            assert sum(load.requests for load in workers.router.loads().values()) == 3
+        assert workers.router.stats().waiting == 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from collections import deque
 from dataclasses import replace
 
 from moesaic.cluster.objectives import Objectives
@@ -47,6 +48,8 @@ class Router:
         self._transfers: dict[int, int] = {}
         """Transfer under way -> its request."""
         self._numbers = itertools.count(1)
+        self._held_back: deque[int] = deque()
+        """Requests that wait until a worker has room for the KV of their prompts."""
         self.moved_requests = 0
         """Requests whose worker died or left, so far."""
 
@@ -61,6 +64,7 @@ class Router:
                     self._place([request.request_id for request in requests])
                 case messages.Cancel(request_ids):
                     self._cancel(request_ids)
+                    self._place([])
                 case messages.Shutdown():
                     for worker in self._workers.values():
                         send(worker, message)
@@ -105,6 +109,7 @@ class Router:
         """
         with self._lock:
             self._workers[worker] = WorkerRecord(connection, info, prefill=prefill, kv=kv)
+            self._held_back.clear()
             self._place([key for key, entry in self._entries.items() if entry.worker is None])
 
     def drain(self, worker: int) -> None:
@@ -134,7 +139,11 @@ class Router:
     def stats(self) -> WorkerStats:
         """Returns statistics of all workers together, including past ones."""
         with self._lock:
-            return total([self._past, *(worker.stats for worker in self._workers.values())])
+            return self._total()
+
+    def _total(self) -> WorkerStats:
+        found = total([self._past, *(worker.stats for worker in self._workers.values())])
+        return replace(found, waiting=found.waiting + len(self._held_back))
 
     def leave(self, worker: int) -> None:
         """Removes a worker. Its requests go to others, or wait for one. Its late messages are ignored."""
@@ -164,6 +173,7 @@ class Router:
             match message:
                 case messages.Tokens():
                     message = self._count(message)
+                    self._place([])
                 case messages.KVReceived(number):
                     self._received(worker, number)
                     return
@@ -175,8 +185,7 @@ class Router:
                 case messages.Stats(stats):
                     if worker in self._workers:  # otherwise it has just started, or was given up
                         self._workers[worker].stats = stats
-                    every = [self._past, *(worker.stats for worker in self._workers.values())]
-                    message = messages.Stats(total(every))
+                    message = messages.Stats(self._total())
             self._outbox.put(message)
 
     def tell_ready(self) -> None:
@@ -209,14 +218,22 @@ class Router:
     # ---- internal, with the lock held
 
     def _place(self, request_ids: list[int]) -> None:
-        """Sends each of these requests to a worker. Without workers they wait."""
-        if not self.loads():
+        """Sends each of these requests to a worker, after those that are held back. Without workers they
+        wait."""
+        if not (request_ids or self._held_back) or not self.loads():
             return
         submits: dict[int, messages.Submit] = {}
-        for request_id in request_ids:
+        self._held_back += request_ids
+        while self._held_back:
+            request_id = self._held_back[0]
             entry = self._entries[request_id]
             known = [*entry.request.prompt_token_ids, *entry.tokens]
-            places = apart.choose(self.dispatch, self.loads(), self.loads(prefill=True), known)
+            blocks = -(-len(known) // next(iter(self._workers.values())).info.block_size)
+            loads, prefill = self.loads(), self.loads(prefill=True)
+            places = apart.choose(self.dispatch, loads, prefill, known, blocks)
+            if places is None:
+                break
+            self._held_back.popleft()
             entry.worker = places.decode if places.prefill is None else places.prefill
             self._enter(entry, entry.worker)
             submit = submits.setdefault(entry.worker, messages.Submit([]))
@@ -257,6 +274,8 @@ class Router:
             self._break_off(entry)
             if entry.worker is not None:
                 self._exit(entry, entry.worker)
+            elif request_id in self._held_back:
+                self._held_back.remove(request_id)
         return entry
 
     def _cancel(self, request_ids: list[int]) -> None:

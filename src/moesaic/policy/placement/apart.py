@@ -30,15 +30,22 @@ def choose(
     workers: Mapping[int, WorkerLoad],
     prefill_workers: Mapping[int, WorkerLoad],
     known: Sequence[int],
-) -> Places:
-    """The workers of a request. known: its prompt and what it has generated.
+    blocks: int,
+) -> Places | None:
+    """The workers of a request. known: its prompt and what it has generated, which take so many blocks.
 
     `dispatch` chooses the worker that generates. The prefill worker is the one whose open prompts have the
     fewest blocks. Without prefill workers, and for a short prompt, there is none.
 
+    A prompt waits, and None is returned, until a worker has room for its KV. Otherwise prefill workers would
+    run ahead, and KV without a place in the cache would fill the memory.
+
     Example: prefill workers 7 and 8 have 100 blocks each, of which 40 and 30 are used. A prompt of 15 tokens
-    goes to none of them, one of 16 tokens to 8. Raises ValueError if `workers` is empty.
+    goes to none of them, one of 16 tokens to 8. Raises ValueError if there are no workers at all.
     """
-    decode = dispatch(workers, known)
-    short = len(known) < SHORT
-    return Places(decode, least_loaded(prefill_workers) if prefill_workers and not short else None)
+    if not prefill_workers or len(known) < SHORT:
+        return Places(dispatch(workers, known), None)
+    roomy = {key: load for key, load in workers.items() if not load.requests or load.free_blocks >= blocks}
+    if not roomy:
+        return None
+    return Places(dispatch(roomy, known), least_loaded(prefill_workers))
