@@ -88,7 +88,6 @@ class Link:
         self._stopping = True
         self._wakeup.ring()
         self._thread.join()
-        self._wakeup.close()
 
     def unfinished(self) -> list[int]:
         """The transfers of which pieces have not arrived. Called once the link is lost."""
@@ -108,7 +107,10 @@ class Link:
                 self.lost = True
             if caller is not None:
                 caller.close()
+            self._wakeup.close()
             self._lost(self)
+            self._pieces.clear()
+            self._open.clear()  # so that the connection's memory is freed
 
     def _send(self, caller: Caller) -> None:
         """Send what is queued, until `close`. Raises ConnectionLost when the worker is gone."""
