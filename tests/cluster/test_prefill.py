@@ -6,17 +6,21 @@ import functools
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moesaic import LLM, SamplingParams
-from moesaic.config import WorkerConfig
+from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.core.request import RequestOutput
+from moesaic.core.structured import StructuredOutputsParams
+from moesaic.launch import launch
 from moesaic.testing import byte_tokenizer
 from tests.cluster.test_identity import alone
 from tests.support import model_configs, pairs, tiny_models
-from tests.support.cluster_driver import Answer, Cluster, cluster
+from tests.support.cluster_driver import PATIENCE, Answer, Cluster, cluster
 
 LENGTHS = (5, 15, 16, 17, 33, 64, 130, 200)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -227,3 +231,47 @@ def test_a_frozen_prefill_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
         assert served.finish() == alone(*workload())
         nothing_is_left(served)
         assert served.supervisor.status()[-1].deaths == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [None, '{"method": "ngram", "num_speculative_tokens": 3}'])
+def test_scores_of_prompts_and_forms_of_answers_are_those_of_one_process(drafts: str | None) -> None:
+    """The prefill worker scores the prompt. Both workers know the form of the answer and what may follow."""
+    form = StructuredOutputsParams(regex="[a-z]{3,9} [0-9]{4,}")
+    repeated = [7, 8, 9, 10, 11] * 12
+    params = [
+        SamplingParams(max_tokens=12, temperature=0, prompt_logprobs=2, logprobs=1, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.7, seed=3, structured_outputs=form, logprobs=1),
+        SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=0),
+    ]
+    asked = [repeated, repeated[1:], repeated[2:]]
+    shape = ClusterConfig(attention_workers=1, prefill_workers=1)
+    worker = WorkerConfig(
+        ModelConfig("demo", threads=1),
+        CacheConfig("32MiB"),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, speculative_config=drafts),
+    )
+    outputs: dict[int, list[RequestOutput]] = {}
+    with launch(worker, shape, seed=0) as launched:
+        engine, open_requests = launched.engine, set()
+        while engine.info is None:
+            for _ in engine.receive(launched.connection.receive(60)):  # type: ignore[arg-type]
+                pass
+        for prompt, one in zip(asked, params, strict=True):
+            open_requests.add(engine.submit(prompt, one))
+        while open_requests:
+            for output in engine.receive(launched.connection.receive(60)):  # type: ignore[arg-type]
+                outputs.setdefault(output.request_id, []).append(output)
+                if output.finished:
+                    open_requests.discard(output.request_id)
+        deadline = time.monotonic() + PATIENCE
+        while launched.connection.stats().transfers.received < 3:  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline
+            launched.connection.receive(0.1)
+    alone = LLM("demo", threads=1, kv_cache_memory="64MiB").generate(asked, params)
+    for number, completion in enumerate(alone):
+        got, [wanted] = outputs[number], completion.outputs
+        assert [token for one in got for token in one.token_ids] == wanted.token_ids
+        assert [entry for one in got for entry in one.logprobs or []] == (wanted.logprobs or [])
+        scores = [one.prompt_logprobs for one in got if one.prompt_logprobs is not None]
+        assert scores == ([wanted.prompt_logprobs] if number == 0 else [])
