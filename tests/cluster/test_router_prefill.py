@@ -181,6 +181,9 @@ def test_kv_that_cannot_be_sent_is_computed_again() -> None:
 
 def test_only_workers_that_generate_count_as_serving() -> None:
     workers = Workers()
+    workers.router.tell_ready()
+    [ready] = workers.heard()
+    assert isinstance(ready, messages.Ready) and ready.info.num_blocks == 2 * 64
     for number in (0, 1):
         workers.router.leave(number)
     assert not workers.router.serves

@@ -189,9 +189,9 @@ class Router:
             self._outbox.put(message)
 
     def tell_ready(self) -> None:
-        """Describes all workers to the engine as one. Without workers the engine keeps what it knows."""
+        """Describes all workers that generate to the engine as one. Without any it keeps what it knows."""
         with self._lock:
-            infos = [worker.info for worker in self._workers.values()]
+            infos = [worker.info for worker in self._workers.values() if not worker.prefill]
         totals = {
             name: sum(getattr(info, name) for info in infos)
             for name in (
