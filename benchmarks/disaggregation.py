@@ -6,6 +6,8 @@
     python benchmarks/disaggregation.py queues demo --svg q.svg   arrivals near saturation, by queue policy
     python benchmarks/disaggregation.py affinity demo --profile p.npz --prompts a.jsonl b.jsonl
                                                                   two ranks, by dispatch and placement
+    python benchmarks/disaggregation.py prefill /tmp/qwen --trace azure.csv
+                                                                  prefill apart against chunked prompts
 
 Shown are medians of interleaved rounds: what is compared takes turns, and stays loaded meanwhile. Every
 process of a cluster has one thread, in `one` --threads. --quick: a look at whether it works. Checkpoints come
@@ -17,10 +19,11 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from disaggregated import affinity, colocated, kill, one, queues
+from disaggregated import affinity, colocated, kill, one, prefill, queues
 from parts import run
 
 PARTS = {"one": one, "colocated": colocated, "kill": kill, "queues": queues, "affinity": affinity}
+PARTS |= {"prefill": prefill}
 
 
 def model(command: argparse.ArgumentParser, part: ModuleType) -> None:

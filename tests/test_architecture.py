@@ -51,7 +51,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "cluster": (
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
-        *("policy.placement.around_homes", "policy.placement.dispatch", "trace.parts", "transport"),
+        *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
+        *("trace.parts", "transport"),
         # placements from live routing: the verdict, what a process is asked, and what it answers
         *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
         *("solving.job", "trace.live_routing"),

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from scripts.soak.plan import KILL, SERVER, Fault
+from scripts.soak.plan import KILL, PREFILL, SERVER, WORKER, Fault
 from tests.support.cluster_driver import Cluster
 from tests.support.processes import children
 
+from moesaic.cluster.member import FIRST_PREFILL
 from moesaic.cluster.router import Router
 from moesaic.core.cluster_status import ProcessStatus
 
@@ -101,14 +102,16 @@ class Saboteur:
         [victim], before = same, self._chosen[0]
         if fault.role == SERVER:
             return victim if victim.stats.pairs > before.stats.pairs else None
-        return None if self._router.drained(victim.number) else victim
+        number = victim.number + (FIRST_PREFILL if victim.role == PREFILL else 0)
+        return None if self._router.drained(number) else victim
 
     def _healthy(self) -> bool:
         return not self._frozen and all(one.stage == "serving" for one in self._served.supervisor.status())
 
     def _fit(self, one: ProcessStatus, fault: Fault) -> bool:
         frozen = [pid for _, pid in self._frozen]
-        return one.role == fault.role and one.stage == "serving" and one.pid not in frozen
+        roles = (WORKER, PREFILL) if fault.role == WORKER else (SERVER,)
+        return one.role in roles and one.stage == "serving" and one.pid not in frozen
 
 
 def _rank(pid: int, choice: float) -> int:

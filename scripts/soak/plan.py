@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from moesaic import SamplingParams
 
 SERVER, WORKER = "expert server", "attention worker"
+PREFILL = "prefill worker"
+"""Faults of attention workers hit these too."""
 KILL, FREEZE = "kill", "freeze"
 SCHEDULES = (
     ("barrier", 1, "defrag"),
@@ -61,6 +63,7 @@ class Shape:
     `tests.support.faulty_transport`."""
     ranks: int
     """Processes of each attention worker."""
+    prefill_workers: int
 
     @property
     def exact(self) -> bool:
@@ -73,6 +76,7 @@ class Shape:
         """Example: "async mtfs, 2+3, min-replicas 1, qwen3, k 8, tcp, chunks of 16, native, exact"."""
         schedule = {"async": f"async {self.queue_policy}", "lockstep": f"lockstep {self.inflight_batches}"}
         workers = f"{self.attention_workers}x{self.ranks}" if self.ranks > 1 else str(self.attention_workers)
+        workers += f"+{self.prefill_workers} prefill" if self.prefill_workers else ""
         size = f"{workers}+{self.expert_servers}, min-replicas {self.min_replicas}"
         kernels = "native" if self.kernels == "auto" else self.kernels
         parts = [schedule.get(self.schedule, self.schedule), size, self.model, self.transport]
@@ -145,6 +149,8 @@ def plan_round(seed: str, number: int) -> Plan:
 def _shape(rng: random.Random, name: str, number: int) -> Shape:
     schedule, batches, policy = SCHEDULES[number % len(SCHEDULES)]
     workers, servers, replicas = SIZES[number % len(SIZES)]
+    processes = random.Random(f"{name}/processes")
+    ranks, prefill = processes.choice((1, 1, 1, 2)), processes.choice((0, 0, 1, 2))
     return Shape(
         schedule=schedule,
         inflight_batches=batches,
@@ -159,7 +165,8 @@ def _shape(rng: random.Random, name: str, number: int) -> Shape:
         chunk=rng.choice((16, 64, 512)),
         kernels="reference" if rng.random() < 0.2 else "auto",
         bad_connections=rng.random() < 0.2,
-        ranks=random.Random(f"{name}/processes").choice((1, 1, 1, 2)),
+        ranks=ranks,
+        prefill_workers=prefill if ranks == 1 else 0,  # ranks have none
     )
 
 

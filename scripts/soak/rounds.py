@@ -15,7 +15,7 @@ from scripts.soak.answers import difference, spanning_gap
 from scripts.soak.faults import Saboteur, Strike
 from scripts.soak.leaks import Leaks, growth, held_by, holdings, left_over
 from scripts.soak.models import Models
-from scripts.soak.plan import SERVER, SEVERAL, Order, Plan, Shape, orders, pool
+from scripts.soak.plan import PREFILL, SERVER, SEVERAL, WORKER, Order, Plan, Shape, orders, pool
 from tests.support.cluster_driver import Cluster, cluster
 from tests.support.faulty_transport import Faults
 from tests.support.faulty_worker import faulty
@@ -169,7 +169,7 @@ def _drive(served: Cluster, plan: Plan, models: Models, outcome: Outcome) -> Non
     assert isinstance(router, Router)
     saboteur = Saboteur(served, router, plan.faults)
     served.until(lambda: _healed(served, plan.shape))
-    before = _held(served)
+    before = _with_transfers(_held(served), plan.shape)
     try:
         Traffic(served, plan, models, outcome).run(saboteur)
     finally:
@@ -187,13 +187,22 @@ def _healed(served: Cluster, shape: Shape) -> bool:
     """Every process serves, and every worker is connected to every server."""
     status = served.supervisor.status()
     clients = {one.stats.clients for one in status if one.role == SERVER}
-    return all(one.stage == "serving" for one in status) and clients == {shape.attention_workers}
+    return all(one.stage == "serving" for one in status) and clients == {
+        shape.attention_workers + shape.prefill_workers
+    }
 
 
 def _held(served: Cluster) -> dict[str, Counter[str]]:
     """What each process holds now."""
     status = served.supervisor.status()
     return {one.name: held_by(Path(f"/proc/{one.pid}")) for one in status if one.pid is not None}
+
+
+def _with_transfers(held: dict[str, Counter[str]], shape: Shape) -> dict[str, Counter[str]]:
+    """The same, with the connections that prefill workers make with their first requests."""
+    partners = {WORKER: shape.prefill_workers, PREFILL: shape.attention_workers * (shape.prefill_workers > 0)}
+    more = {name: partners.get(name.rpartition(" ")[0], 0) for name in held}
+    return {name: counts + Counter(sockets=more[name], segments=more[name]) for name, counts in held.items()}
 
 
 def _blocks(served: Cluster, router: Router) -> list[str]:
@@ -238,6 +247,7 @@ def _cluster(shape: Shape, model: str) -> Iterator[Cluster]:
             inflight_batches=shape.inflight_batches,
             queue_policy=shape.queue_policy,
             attention_workers=shape.attention_workers,
+            prefill_workers=shape.prefill_workers,
             expert_servers=shape.expert_servers,
             min_replicas=shape.min_replicas,
             redundant_experts=shape.redundant_experts,

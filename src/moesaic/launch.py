@@ -65,7 +65,7 @@ def launch(
     """
     cluster = cluster and cluster.resolved()
     config = _with_devices(config, cluster)
-    path = _checked(config, cluster)
+    path = _checked(config, cluster, record)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
     live = _live_routing(config, cluster, record)
@@ -100,9 +100,12 @@ def launch(
 def _live_routing(
     config: WorkerConfig, cluster: ClusterConfig | None, record: RecordConfig
 ) -> LiveRouting | None:
-    """What --rebalance routing records; None without it. Raises ConfigError with drafted tokens."""
+    """What --rebalance routing records; None without it. Raises ConfigError where it cannot."""
     if cluster is None or cluster.rebalance != "routing":
         return None
+    if cluster.prefill_workers > 0:
+        allowed = "load with --prefill-workers: a request's rows would be those of two workers"
+        raise ConfigError.field("--rebalance", "routing", allowed)
     if config.scheduler.speculative_config is not None:
         allowed = "load with --speculative-config: routes of drafted tokens must not be recorded"
         raise ConfigError.field("--rebalance", "routing", allowed)
@@ -141,10 +144,13 @@ def _first_of_one(config: WorkerConfig) -> WorkerConfig:
     return replace(config, trace=trace, record=rows)
 
 
-def _checked(config: WorkerConfig, cluster: ClusterConfig | None) -> Path:
+def _checked(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordConfig) -> Path:
     """The directory of the checkpoint. Raises ConfigError for settings that contradict each other."""
     if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
+    if cluster is not None and cluster.prefill_workers > 0 and record.record_routing is not None:
+        allowed = "nothing with --prefill-workers: a request's rows would be those of two workers"
+        raise ConfigError.field("--record-routing", str(record.record_routing), allowed)
     if cluster is not None and cluster.paced is not None:
         paced.read(Path(cluster.paced))
     if cluster is not None and cluster.schedule_policy_file is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from moesaic.cluster.router import Router, _Entry
+from moesaic.cluster.requests import Entry
+from moesaic.cluster.router import Router
 from moesaic.core import messages
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.policy.placement.dispatch import WorkerLoad
@@ -64,7 +65,7 @@ def test_counts_are_kept_through_everything(seed: int) -> None:
     assert len(seen) == 6 and router.moved_requests > 0
 
 
-class Unread(dict[int, _Entry]):
+class Unread(dict[int, Entry]):
     """Requests by their number; nobody walks over all of them."""
 
     def refuse(self, *arguments: Any) -> Any:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from moesaic import SamplingParams
+from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import (
     CacheConfig,
@@ -71,6 +72,12 @@ class Cluster:
         [pid] = [member.pid for member in self.supervisor.status() if member.name == name]
         assert pid is not None
         return pid
+
+    @property
+    def router(self) -> Router:
+        """What the engine is connected to."""
+        assert isinstance(self._launched.connection, Router)
+        return self._launched.connection
 
     @property
     def stats(self) -> WorkerStats:

@@ -23,6 +23,7 @@ class Feature:
 
 FEATURES: dict[str, Feature] = {
     "`--attention-workers`": Feature({"--attention-workers": "2"}),
+    "`--prefill-workers`": Feature({"--prefill-workers": "1"}),
     "`--expert-servers`": Feature(SERVERS),
     "`--enable-expert-parallel`": Feature({"--data-parallel-size": "2", "--enable-expert-parallel": ""}),
     "`--tensor-parallel-size`": Feature(RANKS),
@@ -59,10 +60,18 @@ STEPS = "the ranks run whole steps together, one at a time"
 PASSES = "a pass loads one worker's experts, layer by layer"
 DRAFTS = "routes of drafted tokens that are not accepted must not be recorded"
 IN_STEP = "the two halves of a batch take turns in lockstep"
+HEADS = "each rank has the keys and values of its own heads"
+TWO_WORKERS = "a request's rows would be those of two workers"
 REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("`--prefill-workers`", ("`--tensor-parallel-size`", "`--moe-collectives`"), HEADS),
+    ("`--prefill-workers`", ("`--record-routing`", "`--rebalance routing`"), TWO_WORKERS),
     ("`--moe-collectives`", BESIDE, HOLDING),
     ("`--moe-collectives`", OBSERVED, STEPS),
-    ("`--fast-memory`", ("`--attention-workers`", *BESIDE, "`--record-routing`"), PASSES),
+    (
+        "`--fast-memory`",
+        ("`--attention-workers`", "`--prefill-workers`", *BESIDE, "`--record-routing`"),
+        PASSES,
+    ),
     ("`--fast-memory`", ("`--inflight-batches 2`", "`--speculative-config`"), PASSES),
     ("`--record-routing`", ("`--speculative-config`",), DRAFTS),
     ("`--inflight-batches 2`", ("`--schedule barrier`", "`--schedule async`"), IN_STEP),

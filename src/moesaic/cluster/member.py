@@ -6,13 +6,19 @@ import enum
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moesaic.core.messages import ReceivesKV
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.policy.fleet.devices import Devices
 from moesaic.transport.base import Connection
 
+FIRST_PREFILL = 1 << 20
+"""Number of the first prefill worker among the router's workers."""
+
 
 class Role(enum.Enum):
     WORKER = "attention worker"
+    PREFILL = "prefill worker"
+    """An attention worker that computes prompts for the others."""
     SERVER = "expert server"
 
 
@@ -94,6 +100,8 @@ class Member:
     """For a server: number of the last Hold that was sent to it."""
     confirmed_hold: int = -1
     """For a server: number of the last Hold that it has confirmed."""
+    kv: ReceivesKV | None = None
+    """For a worker: where it receives KV. None: it does not, or has not said it yet."""
     settled: int = -1
     """For a worker: no call under way was routed by a version of the directory before this one."""
     devices: Devices = ()
@@ -107,6 +115,11 @@ class Member:
     @property
     def name(self) -> str:
         return f"{self.role.value} {self.number}"
+
+    @property
+    def worker(self) -> int:
+        """For a worker: its number among those of the router, of both roles."""
+        return self.number if self.role is Role.WORKER else FIRST_PREFILL + self.number
 
     @property
     def in_service(self) -> bool:

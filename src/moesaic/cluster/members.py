@@ -22,6 +22,15 @@ from moesaic.trace.parts import part_of
 
 FROM_SERVER = (messages.Holds, messages.Digests, messages.ServerReport, messages.Failed)
 """The messages that an expert server may send."""
+TO_ROUTER = (
+    messages.Tokens,
+    messages.Admitted,
+    messages.PromptLogprobs,
+    messages.Stats,
+    messages.KVReceived,
+    messages.KVNotSent,
+)
+"""The messages of a worker that requests wait for."""
 
 
 class Members:
@@ -51,6 +60,7 @@ class Members:
         self._capacities = cluster.capacities or tuple(map(float, threads))
         """Capacity weights of the servers started here, by number. Later servers have the last weight."""
         self.workers: list[Member] = []
+        self.prefill_workers: list[Member] = []
         self.servers: list[Member] = []
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Work for the supervisor's thread; None ends the thread."""
@@ -62,6 +72,7 @@ class Members:
         self.past_deaths = 0
         """Deaths of members that have left."""
         self._worker_config = worker
+        self._prefill = cluster.prefill_workers > 0
         self._router = router
         self._on_message = on_message
         self._clock = clock
@@ -70,7 +81,12 @@ class Members:
 
     @property
     def all(self) -> list[Member]:
-        return self.workers + self.servers
+        return [*self.clients, *self.servers]
+
+    @property
+    def clients(self) -> list[Member]:
+        """Attention workers of both roles, which ask the servers."""
+        return self.workers + self.prefill_workers
 
     @property
     def servers_here(self) -> list[Member]:
@@ -91,27 +107,33 @@ class Members:
             own = self._capacities[min(member.number, len(self._capacities) - 1)]
             member.capacity = own if capacity is None else capacity
         member.devices = self._devices_of(role)
-        if role is Role.WORKER:
-            self.workers = [*self.workers, member]
-        else:
-            self.servers = [*self.servers, member]
+        match role:
+            case Role.WORKER:
+                self.workers = [*self.workers, member]
+            case Role.PREFILL:
+                self.prefill_workers = [*self.prefill_workers, member]
+            case Role.SERVER:
+                self.servers = [*self.servers, member]
         return member
 
     def spawn_worker(self, member: Member) -> None:
-        """Starts the worker's next process."""
-        place = self._place(member, self.workers)
-        cpus = self._cores.cpus(Role.WORKER, place, self._ranks)
+        """Starts the next process of a worker of either role."""
+        prefill = member.role is Role.PREFILL
+        alike = self.prefill_workers if prefill else self.workers
+        place = self._place(member, alike)
+        cpus = self._cores.cpus(Role.WORKER, self.clients.index(member), self._ranks)
         config = replace(
             self._worker_config,
             beside=self._beside(member),
             devices=member.devices,
-            own_server=self.servers_here[place].number if self._ranks else None,
-            most_threads=len(cpus) or self._cores.threads(place, len(self.workers)),
+            own_server=self.servers_here[place].number if self._ranks and not prefill else None,
+            most_threads=len(cpus) or self._cores.threads(place, len(alike)),
             cpus=cpus,
+            kv_role=("prefill" if prefill else "decode") if self._prefill else None,
             trace=self._part(member),
             record=part_of(self._worker_config.record, member.name, member.incarnation + 1),
         )
-        with numa.on(self._cores.nodes(place, len(self.workers))):
+        with numa.on(self._cores.nodes(place, len(alike))):
             child = spawn_worker(config)
         self._listen(member, child)
 
@@ -170,6 +192,7 @@ class Members:
     def remove(self, member: Member) -> None:
         """Removes a member, and ends its process in the background. Its requests must have moved before."""
         self.workers = [other for other in self.workers if other is not member]
+        self.prefill_workers = [other for other in self.prefill_workers if other is not member]
         self.servers = [other for other in self.servers if other is not member]
         self.past_deaths += member.all_deaths
         child, member.child = member.child, None
@@ -199,7 +222,7 @@ class Members:
     def _devices_of(self, role: Role) -> Devices:
         """The GPUs of a new member. Servers use the CPU unless the device is given."""
         on_cpu = role is Role.SERVER and self._worker_config.model.device != "cuda"
-        ranks = self._worker_config.parallel.tensor_parallel_size if role is Role.WORKER else 1
+        ranks = 1 if role is Role.SERVER else self._worker_config.parallel.tensor_parallel_size
         return () if on_cpu else choose(self._gpus, [member.devices for member in self.all], ranks)
 
     def _beside(self, worker: Member) -> int:
@@ -208,7 +231,7 @@ class Members:
         if worker.devices:
             return beside(worker.devices, [member.devices for member in others])
         servers = len(self.servers_here) if self._worker_config.model.device == "cuda" else 0
-        return len(self.workers) + servers - 1
+        return len(self.clients) + servers - 1
 
     def _part(self, member: Member) -> str | None:
         """Returns the file for its next process's part of the trace; None: there is no trace."""
@@ -247,7 +270,7 @@ class Members:
             try:
                 message = child.connection.receive(None)
             except ConnectionLost as lost:
-                if member.role is Role.WORKER:
+                if member.role is not Role.SERVER:
                     self._leave(member)
                 put(lost)
                 return
@@ -257,14 +280,14 @@ class Members:
                 put(ConnectionLost(f"an expert server sent {type(message).__name__}"))
                 return
             match message:
-                case messages.Tokens() | messages.Admitted() | messages.PromptLogprobs() | messages.Stats():
-                    self._router.take(member.number, message)
+                case _ if isinstance(message, TO_ROUTER):
+                    self._router.take(member.worker, message)
                 case _:
                     put(message)
 
     def _leave(self, member: Member) -> None:
         """Moves a worker's requests to other workers, even while the supervisor is busy or has failed."""
-        self._router.leave(member.number)
+        self._router.leave(member.worker)
         if not self.watched and not self._router.serves:
             self._router.fail(f"{member.name} was the last attention worker, and the supervisor has stopped")
 

@@ -64,7 +64,7 @@ class Publisher:
     def publish(self) -> None:
         """Sends the directory to every worker."""
         self.version += 1
-        for member in self._members.workers:
+        for member in self._members.clients:
             if member.in_service:
                 self.introduce(member)
 
@@ -84,7 +84,7 @@ class Publisher:
 
     def settled(self, version: int) -> bool:
         """Whether no worker has a call under way that was routed by a directory before `version`."""
-        return all(member.settled >= version for member in self._members.workers if member.in_service)
+        return all(member.settled >= version for member in self._members.clients if member.in_service)
 
 
 def holding(members: Collection[Member]) -> bool:

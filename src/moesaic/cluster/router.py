@@ -3,51 +3,31 @@
 The router knows the worker of each request and its tokens so far. When a worker dies, its requests go to
 other workers, or wait until it is restarted. The new worker computes prompt and generated tokens again and
 continues. A sampled token depends only on the request's seed and its position, so the engine notices nothing.
+
+With prefill workers, one of them computes the known tokens of a request and samples the next one. Meanwhile
+it sends their KV to the worker that was chosen to go on. That worker gets the request once the token and the
+KV are there. If one of the two dies before, the request begins anew with the tokens that it has.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from dataclasses import dataclass, field, fields, replace
-from itertools import zip_longest
+from collections import deque
+from dataclasses import replace
 
 from moesaic.cluster.objectives import Objectives
+from moesaic.cluster.requests import Entry, Transfer, WorkerRecord, send, until_next, without_scores
+from moesaic.cluster.totals import counters, total
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message, WorkerInfo
 from moesaic.core.metrics import WorkerStats
-from moesaic.core.request import Request
+from moesaic.core.request import FinishReason
+from moesaic.policy.placement import apart
 from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, least_loaded
 from moesaic.transport.base import Connection
-
-
-@dataclass
-class _Entry:
-    """A request that has not ended."""
-
-    request: Request
-    worker: int | None = None
-    blocks: int = 0
-    """KV blocks that it uses at its worker."""
-    tokens: list[int] = field(default_factory=list)
-    moved: bool = False
-    """True if another worker ran it before."""
-    last: float | None = None
-    """Time of its last token, as `Objectives.token` returned it."""
-
-
-@dataclass
-class _Worker:
-    connection: Connection
-    info: WorkerInfo
-    stats: WorkerStats = field(default_factory=WorkerStats)
-    requests: int = 0
-    """Requests of this worker that have not ended."""
-    blocks: int = 0
-    """KV blocks of these requests."""
-    draining: bool = False
-    """True if it gets no new requests."""
 
 
 class Router:
@@ -61,10 +41,15 @@ class Router:
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
-        self._workers: dict[int, _Worker] = {}
-        self._entries: dict[int, _Entry] = {}
+        self._workers: dict[int, WorkerRecord] = {}
+        self._entries: dict[int, Entry] = {}
         self._past = WorkerStats()
         """Counters of workers that have left, so that totals never decrease."""
+        self._transfers: dict[int, int] = {}
+        """Transfer under way -> its request."""
+        self._numbers = itertools.count(1)
+        self._held_back: deque[int] = deque()
+        """Requests that wait until a worker has room for the KV of their prompts."""
         self.moved_requests = 0
         """Requests whose worker died or left, so far."""
 
@@ -75,13 +60,14 @@ class Router:
             match message:
                 case messages.Submit(requests):
                     for request in requests:
-                        self._entries[request.request_id] = _Entry(request)
+                        self._entries[request.request_id] = Entry(request)
                     self._place([request.request_id for request in requests])
                 case messages.Cancel(request_ids):
                     self._cancel(request_ids)
+                    self._place([])
                 case messages.Shutdown():
                     for worker in self._workers.values():
-                        _send(worker, message)
+                        send(worker, message)
 
     def receive(self, timeout: float | None = None) -> Message | None:
         if self._lost is not None:
@@ -109,10 +95,21 @@ class Router:
         """Reports that nothing can be served any more."""
         self._outbox.put(ConnectionLost(reason))
 
-    def join(self, worker: int, connection: Connection, info: WorkerInfo) -> None:
-        """Adds a worker that is ready, and sends it waiting requests."""
+    def join(
+        self,
+        worker: int,
+        connection: Connection,
+        info: WorkerInfo,
+        prefill: bool = False,
+        kv: messages.ReceivesKV | None = None,
+    ) -> None:
+        """Adds a worker that is ready, and sends it waiting requests.
+
+        prefill: whether it computes prompts for the others. kv: where it receives KV; None: it does not.
+        """
         with self._lock:
-            self._workers[worker] = _Worker(connection, info)
+            self._workers[worker] = WorkerRecord(connection, info, prefill=prefill, kv=kv)
+            self._held_back.clear()
             self._place([key for key, entry in self._entries.items() if entry.worker is None])
 
     def drain(self, worker: int) -> None:
@@ -127,15 +124,26 @@ class Router:
             return worker not in self._workers or not self._workers[worker].requests
 
     @property
-    def serves(self) -> bool:
-        """Whether there is a worker."""
+    def transfers(self) -> list[tuple[int, int]]:
+        """(transfer, worker that goes on with its request) of the transfers under way."""
         with self._lock:
-            return bool(self._workers)
+            owners = ((number, self._entries[request_id]) for number, request_id in self._transfers.items())
+            return [(number, entry.transfer.to) for number, entry in owners if entry.transfer is not None]
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a worker that generates."""
+        with self._lock:
+            return not all(worker.prefill for worker in self._workers.values())
 
     def stats(self) -> WorkerStats:
         """Returns statistics of all workers together, including past ones."""
         with self._lock:
-            return _sum([self._past, *(worker.stats for worker in self._workers.values())])
+            return self._total()
+
+    def _total(self) -> WorkerStats:
+        found = total([self._past, *(worker.stats for worker in self._workers.values())])
+        return replace(found, waiting=found.waiting + len(self._held_back))
 
     def occupied(self) -> float:
         """Share of the seats or KV blocks that open requests take, whichever is larger: 0 to 1.
@@ -155,13 +163,19 @@ class Router:
             gone = self._workers.pop(worker, None)
             if gone is None:
                 return
-            self._past = _sum([self._past, _counters(gone.stats)])
+            self._past = total([self._past, counters(gone.stats)])
             orphans = [key for key, entry in self._entries.items() if entry.worker == worker]
             for key in orphans:
                 entry = self._entries[key]
-                entry.worker, entry.blocks, entry.moved = None, 0, True
+                self._break_off(entry)
+                entry.worker, entry.blocks, entry.moved = None, {}, True
             self.moved_requests += len(orphans)
             self._place(orphans)
+            for entry in list(self._entries.values()):
+                if entry.transfer is not None and entry.transfer.to == worker:
+                    entry.blocks.pop(worker)
+                    entry.transfer.broken = entry.transfer.gone = True
+                    self._go_on(entry)
 
     def take(self, worker: int, message: Message) -> None:
         """Passes a worker's message on to the engine."""
@@ -170,20 +184,26 @@ class Router:
                 return
             match message:
                 case messages.Tokens():
-                    self._count(message)
+                    message = self._count(message)
+                    self._place([])
+                case messages.KVReceived(number):
+                    self._received(worker, number)
+                    return
+                case messages.KVNotSent(numbers):
+                    self._not_sent(numbers)
+                    return
                 case messages.Admitted():
                     message = self._first_time(message)
                 case messages.Stats(stats):
                     if worker in self._workers:  # otherwise it has just started, or was given up
                         self._workers[worker].stats = stats
-                    every = [self._past, *(worker.stats for worker in self._workers.values())]
-                    message = messages.Stats(_sum(every))
+                    message = messages.Stats(self._total())
             self._outbox.put(message)
 
     def tell_ready(self) -> None:
-        """Describes all workers to the engine as one. Without workers the engine keeps what it knows."""
+        """Describes all workers that generate to the engine as one. Without any it keeps what it knows."""
         with self._lock:
-            infos = [worker.info for worker in self._workers.values()]
+            infos = [worker.info for worker in self._workers.values() if not worker.prefill]
         totals = {
             name: sum(getattr(info, name) for info in infos)
             for name in (
@@ -198,48 +218,76 @@ class Router:
         if infos:
             self.tell(messages.Ready(replace(infos[0], **totals)))
 
-    def loads(self) -> dict[int, WorkerLoad]:
-        """Returns the load of each worker that gets new requests."""
+    def loads(self, prefill: bool = False) -> dict[int, WorkerLoad]:
+        """Returns the load of each worker that gets new requests. prefill: of prefill workers, or of the
+        others."""
         return {
             worker: WorkerLoad(record.info.num_blocks, record.blocks, record.requests)
             for worker, record in self._workers.items()
-            if not record.draining
+            if not record.draining and record.prefill == prefill
         }
 
     # ---- internal, with the lock held
 
     def _place(self, request_ids: list[int]) -> None:
-        """Sends each of these requests to a worker. Without workers they wait."""
-        if not self.loads():
+        """Sends each of these requests to a worker, after those that are held back. Without workers they
+        wait."""
+        if not (request_ids or self._held_back) or not self.loads():
             return
-        chosen: dict[int, list[_Entry]] = {}
-        for request_id in request_ids:
+        submits: dict[int, messages.Submit] = {}
+        self._held_back += request_ids
+        while self._held_back:
+            request_id = self._held_back[0]
             entry = self._entries[request_id]
             known = [*entry.request.prompt_token_ids, *entry.tokens]
-            entry.worker = worker = self.dispatch(self.loads(), known)
-            self._workers[worker].requests += 1
-            self._measure(entry)
-            chosen.setdefault(worker, []).append(entry)
-        for worker, entries in chosen.items():
-            generated = [list(entry.tokens) for entry in entries]
-            submit = messages.Submit([entry.request for entry in entries], generated)
-            _send(self._workers[worker], submit)
+            blocks = -(-len(known) // next(iter(self._workers.values())).info.block_size)
+            loads, prefill = self.loads(), self.loads(prefill=True)
+            places = apart.choose(self.dispatch, loads, prefill, known, blocks)
+            if places is None:
+                break
+            self._held_back.popleft()
+            entry.worker = places.decode if places.prefill is None else places.prefill
+            self._enter(entry, entry.worker)
+            submit = submits.setdefault(entry.worker, messages.Submit([]))
+            submit.generated.append(list(entry.tokens))
+            if places.prefill is None or not self._goes_on(entry, len(known) + 1):
+                submit.requests.append(entry.request)
+            else:
+                submit.requests.append(until_next(entry.request, len(entry.tokens)))
+                submit.targets[request_id] = self._begin(entry, places.decode)
+        for worker, submit in submits.items():
+            send(self._workers[worker], submit)
 
-    def _measure(self, entry: _Entry) -> None:
-        """Updates the number of blocks that the request uses at its worker."""
-        if entry.worker is not None:
-            worker = self._workers[entry.worker]
-            rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
-            blocks = -(-rows // worker.info.block_size)
-            worker.blocks += blocks - entry.blocks
-            entry.blocks = blocks
+    def _enter(self, entry: Entry, worker: int) -> None:
+        """Counts the request at this worker."""
+        self._workers[worker].requests += 1
+        entry.blocks[worker] = 0
+        self._measure(entry)
 
-    def _end(self, request_id: int) -> _Entry | None:
+    def _exit(self, entry: Entry, worker: int) -> None:
+        """Does not count the request at this worker any more. The worker may be gone."""
+        blocks, record = entry.blocks.pop(worker, None), self._workers.get(worker)
+        if record is not None and blocks is not None:
+            record.requests, record.blocks = record.requests - 1, record.blocks - blocks
+
+    def _measure(self, entry: Entry) -> None:
+        """Updates the number of blocks that the request uses at its workers."""
+        rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
+        for worker, before in entry.blocks.items():
+            record = self._workers.get(worker)
+            if record is not None:
+                entry.blocks[worker] = blocks = -(-rows // record.info.block_size)
+                record.blocks += blocks - before
+
+    def _end(self, request_id: int) -> Entry | None:
         """Removes a request. Returns it if it was known."""
         entry = self._entries.pop(request_id, None)
-        if entry is not None and entry.worker is not None:
-            worker = self._workers[entry.worker]
-            worker.requests, worker.blocks = worker.requests - 1, worker.blocks - entry.blocks
+        if entry is not None:
+            self._break_off(entry)
+            if entry.worker is not None:
+                self._exit(entry, entry.worker)
+            elif request_id in self._held_back:
+                self._held_back.remove(request_id)
         return entry
 
     def _cancel(self, request_ids: list[int]) -> None:
@@ -249,21 +297,93 @@ class Router:
             if entry is not None and entry.worker is not None:
                 by_worker.setdefault(entry.worker, []).append(request_id)
         for worker, ids in by_worker.items():
-            _send(self._workers[worker], messages.Cancel(ids))
+            send(self._workers[worker], messages.Cancel(ids))
 
-    def _count(self, message: messages.Tokens) -> None:
-        for request_id, token, finish in zip(
-            message.request_ids, message.token_ids, message.finish, strict=True
-        ):
+    def _count(self, message: messages.Tokens) -> messages.Tokens:
+        """Records new tokens. Returns the message, in which a request that only its prefill worker has
+        finished goes on."""
+        reasons = list(message.finish)
+        for index, (request_id, token) in enumerate(zip(message.request_ids, message.token_ids, strict=True)):
             entry = self._entries.get(request_id)
             if entry is None:
                 continue
             entry.tokens.append(token)
             entry.last = self.objectives.token(entry.request.arrival, entry.last)
-            if finish is None:
+            if entry.transfer is not None and reasons[index] is FinishReason.LENGTH and self._goes_on(entry):
+                reasons[index], entry.transfer.sampled = None, True
+                self._go_on(entry)
+            if reasons[index] is None:
                 self._measure(entry)
             else:
                 self._end(request_id)
+        return replace(message, finish=reasons)
+
+    # ---- from a prefill worker to another one, with the lock held
+
+    def _begin(self, entry: Entry, to: int) -> messages.KVTarget:
+        """Reserves a place at the worker that goes on. Returns where the KV goes."""
+        kv = self._workers[to].kv
+        assert kv is not None, "beside prefill workers every other one receives KV"
+        entry.transfer = Transfer(next(self._numbers), to)
+        self._transfers[entry.transfer.number] = entry.request.request_id
+        self._enter(entry, to)
+        return messages.KVTarget(entry.transfer.number, kv.address, kv.secret)
+
+    def _goes_on(self, entry: Entry, tokens: int | None = None) -> bool:
+        """Whether the request may have another token. tokens: it has so many, with its prompt; None: now."""
+        most, prompt = entry.request.params.max_tokens, len(entry.request.prompt_token_ids)
+        tokens = prompt + len(entry.tokens) if tokens is None else tokens
+        longest = min(worker.info.max_model_len for worker in self._workers.values())
+        return tokens < longest and (most is None or tokens < prompt + most)
+
+    def _received(self, worker: int, number: int) -> None:
+        entry = self._entries.get(self._transfers.get(number, -1))
+        if entry is None or entry.transfer is None:  # the request was cancelled, or began anew
+            send(self._workers[worker], messages.DropKV([number]))
+        else:
+            entry.transfer.received = True
+            self._go_on(entry)
+
+    def _not_sent(self, numbers: list[int]) -> None:
+        for number in numbers:
+            entry = self._entries.get(self._transfers.get(number, -1))
+            if entry is not None and entry.transfer is not None:
+                entry.transfer.broken = True
+                self._go_on(entry)
+
+    def _go_on(self, entry: Entry) -> None:
+        """Gives the request to the worker that goes on, once its token and its KV are there."""
+        transfer = entry.transfer
+        assert transfer is not None and entry.worker is not None
+        if not transfer.sampled or not (transfer.received or transfer.broken):
+            return
+        request, there = entry.request, not transfer.gone
+        self._exit(entry, entry.worker)
+        entry.moved = True
+        if transfer.broken:
+            self._break_off(entry)
+        else:
+            del self._transfers[transfer.number]
+        if not there:
+            entry.worker = None
+            self._place([request.request_id])
+            return
+        if transfer.broken:
+            self._enter(entry, transfer.to)
+        entry.worker, entry.transfer = transfer.to, None
+        received = {} if transfer.broken else {request.request_id: transfer.number}
+        submit = messages.Submit([without_scores(request)], [list(entry.tokens)], received=received)
+        send(self._workers[transfer.to], submit)
+
+    def _break_off(self, entry: Entry) -> None:
+        """Ends the request's transfer, if there is one."""
+        transfer, entry.transfer = entry.transfer, None
+        if transfer is None:
+            return
+        del self._transfers[transfer.number]
+        self._exit(entry, transfer.to)
+        if not transfer.gone:
+            send(self._workers[transfer.to], messages.DropKV([transfer.number]))
 
     def _first_time(self, message: messages.Admitted) -> messages.Admitted:
         """Removes requests that moved from the message, since the engine knows that they were admitted."""
@@ -277,38 +397,3 @@ class Router:
             [message.queue_seconds[index] for index in known],
             [message.cached_tokens[index] for index in known],
         )
-
-
-def _send(worker: _Worker, message: Message) -> None:
-    try:
-        worker.connection.send(message)
-    except ConnectionLost:
-        pass  # its requests move when its reader thread notices the end
-
-
-def _counters(stats: WorkerStats) -> WorkerStats:
-    """Returns the part of a worker's statistics that outlives it: counts, but no state."""
-    return replace(
-        stats,
-        running=0,
-        waiting=0,
-        blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0),
-        speculation=replace(stats.speculation, prices=()),
-    )
-
-
-def _sum(records: list[WorkerStats]) -> WorkerStats:
-    """Returns the sum of records, field by field, including nested records."""
-
-    def add(parts: list[object]) -> object:
-        first = parts[0]
-        if isinstance(first, int | float):
-            return sum(parts)  # type: ignore[arg-type]
-        if isinstance(first, tuple):  # one number for each layer, or none yet
-            return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
-        names = [one.name for one in fields(first)]  # type: ignore[arg-type]
-        return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
-
-    total = add(list(records))
-    assert isinstance(total, WorkerStats)
-    return total

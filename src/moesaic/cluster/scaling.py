@@ -294,7 +294,7 @@ class Changes:
             yield
 
     def _clients(self) -> int:
-        return sum(member.in_service for member in self._members.workers)
+        return sum(member.in_service for member in self._members.clients)
 
     def _wait(
         self, done: Callable[[], bool], seconds: float = math.inf, needed: Collection[Member] = ()

@@ -98,11 +98,12 @@ class Supervisor:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""
         for role, number in (
             (Role.WORKER, self._cluster.attention_workers),
+            (Role.PREFILL, self._cluster.prefill_workers),
             (Role.SERVER, self._cluster.expert_servers),
         ):
             for _ in range(number):
                 self._members.add(role)
-        for member in self._members.workers:
+        for member in self._members.clients:
             self._members.spawn_worker(member)
         self._thread.start()
 
@@ -221,7 +222,10 @@ class Supervisor:
                 member.stage = Stage.SERVING
                 assert member.child is not None
                 self._publisher.introduce(member)
-                self._router.join(member.number, member.child.connection, info)
+                prefill = member.role is Role.PREFILL
+                self._router.join(member.worker, member.child.connection, info, prefill, member.kv)
+            case messages.ReceivesKV():
+                member.kv = message
             case messages.FaultyServer(server, incarnation, reason):
                 self._blame(server, incarnation, reason)
             case messages.Settled(version):
@@ -238,7 +242,7 @@ class Supervisor:
             case messages.Failed():
                 member.complaint = message.error
                 self._note(f"{member.name}: {message.error}")
-            case messages.Loading() if member.number == 0:
+            case messages.Loading() if member.number == 0 and member.role is Role.WORKER:
                 self._router.tell(message)
         self._announce()
 
@@ -312,7 +316,7 @@ class Supervisor:
     # ---- processes
 
     def _spawn(self, member: Member) -> None:
-        if member.role is Role.WORKER:
+        if member.role is not Role.SERVER:
             self._members.spawn_worker(member)
         elif self._changes.layout is not None:
             self._members.spawn_server(member, self._changes.layout)
@@ -327,8 +331,8 @@ class Supervisor:
         self._note(f"{member.name}: {how}")
         expected = member.stage is Stage.DRAINING or member.elsewhere or member.on_trial
         again = member.died(how, self._clock(), self._rule)
-        if member.role is Role.WORKER:
-            self._router.leave(member.number)
+        if member.role is not Role.SERVER:
+            self._router.leave(member.worker)
         if self._members.watched and not expected and not (again and self._announced):
             self._end(how if again else f"{member.name} keeps dying; last failure: {how}")
 

@@ -36,7 +36,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Batching": ("--max-num-seqs", "--max-num-batched-tokens", "--max-queue", "--speculative-config"),
     "Experts as services": (
-        *("--attention-workers", "--expert-servers", "--expert-capacities", "--schedule"),
+        *("--attention-workers", "--prefill-workers", "--expert-servers", "--expert-capacities"),
+        "--schedule",
         *("--inflight-batches", "--combine", "--queue-policy", "--queue-urgency", "--queue-history"),
         *(
             "--expert-batch-pairs",

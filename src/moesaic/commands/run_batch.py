@@ -71,7 +71,7 @@ def run_remote(options: RunBatch, settings: Sequence[object], log_level: LogLeve
 
 def _check_levels(cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig) -> None:
     """Raises ConfigError for what a model that is larger than its memory does not have yet."""
-    for name in ("attention_workers", "expert_servers", "autoscale"):
+    for name in ("attention_workers", "prefill_workers", "expert_servers", "autoscale"):
         value, default = getattr(cluster, name), getattr(ClusterConfig, name)
         if value != default:
             flag, only = "--" + name.replace("_", "-"), "nothing" if default is None else default

@@ -47,7 +47,8 @@ def warn_of_many(processes: int, cores: int) -> None:
 
 
 def _processes(cluster: ClusterConfig) -> int:
-    return cluster.attention_workers * cluster.tensor_parallel_size + cluster.expert_servers
+    workers = cluster.attention_workers + cluster.prefill_workers
+    return workers * cluster.tensor_parallel_size + cluster.expert_servers
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from moesaic.commands.units import in_bytes
+
 LATEST = 4
 """Number of failures that are shown, the latest ones."""
 COLOURS = {"serving": "green", "starting": "yellow", "draining": "yellow"}
@@ -70,6 +72,10 @@ class View:
     """Mean seconds of the requests that got their first token in this time."""
     inter_token_latency: float | None
     """Mean seconds between two tokens in this time."""
+    kv_transfer_rate: float | None = None
+    """Bytes of KV that prefill workers sent, per second of this time. None without prefill workers."""
+    kv_transfer_speed: float | None = None
+    """The same bytes per second on the way. None if none were sent."""
     processes: list[ProcessView] = field(default_factory=list)
     """Empty for a server with one process."""
     counters: dict[str, int] = field(default_factory=dict)
@@ -111,6 +117,7 @@ def view(url: str, before: Sample, after: Sample) -> View:
         return int(after.metrics[name]) if name in after.metrics else None
 
     status = after.status or {}
+    prefill = any(one["role"] == "prefill worker" for one in status.get("processes", ()))
     return View(
         url=url,
         seconds=round(seconds, 3),
@@ -122,6 +129,8 @@ def view(url: str, before: Sample, after: Sample) -> View:
         prefix_cache_hit_rate=_over(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
         time_to_first_token=mean("time_to_first_token"),
         inter_token_latency=mean("inter_token_latency"),
+        kv_transfer_rate=rate("kv_transfer_bytes_total") if prefill else None,
+        kv_transfer_speed=_over(grown("kv_transfer_bytes_total"), grown("kv_transfer_seconds_total")),
         processes=_processes(
             (before.status or {}).get("processes", ()), status.get("processes", ()), seconds
         ),
@@ -197,6 +206,14 @@ def _numbers(shown: View) -> Table:
         *("time to first token", _milliseconds(shown.time_to_first_token)),
         *("between two tokens", _milliseconds(shown.inter_token_latency)),
     )
+    if shown.kv_transfer_rate is not None:
+        table.add_row(
+            *("KV sent", f"{in_bytes(shown.kv_transfer_rate)}/s"),
+            *(
+                "on its way",
+                "-" if shown.kv_transfer_speed is None else f"{in_bytes(shown.kv_transfer_speed)}/s",
+            ),
+        )
     return table
 
 

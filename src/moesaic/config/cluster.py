@@ -81,6 +81,10 @@ class ClusterConfig(ParallelConfig):
     """Processes that compute everything but the routed experts, each with a KV cache of its own."""
     expert_servers: int = 0
     """Processes that hold and compute the routed experts. 0: each attention worker computes them itself."""
+    prefill_workers: int = 0
+    """Processes that compute the prompts of the attention workers, so that no prompt delays another request's
+    next token. Their keys and values then travel to the worker that generates. 0: attention workers compute
+    prompts themselves."""
     redundant_experts: int = 0
     """Copies of experts in each layer beyond one of each, or beyond those of a --placement."""
     min_replicas: int = 1
@@ -142,8 +146,8 @@ class ClusterConfig(ParallelConfig):
     @property
     def apart(self) -> bool:
         """True if there are several processes, or may be: workers, expert servers or ranks."""
-        several = self.attention_workers > 1 or self.expert_servers > 0 or self.tensor_parallel_size > 1
-        return several or self.autoscale is not None
+        several = self.attention_workers > 1 or self.prefill_workers > 0 or self.expert_servers > 0
+        return several or self.tensor_parallel_size > 1 or self.autoscale is not None
 
     @property
     def capacities(self) -> tuple[float, ...]:
@@ -196,6 +200,10 @@ class ClusterConfig(ParallelConfig):
         super().__post_init__()
         at_least("--attention-workers", self.attention_workers, 1)
         at_least("--expert-servers", self.expert_servers, 0)
+        at_least("--prefill-workers", self.prefill_workers, 0)
+        if self.prefill_workers > 0 and self.tensor_parallel_size > 1:
+            allowed = "0 with --tensor-parallel-size: each rank has keys and values of its own heads"
+            raise ConfigError.field("--prefill-workers", self.prefill_workers, allowed)
         at_least("--redundant-experts", self.redundant_experts, 0)
         at_least("--min-replicas", self.min_replicas, 1)
         if not 0 <= self.rebalance_interval < math.inf:

@@ -40,6 +40,8 @@ MetricsPrefix = Literal["moesaic:", "vllm:"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 HostTransport = Literal["shm", "socket"]
 """Transport between processes of one host."""
+KVRole = Literal["prefill", "decode"]
+"""What an attention worker has to do with the KV of other workers."""
 Transport = Literal["auto", HostTransport]
 
 SMALL_MODEL = 1 << 28

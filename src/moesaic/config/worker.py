@@ -15,6 +15,7 @@ from moesaic.config.values import (
     Dtype,
     HostTransport,
     KernelName,
+    KVRole,
     LogLevel,
     OffloadSchedule,
     QueuePolicyName,
@@ -259,6 +260,8 @@ class WorkerConfig:
     paced: str | None = None
     """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
     log_level: LogLevel = "info"
+    kv_role: KVRole | None = None
+    """prefill: this worker sends the KV of prompts to others. decode: it receives KV. None: neither."""
     policy_file: str | None = None
     """File of curves (`core.curves`). None: those of the device that computes."""
     checkpoint_stamp: str = ""

@@ -17,7 +17,7 @@ class ProcessStatus:
     name: str
     """Role and number, such as "expert server 0"."""
     role: str
-    """"attention worker" or "expert server"."""
+    """"attention worker", "prefill worker" or "expert server"."""
     number: int
     """A number that no other member with that role ever gets."""
     stage: str

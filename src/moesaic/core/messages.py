@@ -16,12 +16,28 @@ from moesaic.core.request import FinishReason, Request, TokenLogprob
 
 
 @dataclass(frozen=True)
+class KVTarget:
+    """Where a prefill worker sends the KV of a request."""
+
+    transfer: int
+    """Number of the transfer, never used for another one."""
+    address: str
+    """Of the worker that goes on with the request."""
+    secret: bytes
+    """What this worker requires."""
+
+
+@dataclass(frozen=True)
 class Submit:
     """New requests, in order of arrival."""
 
     requests: list[Request]
     generated: list[list[int]] = field(default_factory=list)
-    """Tokens that each request already got from a worker that died. Empty when none did."""
+    """Tokens that each request already got from another worker. Empty when none did."""
+    targets: dict[int, KVTarget] = field(default_factory=dict)
+    """For a prefill worker: request -> where its KV goes."""
+    received: dict[int, int] = field(default_factory=dict)
+    """Request -> the transfer that brought its KV to this worker. Not listed: none did."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,13 @@ class Cancel:
     """Drop these requests and free their memory. Unknown ids are ignored, since those requests just ended."""
 
     request_ids: list[int]
+
+
+@dataclass(frozen=True)
+class DropKV:
+    """Forget what these transfers brought or still bring. Unknown numbers are remembered."""
+
+    transfers: list[int]
 
 
 @dataclass(frozen=True)
@@ -166,6 +189,29 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class ReceivesKV:
+    """Sent before Ready by a worker that goes on with requests of prefill workers."""
+
+    address: str
+    secret: bytes
+    """What prefill workers must prove to know."""
+
+
+@dataclass(frozen=True)
+class KVReceived:
+    """The KV of all rows of a transfer is here."""
+
+    transfer: int
+
+
+@dataclass(frozen=True)
+class KVNotSent:
+    """A prefill worker could not send these transfers: the connection is broken or was refused."""
+
+    transfers: list[int]
+
+
+@dataclass(frozen=True)
 class Alive:
     """Sent several times a second by a thread outside the computing loop.
 
@@ -269,7 +315,7 @@ class ServerReport:
     """[layer][expert] pairs computed so far. Empty when nothing changed."""
 
 
-ToWorker = Submit | Cancel | Shutdown | Serving
+ToWorker = Submit | Cancel | DropKV | Shutdown | Serving
 ToEngine = (
     Loading
     | Ready
@@ -279,6 +325,9 @@ ToEngine = (
     | Stats
     | Failed
     | Layout
+    | ReceivesKV
+    | KVReceived
+    | KVNotSent
     | Alive
     | Settled
     | FaultyServer

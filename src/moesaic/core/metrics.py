@@ -160,6 +160,25 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True)
+class TransferStats:
+    """KV that prefill workers sent to other workers; all 0 without prefill workers."""
+
+    sent: int = 0
+    """Requests whose KV was sent so far."""
+    sent_bytes: int = 0
+    sent_seconds: float = 0.0
+    """Seconds from a piece of KV to the answer that it has arrived, added up over the pieces."""
+    received: int = 0
+    """Requests that went on with KV that was received."""
+    received_tokens: int = 0
+    """Their tokens whose KV was not computed again."""
+    failed: int = 0
+    """Transfers that ended with a broken connection."""
+    held_bytes: int = 0
+    """Bytes that were received for requests that were not admitted yet. Not a counter."""
+
+
+@dataclass(frozen=True)
 class WorkerStats:
     """One attention worker."""
 
@@ -177,3 +196,4 @@ class WorkerStats:
     states: StateStats = StateStats()
     experts: ExpertStats = ExpertStats()
     speculation: SpeculationStats = SpeculationStats()
+    transfers: TransferStats = TransferStats()

@@ -11,6 +11,7 @@ import torch
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
+from moesaic.kvcache.images import Bytes
 from moesaic.kvcache.paged import PagedKV
 from moesaic.kvcache.states import StateCache
 from moesaic.models.block import Block, Projected
@@ -47,7 +48,7 @@ class HybridMemory:
     def __init__(
         self, kv: PagedKV, states: StateCache, state_layers: Collection[int], num_layers: int
     ) -> None:
-        self._kv = kv
+        self._kv, self._states = kv, states
         self._kv_layers = [layer for layer in range(num_layers) if layer not in state_layers]
         of_kv = {layer: (kv, index) for index, layer in enumerate(self._kv_layers)}
         of_states = {layer: (states, index) for index, layer in enumerate(sorted(state_layers))}
@@ -63,6 +64,28 @@ class HybridMemory:
         found = self._kv.first_not_finite(blocks, length)
         return None if found is None else self._kv_layers[found]
 
+    # ---- see `CopiedMemory`
+
+    @property
+    def block_bytes(self) -> int:
+        return self._kv.block_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self._states.state_bytes
+
+    def copy_blocks(self, blocks: IntArray) -> Bytes:
+        return self._kv.copy_blocks(blocks)
+
+    def put_blocks(self, blocks: IntArray, data: Bytes, skipped: int = 0) -> None:
+        self._kv.put_blocks(blocks, data, skipped)
+
+    def copy_states(self, page: int, seat: int) -> Bytes:
+        return self._states.copy_states(page, seat)
+
+    def put_states(self, page: int, seat: int, data: Bytes) -> None:
+        self._states.put_states(page, seat, data)
+
 
 def layer_memory(
     spec: ModelSpec,
@@ -71,7 +94,7 @@ def layer_memory(
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels,
-) -> LayerMemory:
+) -> PagedKV | HybridMemory:
     """Allocates the memory of a model. dtype: of keys and values; states are float32."""
     kv = PagedKV(spec.kv, spec.kv_layers, size.num_blocks, block_size, dtype, device, kernels)
     if spec.states is None:

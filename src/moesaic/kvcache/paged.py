@@ -13,6 +13,7 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width
 from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import Kernels
+from moesaic.kvcache.images import ByteLines, Bytes
 from moesaic.models.block import Block, Projected
 from moesaic.models.spec import KVLayout
 
@@ -46,9 +47,12 @@ class PagedKV:
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
         self._keys = zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, at_once)
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
+        stored = self._keys
         if not layout.value_in_key:
             width = stored_width(layout.value_width, dtype)
             self._values = zeros((*shape, width), dtype, device, at_once)
+            stored = self._keys + self._values
+        self._lines = ByteLines(stored)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Stores rows.
@@ -72,6 +76,26 @@ class PagedKV:
         """Stores the rows of a step, then lets the block attend. See `LayerMemory`."""
         self.write(layer, rows.key, rows.value, batch.slots)
         return block.attention(rows.query, self.keys(layer), self.values(layer), batch)
+
+    # ---- see `CopiedMemory`
+
+    state_bytes = 0
+
+    @property
+    def block_bytes(self) -> int:
+        return self._lines.num_bytes
+
+    def copy_blocks(self, blocks: IntArray) -> Bytes:
+        return self._lines.copy(blocks)
+
+    def put_blocks(self, blocks: IntArray, data: Bytes, skipped: int = 0) -> None:
+        self._lines.put(blocks, data, skipped)
+
+    def copy_states(self, page: int, seat: int) -> Bytes:
+        return np.empty(0, np.uint8)
+
+    def put_states(self, page: int, seat: int, data: Bytes) -> None:
+        pass
 
     def first_not_finite(self, blocks: IntArray, length: int) -> int | None:
         """The first layer that has a NaN or an infinite number in the first `length` tokens of `blocks`.

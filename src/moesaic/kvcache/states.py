@@ -5,10 +5,12 @@ The scheduler decides which sequence has which seat and page (`policy/scheduling
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.states import CHUNK, LayerStates, StateSizes
+from moesaic.kvcache.images import ByteLines, Bytes
 from moesaic.kvcache.paged import zeros
 from moesaic.models.block import Block, Projected
 
@@ -31,10 +33,28 @@ class StateCache:
         )
         parts = (zeros((num_layers, *shape), torch.float32, device, at_once=False) for shape in shapes)
         self._layers = tuple(LayerStates(sizes, *tensors) for tensors in zip(*parts, strict=True))
+        self._pages = ByteLines([one for layer in self._layers for one in (layer.pages, layer.page_tails)])
+        self._seats = ByteLines(
+            [one for at in self._layers for one in (at.keys, at.updates, at.decays, at.tails)]
+        )
 
     def layer(self, layer: int) -> LayerStates:
         """The states of one layer, counted among those with states."""
         return self._layers[layer]
+
+    @property
+    def state_bytes(self) -> int:
+        """See `CopiedMemory`."""
+        return self._pages.num_bytes + self._seats.num_bytes
+
+    def copy_states(self, page: int, seat: int) -> Bytes:
+        """See `CopiedMemory`."""
+        return np.concatenate([self._pages.copy(np.array([page])), self._seats.copy(np.array([seat]))])
+
+    def put_states(self, page: int, seat: int, data: Bytes) -> None:
+        """See `CopiedMemory`."""
+        self._pages.put(np.array([page]), data[: self._pages.num_bytes])
+        self._seats.put(np.array([seat]), data[self._pages.num_bytes :])
 
     def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
         """See `LayerMemory`."""

@@ -43,7 +43,7 @@ def main() -> int:
     connection = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=wakeup.ring)
     try:
         config = WorkerConfig.from_json(arguments.config)
-        logs.set_up("attention worker", config.log_level)
+        logs.set_up("prefill worker" if config.kv_role == "prefill" else "attention worker", config.log_level)
         if config.cpus:
             os.sched_setaffinity(0, config.cpus)
         return _serve(connection, config, wakeup)

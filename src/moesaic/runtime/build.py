@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from moesaic.core.messages import WorkerInfo
+from moesaic.core.messages import ReceivesKV, WorkerInfo
 from moesaic.core.stored import is_packed
 from moesaic.experts.client import NoServers
 from moesaic.kernels.matrix import kind_of
 from moesaic.kernels.table import torch_code
-from moesaic.kvcache.paged import bytes_per_token
+from moesaic.kvcache.memory import HybridMemory
+from moesaic.kvcache.paged import PagedKV, bytes_per_token
 from moesaic.kvcache.states import state_bytes
 from moesaic.models import files, fingerprint
 from moesaic.runtime import in_memory, offloaded, out_of_memory
@@ -19,6 +20,9 @@ from moesaic.runtime.cache_size import check_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
+from moesaic.runtime.transfer.pieces import Transfers
+from moesaic.runtime.transfer.receiving import KVReceiver
+from moesaic.runtime.transfer.sending import KVSender
 from moesaic.runtime.worker import Worker
 from moesaic.structured import vocabulary
 from moesaic.structured.constraints import Constraints
@@ -51,8 +55,22 @@ def _build_parts(context: WorkerContext) -> WorkerParts:
     return in_memory.build_parts(context)
 
 
+def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
+    """What the worker does with the KV of other workers."""
+    config, connection, memory = context.config, context.connection, parts.memory
+    if config.kv_role is None:
+        return Transfers()
+    assert isinstance(memory, PagedKV | HybridMemory), "refused with what has another memory"
+    if config.kv_role == "prefill":
+        return KVSender(memory, config.cache.block_size, connection.send, config.transport)
+    receiver = KVReceiver(memory, config.cache.block_size, connection.send)
+    connection.send(ReceivesKV(receiver.address, receiver.secret))
+    return receiver
+
+
 def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constraints) -> Worker:
     servers = NoServers() if parts.servers is None else parts.servers
+    transfers = _transfers(context, parts)
     executor = Executor(
         parts.loaded.model,
         parts.runner,
@@ -66,6 +84,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         memory=parts.memory,
         constraints=constraints,
         predictor=parts.predictor,
+        transfers=transfers,
     )
     return Worker(
         context.connection,
@@ -78,6 +97,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         wakeup=context.wakeup,
         linger=parts.linger,
         observer=parts.observer,
+        transfers=transfers,
     )
 
 

@@ -25,6 +25,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Event,
     Forget,
     Release,
+    Restore,
     RunSegment,
     RunStep,
     SegmentDone,
@@ -38,6 +39,7 @@ from moesaic.runtime.sampling.checking import Sampled, joined, sample_step
 from moesaic.runtime.sampling.sampler import Sampler, not_finite, token_logprobs
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Step, StepResult, StepRunner
+from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.structured.constraints import Constraints
 from moesaic.transport.base import Connection
 
@@ -75,13 +77,14 @@ class Executor:
         memory: LayerMemory | None = None,
         constraints: Constraints | None = None,
         predictor: Predictor | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         """layerwise: for schedulers that run the model segment by segment.
 
         logit_rows: maximum number of rows whose logits are computed at once; None: all rows of a step.
         memory: in which the layer is looked up where numbers that are not finite began. constraints: of
         structured outputs; None: no request has one. predictor: drafts tokens after each step; None: the
-        model drafts none.
+        model drafts none. transfers: KV from and to other workers; None: there is none.
         """
         self._model = model
         self._runner = runner
@@ -96,6 +99,7 @@ class Executor:
         self._logit_rows = logit_rows
         self._memory = memory
         self._predictor = predictor
+        self._transfers = transfers or Transfers()
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._events: list[Event] = []
         """Ends of runs that `progress` has not returned yet."""
@@ -110,6 +114,9 @@ class Executor:
         match action:
             case Admit():
                 self._admit(action)
+            case Restore():
+                with torch.inference_mode():
+                    self._transfers.restore(action)
             case EnterBarrier():
                 self._servers.enter_barrier(action.work)
             case RunSegment():
@@ -128,6 +135,8 @@ class Executor:
             case Release():
                 for request_id in action.request_ids:
                     self._sampler.release(request_id, action.preempted)
+                if not action.preempted:
+                    self._transfers.forget(action.request_ids)
                 if self._recorder is not None:
                     self._recorder.release(action)
 
@@ -221,6 +230,7 @@ class Executor:
         proposed = None
         if self._predictor is not None and plan.batch.num_rows:
             proposed = self._predictor.propose(plan, result, found)
+        self._transfers.computed(plan)
         self._observer.sampled(len(found.tokens))
         return StepDone(plan.step, found.tokens, found.counts, proposed)
 

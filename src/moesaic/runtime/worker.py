@@ -26,6 +26,7 @@ from moesaic.policy.scheduling.schedulers.event_queue import put
 from moesaic.runtime.arrivals import Arrivals
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.transport.base import Connection
 from moesaic.transport.wakeup import Wakeup
 
@@ -54,12 +55,14 @@ class Worker:
         wakeup: Wakeup | None = None,
         linger: float = 0.0,
         observer: WorkerObserver = UNOBSERVED,
+        transfers: Transfers | None = None,
     ) -> None:
         """clock: the engine's, seconds, monotonic. servers: None where this process computes all experts.
 
         expert_stats: takes a snapshot of what the experts counted. wakeup: rings at each message; needed with
         `servers`. linger: seconds that an idle worker waits for a further message after each one. It is for
         clients that send many requests and then wait: a stream without pauses would delay the first step.
+        transfers: the executor's; None: no KV comes from other workers or goes to them.
         """
         self._connection = connection
         self._scheduler = scheduler
@@ -69,6 +72,7 @@ class Worker:
         self._wakeup = wakeup
         self._linger = linger
         self._observer = observer
+        self._transfers = transfers or Transfers()
         self._clock = clock
         self._journal = journal
         self._events: deque[Event] = deque()
@@ -87,6 +91,7 @@ class Worker:
         self._events.append(Arrived([]))  # so that a scheduler can act before the first request
         while not self._stopping:
             self.turn(timeout=None)
+        self._transfers.close()
 
     def turn(self, timeout: float | None) -> bool:
         """Receive messages and handle one event.
@@ -113,12 +118,15 @@ class Worker:
         if self._journal is not None:
             self._journal(event, now, actions)
         self._carry_out(actions)
+        if isinstance(event, Cancelled):
+            self._transfers.forget(event.request_ids)  # from now on the scheduler does not admit them
         self._report(now)
         return True
 
     def stats(self) -> WorkerStats:
         """A snapshot of this worker."""
-        return replace(self._scheduler.stats(), experts=self._expert_stats())
+        experts, transfers = self._expert_stats(), self._transfers.stats()
+        return replace(self._scheduler.stats(), experts=experts, transfers=transfers)
 
     def _progress(self, timeout: float | None) -> None:
         """Go on with the steps under way.
@@ -163,10 +171,14 @@ class Worker:
         while message is not None:
             match message:
                 case messages.Submit():
+                    self._transfers.expect(message)
                     self._take(self._arrivals.add(message))
                 case messages.Cancel():
                     self._arrivals.cancel(message.request_ids)
                     put(self._events, Cancelled(message.request_ids))
+                case messages.DropKV(transfers):
+                    self._transfers.drop(transfers)
+                    self._unreported = True
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
                 case messages.Shutdown():
@@ -177,6 +189,7 @@ class Worker:
 
     def _take(self, arrived: Arrived) -> None:
         if arrived.requests:
+            arrived.received.update(self._transfers.received(arrived.requests))
             put(self._events, arrived)
 
     def _carry_out(self, actions: list[Action]) -> None:

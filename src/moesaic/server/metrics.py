@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from moesaic.core import messages
-from moesaic.core.metrics import BlockStats, GroupStats, SpeculationStats, StateStats
+from moesaic.core.metrics import BlockStats, GroupStats, SpeculationStats, StateStats, TransferStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.core.speculation import COUNTS, break_even
 from moesaic.engine import EngineStats
@@ -223,6 +223,7 @@ class EngineCollector(Collector):
         )
         yield from self._speculation(worker.speculation)
         yield from self._group(worker.experts.group)
+        yield from self._transfers(worker.transfers)
         itl = meter.inter_token_latency
         first = meter.time_to_first_token
         for name, text, values in (
@@ -269,6 +270,20 @@ class EngineCollector(Collector):
             family.add_metric([self._model_name, str(position)], value)
         yield family
         yield self._break_even(counts)
+
+    def _transfers(self, counts: TransferStats) -> Iterator[Metric]:
+        """Metrics of KV from prefill workers. They are 0 where there are none."""
+        for name, text, value in (
+            ("kv_transfers", "Requests whose KV a prefill worker has sent.", counts.sent),
+            ("kv_transfer_bytes", "Bytes of KV that prefill workers have sent.", counts.sent_bytes),
+            ("kv_transfer_seconds", "Seconds of these pieces on their way.", counts.sent_seconds),
+            ("kv_transfer_failures", "Transfers that ended with a broken connection.", counts.failed),
+            ("kv_received_requests", "Requests that went on with KV that was sent.", counts.received),
+            ("kv_received_tokens", "Their tokens, whose KV was not computed again.", counts.received_tokens),
+        ):
+            yield self._counter(name, text, value)
+        text = "Bytes of KV that has arrived for requests that are not admitted yet."
+        yield self._gauge("kv_transfer_held_bytes", text, counts.held_bytes)
 
     def _break_even(self, counts: SpeculationStats) -> GaugeMetricFamily:
         text = "Acceptance from which drafts pay, priced by the steps measured so far. +Inf: never."

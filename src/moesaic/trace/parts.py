@@ -15,7 +15,7 @@ from moesaic.core.errors import ConfigError
 LOG = logging.getLogger(__name__)
 PARTS = ".parts"
 """Suffix of the folder's name."""
-ROLES = ("attention worker", "expert server")
+ROLES = ("attention worker", "prefill worker", "expert server")
 """Roles, in the order of their rows."""
 MOST = 1 << 16
 """Maximum number of processes of a role whose rows are kept in order."""

@@ -183,3 +183,42 @@ def test_scored_chunks_never_mix() -> None:
     assert (sequence.chunk_end, sequence.scored_now) == (6, True)
     sequence.advance(2)  # row 5 scores nothing: the prompt ends there
     assert (sequence.chunk_end, sequence.scored_now, sequence.reusable) == (6, False, 5)
+
+
+def received(prompt: list[int], generated: list[int], tokens: int, **settings: int) -> ScheduledStep:
+    subject = batching(**settings)
+    subject.add(request(0, prompt, max_tokens=8), 0.0, generated, received=tokens)
+    return subject.schedule(now=0.0)
+
+
+def test_what_was_received_is_not_computed_again() -> None:
+    schedule = received([1] * 10, [5], tokens=10)
+    [sequence] = schedule.admitted
+    assert chunks(schedule) == [(0, 1)]
+    assert sequence.num_computed == 10 and sequence.restored == range(10)
+
+
+def test_only_what_the_prefix_cache_lacks_is_restored() -> None:
+    subject = batching()
+    subject.add(request(0, [1] * 8, max_tokens=1), 0.0)
+    run(subject, subject.schedule(0.0))
+    subject.add(request(1, [1] * 10, max_tokens=8), 0.0, [5], received=10)
+    [sequence] = subject.schedule(0.0).admitted
+    assert sequence.restored == range(8, 10)
+    subject.add(request(2, [1] * 9, max_tokens=8), 0.0, [], received=4)
+    [sequence] = subject.schedule(0.0).admitted
+    assert sequence.num_computed == 8 and not sequence.restored
+
+
+def test_a_row_to_sample_from_is_computed_in_any_case() -> None:
+    schedule = received([1] * 10, [], tokens=10, rows=16)
+    assert chunks(schedule) == [(0, 10)] and not schedule.admitted[0].restored
+
+
+def test_what_was_received_is_used_once() -> None:
+    subject = batching(num_blocks=10)
+    subject.add(request(0, [1] * 10, max_tokens=8), 0.0, [5], received=10)
+    [sequence] = subject.schedule(0.0).admitted
+    subject._preempt(sequence, 0.0)
+    schedule = subject.schedule(0.0)
+    assert chunks(schedule) == [(0, 8)] and not sequence.restored

@@ -133,3 +133,24 @@ def test_without_prefix_reuse_there_are_no_snapshots() -> None:
 def test_no_seat() -> None:
     with pytest.raises(ConfigError, match="seats: got 0; allowed: at least 1"):
         StateBlocks(4, 16, True, 0, 1)
+
+
+@pytest.mark.parametrize(("tokens", "read", "at"), [(200, 1, 192), (192, 1, 192), (63, ZEROS, 0)])
+def test_received_states_stand_at_the_last_multiple_in_its_own_page(tokens: int, read: int, at: int) -> None:
+    states = pool()
+    states.allocate(0, ints(tokens + 1), tokens)
+    states.restore(0, tokens)
+    assert states.states(0) == (read, at, 1, 0)
+
+
+def test_received_states_become_a_snapshot_and_do_not_keep_that_of_a_shorter_prefix() -> None:
+    states = pool(snapshots=1)
+    states.allocate(0, ints(100), 99)
+    run(states, 0, ints(100))
+    states.free(0)
+    assert states.allocate(1, ints(201), 200) == 64
+    states.restore(1, 200)
+    states.commit(1, ints(201), 201)
+    assert states.state_stats().snapshots == 1, "the shorter one gave way, since nobody reads it"
+    states.free(1)
+    assert states.allocate(2, ints(250), 249) == 192

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import Request
@@ -35,6 +36,19 @@ from moesaic.policy.scheduling.speculation import Speculation
 
 Chunk = tuple[Sequence, int]
 """A sequence, and how many of its rows, from num_computed on, a step computes."""
+
+
+class Arrivals(Protocol):
+    """Requests that arrived: the event Arrived."""
+
+    @property
+    def requests(self) -> list[Request]: ...
+
+    @property
+    def generated(self) -> list[list[int]]: ...
+
+    @property
+    def received(self) -> dict[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -98,11 +112,13 @@ class ContinuousBatching:
         """Waiting sequences by request id, in order of arrival. All arrived later than the `running` ones."""
         self.preemptions = 0
 
-    def add(self, request: Request, now: float, generated: Iterable[int] = ()) -> None:
+    def add(self, request: Request, now: float, generated: Iterable[int] = (), received: int = 0) -> None:
         """Queue a request. It must have arrived later than all requests before.
 
         generated: tokens that a worker which died had generated for it. Their KV is computed again, as after
-        a preemption. Raises RequestError when the prompt is empty or leaves no room for an answer, although
+        a preemption. received: how many of all these tokens have KV here, which another worker sent.
+
+        Raises RequestError when the prompt is empty or leaves no room for an answer, although
         the engine has checked that before.
         """
         if request.request_id in self.running or request.request_id in self.waiting:
@@ -116,12 +132,15 @@ class ContinuousBatching:
         sequence = Sequence(request, self.limits.max_model_len, now)
         for token in generated:
             sequence.append(token)
+        sequence.received = received
         self.waiting[request.request_id] = sequence
 
-    def add_all(self, requests: list[Request], generated: list[list[int]], now: float) -> None:
-        """Queue requests in order of arrival. generated: as in the event Arrived."""
-        for index, request in enumerate(requests):
-            self.add(request, now, generated[index] if index < len(generated) else ())
+    def add_all(self, arrived: Arrivals, now: float) -> None:
+        """Queue requests in order of arrival."""
+        generated = arrived.generated
+        for index, request in enumerate(arrived.requests):
+            received = arrived.received.get(request.request_id, 0)
+            self.add(request, now, generated[index] if index < len(generated) else (), received)
 
     def remove(self, request_id: int) -> Sequence | None:
         """Take a request out of the queues for good. It keeps its blocks until `free`."""
@@ -238,6 +257,8 @@ class ContinuousBatching:
                 break
             self.running[request_id] = self.waiting.pop(request_id)
             sequence.admit(cached)
+            if sequence.restored:
+                self.blocks.restore(request_id, sequence.num_computed)
             admitted.append(sequence)
             chunks.append((sequence, self._chunk(sequence, rows)))
             rows -= chunks[-1][1]

@@ -123,6 +123,9 @@ class KVBlocks:
         """How many of the computed tokens count after a step of this request has failed."""
         return num_computed
 
+    def restore(self, request_id: int, num_tokens: int) -> None:
+        """Record that the states after so many tokens of an admitted request come from another worker."""
+
     def state_stats(self) -> StateStats:
         """Counts of seats and pages of states."""
         return StateStats()

@@ -41,8 +41,10 @@ class Sequence:
         "num_prompt",
         "num_scored",
         "proposed",
+        "received",
         "request",
         "request_id",
+        "restored",
         "stage",
         "stop_ids",
         "tokens",
@@ -68,6 +70,10 @@ class Sequence:
         """Tokens whose KV is in the request's blocks."""
         self.num_scored = 0
         """Prompt rows whose logits were returned for prompt log-probabilities, over all epochs."""
+        self.received = 0
+        """Tokens whose KV another worker sent for its next admission. 0: none."""
+        self.restored = range(0)
+        """Tokens whose KV its last admission put into its blocks, as it was received."""
         self.waiting_since = now
         self.drafted: list[int] = []
         """Tokens that may follow, which the step under way checks. They belong to `tokens` once accepted."""
@@ -138,9 +144,15 @@ class Sequence:
         return self.num_scored if redo_scored else self.num_tokens
 
     def admit(self, num_cached: int) -> None:
-        """Start running. num_cached: tokens whose KV came from the prefix cache."""
+        """Start running. num_cached: tokens whose KV came from the prefix cache.
+
+        What was received counts as computed where it goes further. It is used once.
+        """
+        usable = self.received if self.received <= self.reusable else 0
+        self.restored = range(num_cached, usable)
+        self.received = 0
         self.stage = Stage.RUNNING
-        self.num_computed = num_cached
+        self.num_computed = max(num_cached, usable)
 
     def preempt(self, now: float) -> None:
         """Go back to the queue. The tokens are kept and the KV is lost, so rows of the old epoch are void."""

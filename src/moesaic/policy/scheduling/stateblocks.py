@@ -138,6 +138,13 @@ class StateBlocks(KVBlocks):
         held.computing = False
         return held.at
 
+    def restore(self, request_id: int, num_tokens: int) -> None:
+        """Its own page gets the state at the last multiple of STATE_CHUNK, its seat the rows after it."""
+        held = self._held[request_id]
+        self._leave(held)
+        held.at = num_tokens // STATE_CHUNK * STATE_CHUNK
+        held.read = held.own if held.at else ZEROS
+
     def free(self, request_id: int, valid: bool = True) -> None:
         held = self._held.pop(request_id)
         whole = valid and not held.computing and held.read == held.own and held.at > 0

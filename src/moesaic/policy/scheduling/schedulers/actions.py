@@ -24,7 +24,9 @@ class Arrived:
 
     requests: list[Request]
     generated: list[list[int]] = field(default_factory=list)
-    """Tokens that each request already got from a worker that died. May be shorter than `requests`."""
+    """Tokens that each request already got from another worker. May be shorter than `requests`."""
+    received: dict[int, int] = field(default_factory=dict)
+    """Request -> how many of its tokens have KV that another worker sent here. Not listed: none."""
 
     def extend(self, later: Arrived) -> None:
         """Append requests that arrived right after these."""
@@ -32,6 +34,7 @@ class Arrived:
             self.generated.extend([] for _ in range(len(self.requests) - len(self.generated)))
             self.generated.extend(later.generated)
         self.requests.extend(later.requests)
+        self.received.update(later.received)
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,22 @@ class Admit:
 
 
 @dataclass(frozen=True)
+class Restore:
+    """Write the KV that another worker sent into the blocks of a request that was just admitted.
+
+    It comes after the request's Admit and before the first of its rows.
+    """
+
+    request_id: int
+    tokens: range
+    """Positions that are written. Those before them came from the prefix cache."""
+    blocks: IntArray
+    """[b] the request's blocks, from position 0 on."""
+    states: tuple[int, ...]
+    """Its line of TokenBatch.states. The page to write and the seat are written. () without states."""
+
+
+@dataclass(frozen=True)
 class RunStep:
     """Compute this step. Answered with StepDone or StepFailed."""
 
@@ -236,7 +255,7 @@ class Release:
     """Whether the requests are admitted again later, unless they are cancelled before."""
 
 
-Action = Admit | RunStep | RunSegment | EnterBarrier | Forget | Emit | Release
+Action = Admit | Restore | RunStep | RunSegment | EnterBarrier | Forget | Emit | Release
 
 
 class Scheduler(Protocol):

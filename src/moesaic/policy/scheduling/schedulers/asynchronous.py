@@ -134,7 +134,7 @@ class AsyncScheduler:
             self._record_kept()
         match event:
             case Arrived():
-                self._batching.add_all(event.requests, event.generated, now)
+                self._batching.add_all(event, now)
                 actions: list[Action] = []
             case Cancelled(request_ids):
                 actions = self._cancelled(request_ids)
@@ -334,7 +334,7 @@ class AsyncScheduler:
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
         if schedule.admitted:
-            actions.append(admit(schedule.admitted, now))
+            actions += admit(schedule.admitted, now, self._blocks)
         return actions
 
     def _next_run(self, now: float) -> list[Action]:

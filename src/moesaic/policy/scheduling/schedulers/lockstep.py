@@ -72,8 +72,8 @@ class LockstepScheduler:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
-            case Arrived(requests, generated):
-                self._batching.add_all(requests, generated, now)
+            case Arrived():
+                self._batching.add_all(event, now)
                 actions: list[Action] = []
             case Cancelled(request_ids):
                 actions = self._cancelled(request_ids)
@@ -183,7 +183,7 @@ class LockstepScheduler:
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
         if schedule.admitted:
-            actions.append(admit(schedule.admitted, now))
+            actions += admit(schedule.admitted, now, self._blocks)
         if schedule.chunks:
             actions.append(self._begin(schedule.chunks, now))
         return actions

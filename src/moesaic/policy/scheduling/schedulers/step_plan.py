@@ -10,7 +10,13 @@ import numpy as np
 from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
 from moesaic.policy.scheduling.batching import Chunk
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.schedulers.actions import Admit, StepPlan, sample_rows
+from moesaic.policy.scheduling.schedulers.actions import (
+    Action,
+    Admit,
+    Restore,
+    StepPlan,
+    sample_rows,
+)
 from moesaic.policy.scheduling.sequence import Sequence
 
 
@@ -89,12 +95,26 @@ def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray, dra
     return np.flatnonzero(wanted)
 
 
-def admit(sequences: list[Sequence], now: float) -> Admit:
-    """The Admit action for sequences that were just admitted."""
+def admit(sequences: list[Sequence], now: float, blocks: KVBlocks) -> list[Action]:
+    """The actions for sequences that were just admitted."""
+    restored = [
+        Restore(
+            sequence.request_id,
+            sequence.restored,
+            blocks.table(sequence.request_id).copy(),
+            blocks.states(sequence.request_id),
+        )
+        for sequence in sequences
+        if sequence.restored
+    ]
+    return [_admit(sequences, now), *restored]
+
+
+def _admit(sequences: list[Sequence], now: float) -> Admit:
     return Admit(
         requests=[sequence.request for sequence in sequences],
         generated=[sequence.generated for sequence in sequences],
         queue_seconds=[now - sequence.waiting_since for sequence in sequences],
-        cached_tokens=[sequence.num_computed for sequence in sequences],
+        cached_tokens=[sequence.num_computed - len(sequence.restored) for sequence in sequences],
         epochs=[sequence.epoch for sequence in sequences],
     )

@@ -1,0 +1,37 @@
+"""Statistics of several workers together."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import zip_longest
+
+from moesaic.core.metrics import WorkerStats
+
+
+def counters(stats: WorkerStats) -> WorkerStats:
+    """Returns the part of a worker's statistics that outlives it: counts, but no state."""
+    return replace(
+        stats,
+        running=0,
+        waiting=0,
+        blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0),
+        speculation=replace(stats.speculation, prices=()),
+        transfers=replace(stats.transfers, held_bytes=0),
+    )
+
+
+def total(records: list[WorkerStats]) -> WorkerStats:
+    """Returns the sum of records, field by field, including nested records."""
+
+    def add(parts: list[object]) -> object:
+        first = parts[0]
+        if isinstance(first, int | float):
+            return sum(parts)  # type: ignore[arg-type]
+        if isinstance(first, tuple):  # one number for each layer, or none yet
+            return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
+        names = [one.name for one in fields(first)]  # type: ignore[arg-type]
+        return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
+
+    added = add(list(records))
+    assert isinstance(added, WorkerStats)
+    return added

@@ -1,0 +1,1 @@
+"""Moves the KV of prompts from prefill workers to the workers that go on with the requests."""

@@ -1,0 +1,89 @@
+"""The pieces in which the KV of a request travels, and what a worker without transfers does: nothing.
+
+A piece has consecutive blocks of one request, and the last one also its states. It is the request of a call
+(`transport.calls`) whose answer is one empty row: the piece has arrived.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moesaic.core import messages
+from moesaic.core.errors import DamagedMessage
+from moesaic.core.metrics import TransferStats
+from moesaic.core.request import Request
+from moesaic.kvcache.images import CopiedMemory
+from moesaic.policy.scheduling.schedulers.actions import Restore, StepPlan
+
+_HEADER = struct.Struct("<QQQQ")
+"""transfer, first block, number of blocks, tokens of the whole transfer in its last piece, else 0"""
+
+
+@dataclass(frozen=True)
+class PieceHeader:
+    """What a piece has."""
+
+    transfer: int
+    first: int
+    """Its first block, counted from the request's first one."""
+    blocks: int
+    tokens: int
+    """In the last piece: tokens whose KV was sent, over all pieces. Else 0. The states follow the last
+    piece's blocks."""
+
+    @property
+    def last(self) -> bool:
+        return self.tokens > 0
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(self.transfer, self.first, self.blocks, self.tokens)
+
+    def num_bytes(self, memory: CopiedMemory) -> int:
+        """Bytes of the piece behind its header."""
+        return self.blocks * memory.block_bytes + (memory.state_bytes if self.last else 0)
+
+
+HEADER_BYTES = _HEADER.size
+
+
+def parse(data: bytes, size: int, memory: CopiedMemory, block_size: int) -> PieceHeader:
+    """The header of a piece of `size` bytes. Raises DamagedMessage if they do not fit together."""
+    if len(data) < HEADER_BYTES:
+        raise DamagedMessage(f"a piece of KV of {size} bytes")
+    header = PieceHeader(*_HEADER.unpack(data))
+    end = header.first + header.blocks
+    full = not header.last or (end - 1) * block_size < header.tokens <= end * block_size
+    if size != HEADER_BYTES + header.num_bytes(memory) or not full:
+        raise DamagedMessage(f"a damaged piece of KV: {header} in {size} bytes")
+    return header
+
+
+class Transfers:
+    """What a worker does with the KV of other workers. This one, for most workers, does nothing."""
+
+    def expect(self, message: messages.Submit) -> None:
+        """Requests arrived. Called before they reach the scheduler."""
+
+    def received(self, requests: Sequence[Request]) -> dict[int, int]:
+        """Request -> its tokens whose KV was received. Requests without any are left out."""
+        return {}
+
+    def restore(self, action: Restore) -> None:
+        """Write what was received into the cache."""
+
+    def computed(self, plan: StepPlan) -> None:
+        """The KV of a step's rows is in the cache, in every layer."""
+
+    def forget(self, request_ids: Sequence[int]) -> None:
+        """These requests ended or were cancelled. Unknown ids are ignored."""
+
+    def drop(self, transfers: Sequence[int]) -> None:
+        """Forget these transfers: see `messages.DropKV`."""
+
+    def stats(self) -> TransferStats:
+        return TransferStats()
+
+    def close(self) -> None:
+        """End the connections. What was not sent is lost."""

@@ -1,0 +1,274 @@
+"""A prefill worker's side: copies each step's KV out of the cache, and sends it in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from moesaic.config import HostTransport
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.core.messages import KVTarget
+from moesaic.core.metrics import TransferStats
+from moesaic.core.tokens import STATE_CHUNK, IntArray
+from moesaic.kvcache.images import Bytes, CopiedMemory
+from moesaic.policy.scheduling.schedulers.actions import StepPlan
+from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers
+from moesaic.transport.calls import HEAP_BYTES, Call, Caller
+from moesaic.transport.listening import connect
+from moesaic.transport.waiting import wait
+from moesaic.transport.wakeup import Wakeup
+
+PIECE_BYTES = 8 << 20
+"""Bytes of a piece, unless one block and the states are more. The receiver copies one while the next one is
+written."""
+SLACK = 1 << 20
+"""Bytes of a connection's memory besides its pieces."""
+MOST_QUEUED = 1 << 30
+"""Bytes that wait for one worker, above which further requests are not sent: it computes them itself."""
+
+Report = Callable[[messages.Message], None]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    header: PieceHeader
+    data: tuple[Bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return HEADER_BYTES + sum(map(len, self.data))
+
+
+class Link:
+    """The connection to one worker. Its thread connects, sends the pieces in order, and ends when the worker
+    is gone."""
+
+    def __init__(
+        self,
+        target: KVTarget,
+        transport: HostTransport,
+        heap_bytes: int,
+        arrived: Callable[[int, float], None],
+        lost: Callable[[Link], None],
+    ) -> None:
+        """arrived: called with the bytes of each piece that has arrived, and its seconds on the way.
+
+        lost: called once when nothing more can be sent. Both are called in the link's thread.
+        """
+        self.address = target.address
+        self.lost = False
+        self.queued = 0
+        """Bytes of pieces that wait."""
+        self._target, self._transport, self._heap = target, transport, heap_bytes
+        self._arrived, self._lost = arrived, lost
+        self._lock = threading.Lock()
+        self._pieces: deque[_Piece] = deque()
+        self._open: dict[int, tuple[Call, _Piece, float]] = {}
+        self._wakeup = Wakeup()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="sending KV", daemon=True)
+        self._thread.start()
+
+    def put(self, piece: _Piece) -> bool:
+        """Send a piece after those that wait. False if that is not possible any more."""
+        with self._lock:
+            if self.lost:
+                return False
+            self._pieces.append(piece)
+            self.queued += piece.num_bytes
+        self._wakeup.ring()
+        return True
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        self._stopping = True
+        self._wakeup.ring()
+        self._thread.join()
+
+    def unfinished(self) -> list[int]:
+        """The transfers of which pieces have not arrived. Called once the link is lost."""
+        pieces = [*self._pieces, *(piece for _, piece, _ in self._open.values())]
+        return sorted({piece.header.transfer for piece in pieces})
+
+    def _run(self) -> None:
+        caller: Caller | None = None
+        try:
+            kind = "shm" if self._transport == "shm" else "stream"
+            caller = connect(self._target.address, self._target.secret, kind, self._heap)
+            self._send(caller)
+        except (MoesaicError, OSError):
+            pass  # the supervisor notices a dead worker by itself
+        finally:
+            with self._lock:
+                self.lost = True
+            if caller is not None:
+                caller.close()
+            self._wakeup.close()
+            self._lost(self)
+            self._pieces.clear()
+            self._open.clear()  # so that the connection's memory is freed
+
+    def _send(self, caller: Caller) -> None:
+        """Send what is queued, until `close`. Raises ConnectionLost when the worker is gone."""
+        while not self._stopping:
+            self._wakeup.clear()
+            for call, _ in caller.poll():
+                _, piece, begun = self._open.pop(call.number)
+                caller.release(call)
+                self._arrived(piece.num_bytes, time.monotonic() - begun)
+            if not self._post(caller):
+                wait([caller], (self._wakeup.fileno(),), spin=0.0)
+
+    def _post(self, caller: Caller) -> bool:
+        """Send the next piece, if there is one and there is room."""
+        if not self._pieces:
+            return False
+        piece, begun = self._pieces[0], time.monotonic()
+        call = caller.open(piece.num_bytes, 1, 1)
+        if call is None:
+            return False
+        call.request[:HEADER_BYTES] = piece.header.pack()
+        start = HEADER_BYTES
+        for part in piece.data:
+            call.request[start : start + len(part)] = part.data
+            start += len(part)
+        self._open[call.number] = call, piece, begun
+        caller.post(call)
+        with self._lock:
+            self._pieces.popleft()
+            self.queued -= piece.num_bytes
+        return True
+
+
+@dataclass
+class _Outgoing:
+    """A request whose KV is sent."""
+
+    target: KVTarget
+    tokens: int
+    """Tokens whose KV is sent: all that are known before the next one is sampled."""
+    blocks: int = 0
+    """Blocks that were sent."""
+
+
+class KVSender(Transfers):
+    """Sends the KV of requests while they are computed, after each of their chunks."""
+
+    def __init__(
+        self,
+        memory: CopiedMemory,
+        block_size: int,
+        report: Report,
+        transport: HostTransport = "shm",
+        most_queued: int = MOST_QUEUED,
+    ) -> None:
+        """report: sends a message to the router, from any thread. most_queued: bytes that wait for one worker
+        before requests are given up."""
+        self._memory, self._block_size = memory, block_size
+        self._report, self._transport, self._most = report, transport, most_queued
+        largest = memory.block_bytes + memory.state_bytes
+        self._heap = max(HEAP_BYTES, 2 * largest + SLACK)
+        self._step = max(1, PIECE_BYTES // max(1, memory.block_bytes))
+        """Blocks of a piece."""
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._links: dict[str, Link] = {}
+        self._lock = threading.Lock()
+        """Protects `_stats`."""
+        self._stats = TransferStats()
+
+    def expect(self, message: messages.Submit) -> None:
+        generated = dict(zip((one.request_id for one in message.requests), message.generated, strict=False))
+        for request in message.requests:
+            target = message.targets.get(request.request_id)
+            if target is not None:
+                tokens = len(request.prompt_token_ids) + len(generated.get(request.request_id, []))
+                self._outgoing[request.request_id] = _Outgoing(target, tokens)
+
+    def computed(self, plan: StepPlan) -> None:
+        for index, request_id in enumerate(plan.request_ids.tolist()) if self._outgoing else ():
+            outgoing = self._outgoing.get(request_id)
+            if outgoing is None:
+                continue
+            done = min(int(plan.batch.context_lens[index]), outgoing.tokens)
+            table, states = plan.batch.block_tables[index], _places(plan, index, done)
+            if not self._send(outgoing, done, table, states) or done == outgoing.tokens:
+                del self._outgoing[request_id]
+
+    def forget(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self._outgoing.pop(request_id, None)
+
+    def stats(self) -> TransferStats:
+        with self._lock:
+            return self._stats
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def _send(self, outgoing: _Outgoing, done: int, table: IntArray, states: tuple[int, int] | None) -> bool:
+        """Send the blocks that are complete once `done` tokens are computed. states: page and seat.
+
+        Returns False if nothing more of this request can be sent.
+        """
+        last = done == outgoing.tokens
+        stop = -(-done // self._block_size) if last else done // self._block_size
+        link = self._link(outgoing.target)
+        while outgoing.blocks < stop or last:
+            first = outgoing.blocks
+            blocks = table[first : min(stop, first + self._step)]
+            ends = last and first + len(blocks) == stop
+            tokens = outgoing.tokens if ends else 0
+            header = PieceHeader(outgoing.target.transfer, first, len(blocks), tokens)
+            data = [self._memory.copy_blocks(blocks)]
+            if ends and states is not None:
+                data.append(self._memory.copy_states(*states))
+            outgoing.blocks += len(blocks)
+            if link.queued > self._most or not link.put(_Piece(header, tuple(data))):
+                self._give_up([outgoing.target.transfer])
+                return False
+            if ends:
+                self._count(TransferStats(sent=1))
+                return True
+        return True
+
+    def _link(self, target: KVTarget) -> Link:
+        if target.address not in self._links:
+            for address in [address for address, link in self._links.items() if link.lost]:
+                self._links.pop(address).close()
+            self._links[target.address] = Link(target, self._transport, self._heap, self._arrived, self._lost)
+        return self._links[target.address]
+
+    def _lost(self, link: Link) -> None:
+        transfers = link.unfinished()
+        if transfers:
+            self._give_up(transfers)
+
+    def _arrived(self, num_bytes: int, seconds: float) -> None:
+        self._count(TransferStats(sent_bytes=num_bytes, sent_seconds=seconds))
+
+    def _count(self, more: TransferStats) -> None:
+        with self._lock:
+            counts = vars(self._stats)
+            self._stats = replace(
+                self._stats, **{name: counts[name] + value for name, value in vars(more).items()}
+            )
+
+    def _give_up(self, transfers: list[int]) -> None:
+        self._count(TransferStats(failed=len(transfers)))
+        try:
+            self._report(messages.KVNotSent(transfers))
+        except ConnectionLost:
+            pass  # the process ends
+
+
+def _places(plan: StepPlan, index: int, done: int) -> tuple[int, int] | None:
+    """The page with a sequence's state at the last multiple of STATE_CHUNK, and its seat. None: no states."""
+    if not len(plan.batch.states):
+        return None
+    read, at, write, seat = plan.batch.states[index].tolist()
+    return write if done // STATE_CHUNK * STATE_CHUNK > at else read, seat
