@@ -137,6 +137,11 @@ class Router:
         with self._lock:
             return _sum([self._past, *(worker.stats for worker in self._workers.values())])
 
+    def each(self) -> dict[int, WorkerStats]:
+        """Returns the statistics of each worker in service."""
+        with self._lock:
+            return {number: worker.stats for number, worker in self._workers.items()}
+
     def leave(self, worker: int) -> None:
         """Removes a worker. Its requests go to others, or wait for one. Its late messages are ignored."""
         with self._lock:
