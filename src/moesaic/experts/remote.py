@@ -68,6 +68,9 @@ class RemoteExperts:
     process again, and keeps a report for the supervisor.
     """
 
+    routes: Routes | None = None
+    """Who wants to know which server answers for which pair."""
+
     def __init__(
         self,
         layout: ExpertLayout,
@@ -117,8 +120,6 @@ class RemoteExperts:
         self._faulty: list[FaultyServer] = []
         """Reports that `faulty` has not returned yet."""
         self._counts = CallCounts(layout.layers, replicas.own)
-        self.routes: Routes | None = None
-        """Who wants to know which server answers for which pair."""
         self._waited = 0.0
 
     # ---- RoutedExperts
