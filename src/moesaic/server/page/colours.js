@@ -15,7 +15,8 @@ export function serverColour(server) {
 
 export function expertColour(expert) {
   const hue = (expert * 137.508) % 360;
-  return isDark() ? `hsl(${hue} 70% 68%)` : `hsl(${hue} 65% 40%)`;
+  const step = [0, 12, -8][Math.floor(expert / 7) % 3]; // neighbours in hue differ in lightness
+  return isDark() ? `hsl(${hue} 70% ${68 + step}%)` : `hsl(${hue} 65% ${42 - step}%)`;
 }
 
 // From 0 to 1: the page's empty cell to its strongest colour.

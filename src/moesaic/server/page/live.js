@@ -27,7 +27,7 @@ function Figures() {
     <${Figure} label="Waiting" value=${engine.waiting} more="requests" />
     <${Figure} label="KV cache" value=${`${percent(used, total)} %`} more=${`${percent(cached, total)} % prefixes`} />
     ${counters && html`<${Figure} label="Deaths" value=${counters.process_deaths} more="of processes" />
-      <${Figure} label="Failovers" value=${counters.failovers} more=${`${counters.resent_pairs} pairs resent`} />
+      <${Figure} label="Failovers" value=${counters.failovers} more=${counters.resent_pairs === 1 ? "1 pair resent" : `${counters.resent_pairs} pairs resent`} />
       <${Figure} label="Moved" value=${counters.moved_requests} more="requests" />`}
   </div>`;
 }
@@ -37,7 +37,8 @@ function Figure({ label, value, more }) {
 }
 
 function percent(part, total) {
-  return Math.round((100 * part) / Math.max(1, total));
+  const share = (100 * part) / Math.max(1, total);
+  return share >= 0.05 && share < 10 ? share.toFixed(1) : share.toFixed(0);
 }
 
 function Spark() {
