@@ -28,6 +28,7 @@ from moesaic.commands.options import (
     Place,
     Plan,
     Scale,
+    ShowTrace,
 )
 from moesaic.commands.settings import COMMANDS, Settings
 from moesaic.commands.simulate_options import Simulate
@@ -222,6 +223,14 @@ def simulate(options: Annotated[Simulate, FLAT], *, output: Annotated[Output, FL
     simulate SCENARIO.toml.
     """
     from moesaic.commands import simulate as command
+
+    return command.run(options, output.json)
+
+
+@app.command
+def trace(options: Annotated[ShowTrace, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Sum up what `--trace` wrote, and write it as a page that opens offline: trace FILE --html PAGE."""
+    from moesaic.commands import trace as command
 
     return command.run(options, output.json)
 

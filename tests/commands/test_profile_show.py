@@ -124,6 +124,17 @@ def test_picture(file: Path, tmp_path: Path) -> None:
     )  # requests, and the last layer's only point of "5 back"
 
 
+def test_a_page_has_the_charts_and_the_tables(file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "routing.html"
+    assert show(ShowProfile(file, html=target)) == 0
+    text = target.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and text.count("<svg") == 1 and "<script" not in text
+    assert "Experts chosen together, layer 4" in text and "max / median" in text
+    assert "&lt;prose&gt; &amp; verse" in text and "<prose>" not in text
+    with pytest.raises(ConfigError, match="--html: cannot write"):
+        show(ShowProfile(file, html=tmp_path / "nowhere" / "p.html"))
+
+
 def test_settings_that_are_wrong(file: Path, tmp_path: Path) -> None:
     for changes, words in (
         ({"plot": tmp_path / "p.png"}, "--plot: got .*p.png.*svg"),
