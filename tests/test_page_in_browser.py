@@ -50,9 +50,12 @@ def ask(page: Page, text: str) -> None:
 
 
 def settings(page: Page, **values: str) -> None:
+    """Types these settings. Each in one go: between two scripts the page may draw the field again."""
     for name, value in values.items():
-        page.run(f"document.getElementById('{name}').value = '{value}'")
-        page.run(f"document.getElementById('{name}').dispatchEvent(new Event('input', {{bubbles: true}}))")
+        page.run(
+            f"(() => {{ const field = document.getElementById('{name}'); field.value = '{value}';"
+            " field.dispatchEvent(new Event('input', { bubbles: true })); })()"
+        )
 
 
 def answers(page: Page) -> list[str]:
