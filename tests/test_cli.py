@@ -260,7 +260,8 @@ def test_serve_says_what_it_chose_and_ends_on_sigterm() -> None:
             shown.append(line)
         url = shown[-1].split()[-1]
         assert get(f"{url}/health") == 200
-        assert shown[-2] == "KV cache holds 336 tokens, 3 requests of the maximum length\n"
+        assert shown[-2].startswith("Page with a chat and a live view: http://")
+        assert shown[-3] == "KV cache holds 336 tokens, 3 requests of the maximum length\n"
         table = "".join(shown)
         assert all(word in table for word in ("qwen3_moe", "parameters", "kernels", "float32", "100 tokens"))
         process.send_signal(signal.SIGTERM)

@@ -15,6 +15,7 @@ import pytest
 from packaging.utils import parse_wheel_filename
 
 from moesaic import LLM, SamplingParams
+from moesaic.server import web_page
 
 pytest.importorskip("elftools", reason="wheels are built on Linux")
 from scripts.wheels import WheelError, check_objects
@@ -83,6 +84,8 @@ def test_its_tag_is_manylinux_and_its_files_are_there(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {"moesaic/py.typed", "moesaic/demo/model.safetensors"} <= names
+    assert {f"moesaic/server{path}" for path in web_page.PATHS - {"/"}} <= names
+    assert "moesaic/server/page/index.html" in names
     assert not any("csrc" in name or name.endswith((".cpp", ".h")) for name in names)
     assert {name.partition("/licenses/")[2] for name in names} >= {"LICENSE", "NOTICE"}
 

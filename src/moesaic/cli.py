@@ -27,6 +27,7 @@ from moesaic.commands.options import (
     Join,
     Place,
     Scale,
+    ShowTrace,
 )
 from moesaic.commands.plan_options import Plan
 from moesaic.commands.settings import COMMANDS, Settings
@@ -223,6 +224,14 @@ def simulate(options: Annotated[Simulate, FLAT], *, output: Annotated[Output, FL
     simulate SCENARIO.toml.
     """
     from moesaic.commands import simulate as command
+
+    return command.run(options, output.json)
+
+
+@app.command
+def trace(options: Annotated[ShowTrace, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Sum up what `--trace` wrote, and write it as a page that opens offline: trace FILE --html PAGE."""
+    from moesaic.commands import trace as command
 
     return command.run(options, output.json)
 

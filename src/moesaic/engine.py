@@ -21,6 +21,7 @@ from moesaic.core.request import (
     RequestOutput,
     SamplingParams,
     TokenLogprob,
+    TokenRoute,
 )
 from moesaic.detokenizer import IncrementalDecoder
 from moesaic.stop_strings import Search, StopStrings
@@ -237,9 +238,11 @@ class Engine:
     def _take_tokens(self, message: messages.Tokens) -> list[RequestOutput]:
         outputs = []
         stopped = []
-        logprobs: Iterable[TokenLogprob | None] = message.logprobs or [None] * len(message.request_ids)
-        for request_id, token, finish, logprob in zip(
-            message.request_ids, message.token_ids, message.finish, logprobs, strict=True
+        nothing = [None] * len(message.request_ids)
+        logprobs: Iterable[TokenLogprob | None] = message.logprobs or nothing
+        routes: Iterable[TokenRoute | None] = message.routes or nothing
+        for request_id, token, finish, logprob, route in zip(
+            message.request_ids, message.token_ids, message.finish, logprobs, routes, strict=True
         ):
             stream = self._streams.get(request_id)
             if stream is None:
@@ -248,6 +251,8 @@ class Engine:
                 output = _broken_off(stream, finish)
             else:
                 output = _advance(stream, token, finish, logprob)
+            if route is not None and output.token_ids:
+                output = replace(output, routes=[route])
             if output.finished:
                 self._drop(stream)
                 if finish is None:
@@ -284,6 +289,9 @@ def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -
     bad = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
     if bad is not None:
         raise RequestError(f"prompt: got token id {bad}; allowed: 0 to {info.vocab_size - 1}", "prompt")
+    if params.return_routed_experts and not info.routed_layers:
+        what = "this server does not know them (a dense model, --fast-memory, or --moe-collectives)"
+        raise RequestError(f"return_routed_experts: got true; {what}", "return_routed_experts")
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         for token in getattr(params, name) or ():
             if token >= info.vocab_size:

@@ -314,4 +314,5 @@ def _joined(before: RequestOutput | None, piece: RequestOutput) -> RequestOutput
         token_ids=before.token_ids + piece.token_ids,
         logprobs=logprobs,
         prompt_logprobs=before.prompt_logprobs,
+        routes=None if piece.routes is None else (before.routes or []) + piece.routes,
     )

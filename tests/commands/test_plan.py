@@ -220,7 +220,7 @@ def test_the_picture_has_every_chart_and_the_turning_points(
     text = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
     for wanted in ("bf16", "int8", "int4", "link", "P1: ", "P2", "tokens/s", "FlexGen's policy"):
         assert wanted in text, wanted
-    assert text.count("darkest: ") == 3 and "nan" not in target.read_text(encoding="utf-8")
+    assert text.count("100%") + text.count(" 0% 0%") >= 3 and "nan" not in target.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from cyclopts import App, Parameter
 
 from moesaic.commands.options import ShowProfile
-from moesaic.commands.panels import Line, dots, heat, lines, page, step
+from moesaic.commands.panels import Line, Panel, bars, dots, heat, lines, page, step
 from moesaic.commands.profile_show import show
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
@@ -124,6 +124,17 @@ def test_picture(file: Path, tmp_path: Path) -> None:
     )  # requests, and the last layer's only point of "5 back"
 
 
+def test_a_page_has_the_charts_and_the_tables(file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "routing.html"
+    assert show(ShowProfile(file, html=target)) == 0
+    text = target.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and text.count("<svg") == 1 and "<script" not in text
+    assert "Experts chosen together, layer 4" in text and "max / median" in text
+    assert "&lt;prose&gt; &amp; verse" in text and "<prose>" not in text
+    with pytest.raises(ConfigError, match="--html: cannot write"):
+        show(ShowProfile(file, html=tmp_path / "nowhere" / "p.html"))
+
+
 def test_settings_that_are_wrong(file: Path, tmp_path: Path) -> None:
     for changes, words in (
         ({"plot": tmp_path / "p.png"}, "--plot: got .*p.png.*svg"),
@@ -174,20 +185,60 @@ def test_flags_come_from_the_fields() -> None:
 def test_a_line_lies_where_its_numbers_say() -> None:
     panel = lines("t", "x", "y", [Line("a", [(0, 0), (10, 100)])])
     path = next(part for part in panel.parts if 'class="line c0"' in part)
-    assert path.endswith('d="M52.0,230.0 L424.0,68.1"/>')
+    assert path.endswith('d="M62.0,286.0 L418.0,108.9"/>')
 
 
 def test_shades_of_a_heat_map() -> None:
     panel = heat("t", "x", "y", [[0, 4], [2, 0.1]])
-    cells = [part for part in panel.parts if 'class="cell"' in part]
+    cells = [part for part in panel.parts if '<path class="cell"' in part]
     assert [re.findall(r'fill-opacity="([\d.]+)" d="(.*)"', part)[0] for part in cells] == [
         ("0.5", "M0,1h1v1h-1z"),
         ("1", "M1,0h1v1h-1z"),
     ]
 
 
+def test_labels_of_powers_of_ten() -> None:
+    panel = lines("t", "x", "y", [Line("a", [(-1, 0), (3, 2)])], logarithmic=True)
+    text = "".join(panel.parts)
+    for label in ("0.1", "1", "10", "100", "1,000"):
+        assert f">{label}</text>" in text
+    assert ">-1</text>" not in text and ">3</text>" not in text
+
+
+def test_the_scale_of_a_heat_map_has_its_largest_value_and_its_rows_have_names() -> None:
+    panel = heat("t", "x", "y", [[0, 0.5], [0.25, 0]], ticks=(("top", "low"), ("a", "b")), form="{:.0%}")
+    text = "".join(panel.parts)
+    for label in ("50%", "0%", "top", "low", "a", "b"):
+        assert f">{label}</text>" in text
+
+
+def test_bars_stand_side_by_side_and_are_as_high_as_their_numbers() -> None:
+    panel = bars("t", "x", "y", [Line("a", [(0, 50), (1, 100)]), Line("b", [(1, 25)])])
+    found = [
+        re.findall(r'(b\d)" x="([\d.]+)".*height="([\d.]+)"', part)
+        for part in panel.parts
+        if '"bar b' in part
+    ]
+    drawn = [(kind, float(x), float(tall)) for [(kind, x, tall)] in (one for one in found if one)][:3]
+    assert [kind for kind, _, _ in drawn] == ["b0", "b0", "b1"]
+    assert drawn[0][1] < drawn[1][1] < drawn[2][1]
+    assert drawn[1][2] == pytest.approx(2 * drawn[0][2], abs=0.2)
+    assert drawn[1][2] == pytest.approx(4 * drawn[2][2], abs=0.2)
+
+
+def test_captions_are_wrapped() -> None:
+    text = page("t", [Panel("p", [], "a caption of words " * 6)])
+    assert text.count('class="caption"') == 2
+    ET.fromstring(text)
+
+
 def test_nothing_to_draw() -> None:
-    for panel in (lines("t", "x", "y", [Line("a", [])]), dots("t", []), heat("t", "x", "y", [])):
+    for panel in (
+        lines("t", "x", "y", [Line("a", [])]),
+        dots("t", []),
+        heat("t", "x", "y", []),
+        bars("t", "x", "y", []),
+    ):
         ET.fromstring(page("a < b & c", [panel]))
     ET.fromstring(page("t", [lines("t", "x", "y", [Line("a", [(1, 0), (1, 0)])])]))
 

@@ -17,7 +17,7 @@ from moesaic.core.cluster_status import (
     ProcessStatus,
 )
 from moesaic.core.errors import ConfigError, ScalingError
-from moesaic.core.metrics import ExpertServerStats
+from moesaic.core.metrics import ExpertServerStats, WorkerStats
 from moesaic.core.tokens import IntArray
 
 SERVER, WORKER = "expert server", "attention worker"
@@ -30,6 +30,7 @@ class FakeCluster:
         self.servers, self.workers = 2, 1
         self.failure = failure
         self.asked: list[tuple[int | None, int | None]] = []
+        self.killed: list[str] = []
         self._pairs = pairs
 
     def report(self) -> ClusterStatus:
@@ -71,6 +72,14 @@ class FakeCluster:
             return None
         layers = tuple(range(1, len(self._pairs) + 1))
         return ClusterLoad(layers, self._pairs, np.full(len(layers), 0.5))
+
+    def worker_stats(self) -> dict[str, WorkerStats]:
+        return {f"{WORKER} 0": WorkerStats(running=2)}
+
+    def kill(self, name: str) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.killed.append(name)
 
     def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
         self.asked.append((expert_servers, attention_workers))

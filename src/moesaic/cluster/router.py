@@ -157,6 +157,11 @@ class Router:
             taken = sum(worker.requests for worker in workers) / max(1, seats)
             return min(1.0, max(taken, sum(worker.blocks for worker in workers) / max(1, blocks)))
 
+    def each(self) -> dict[int, WorkerStats]:
+        """Returns the statistics of each worker in service."""
+        with self._lock:
+            return {number: worker.stats for number, worker in self._workers.items()}
+
     def leave(self, worker: int) -> None:
         """Removes a worker. Its requests go to others, or wait for one. Its late messages are ignored."""
         with self._lock:

@@ -25,6 +25,7 @@ from moesaic.cluster.dispatching import dispatch_of, tables_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
+from moesaic.cluster.killing import kill
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
@@ -38,6 +39,7 @@ from moesaic.core import messages, paced
 from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, ProcessStatus
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.metrics import WorkerStats
 from moesaic.core.placement import Placement
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
@@ -134,6 +136,14 @@ class Supervisor:
         else:
             future.set_exception(ScalingError(UNSUPERVISED))
         return future
+
+    def kill(self, name: str) -> None:
+        """Kills the process of one member by its name. See `killing.kill`."""
+        kill(self._members.all, name, self._clock(), self._rule)
+
+    def worker_stats(self) -> dict[str, WorkerStats]:
+        """Returns the statistics of each attention worker that serves, by its name."""
+        return {f"{Role.WORKER.value} {number}": stats for number, stats in self._router.each().items()}
 
     def how_it_ended(self) -> str:
         """How the cluster ended, in words for people. Called once the router's connection is lost."""

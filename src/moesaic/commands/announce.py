@@ -102,6 +102,8 @@ class Announcer:
             parts += [] if status is None else as_lines(status)
             if self._admin_key is not None:
                 parts.append(f"Admin key, which moesaic scale --admin-key needs: {self._admin_key}")
+            carried = "" if self._admin_key is None else f"#key={self._admin_key}"
+            parts.append(f"Page with a chat and a live view: {url}/{carried}")
             text = "\n".join([*parts, f"Serving {self._name} at {url}"])
         try:
             print(text, flush=True)

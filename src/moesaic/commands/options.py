@@ -176,6 +176,8 @@ class ShowProfile:
     _: KW_ONLY
     plot: Path | None = None
     """Draw the statistics into this SVG file."""
+    html: Path | None = None
+    """Write charts and tables as one HTML file, which opens offline."""
     ranks: int = 8
     """Number of ranks for the prediction of a token's rank. Each rank has a consecutive range of experts. A
     model with fewer experts has fewer ranks."""
@@ -275,3 +277,14 @@ class KernelsBench:
         for name in self.types:
             if not is_native(name):
                 raise ConfigError.field("--types", name, ", ".join(OF_EXPERTS))
+
+
+@dataclass(frozen=True)
+class ShowTrace:
+    """Sum up a trace, and write it as a page."""
+
+    file: Path
+    """File that `--trace` of serve, run-batch, bench throughput or simulate wrote."""
+    _: KW_ONLY
+    html: Path | None = None
+    """Write the trace as one HTML file, which opens offline: rows of spans over time."""

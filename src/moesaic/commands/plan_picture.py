@@ -23,19 +23,22 @@ CACHES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 """Type of cached numbers: label in the picture -> name in ModelSizes."""
 FACTORS = (0.5, 1, 2, 4, 8)
 """Factors of the link's and of the slow level's speed in the map of policies."""
+MAPPED = "The best plan for machines with another link and another slow level. White: 0 %, or no plan."
 MEMORIES = (0.4, 0.55, 0.75, 1.0, 1.4, 2.0)
 """Factors of the slow level's memory in the chart of throughput by memory."""
 
 
 def draw(report: Report) -> str:
     """The charts as an SVG. Throughput by memory and the map search for a new policy at each point."""
-    title = f"{report.model.name} on {report.hardware.name}"
+    work = report.workload
+    title = f"{report.model.name} on {report.hardware.name}: "
+    title += f"{work.prompt:,} prompt tokens, {work.generate:,} generated"
     return page(title, [_attention(report), _experts(report), _by_memory(report), *_map(report)])
 
 
-# ---- rooflines: both axes are powers of ten; x is flops per fetched byte, y is Gflops/s
+# ---- rooflines: both axes are logarithmic; x is flops per fetched byte, y is Gflops/s
 
-ACROSS, UP = "flops for each byte (10^x)", "Gflops/s (10^y)"
+ACROSS, UP = "flops for each byte", "Gflops/s"
 
 
 def _log(intensity: float, flops: float) -> Point:
@@ -72,7 +75,10 @@ def _attention(report: Report) -> Panel:
     drawn += [
         Line(name, [_log(x, 1e9), _log(x, max(roofs.at_j(x), roofs.link * x))]) for name, x in at.items()
     ]
-    panel = lines("Attention in decode, its cache on the slow level", ACROSS, UP, drawn)
+    caption = "Upright lines: attention by the type of its cache. Left of P1 the slow level "
+    caption += "computes it faster than the link brings it."
+    title = "Attention in decode, its cache on the slow level"
+    panel = lines(title, ACROSS, UP, drawn, caption, logarithmic=True)
     marks = [("P1", roofs.p1, roofs.link * roofs.p1)] if roofs.p1 else []
     return _marked(panel, drawn, marks)
 
@@ -98,7 +104,10 @@ def _experts(report: Report) -> Panel:
         marks.append(("balance", balance, roofs.link * balance))
     if roofs.p1:
         marks.append(("P1", roofs.p1, roofs.link * roofs.p1))
-    return _marked(lines("Routed experts in decode, fetched for a batch N", ACROSS, UP, drawn), drawn, marks)
+    caption = "N: rows of a batch, for which experts are fetched once. mu: rows of a micro-batch. "
+    caption += "Right of P2 the fast level limits, not the link."
+    title = "Routed experts in decode, fetched for a batch N"
+    return _marked(lines(title, ACROSS, UP, drawn, caption, logarithmic=True), drawn, marks)
 
 
 def _marked(panel: Panel, drawn: Sequence[Line], marks: Sequence[tuple[str, float, float]]) -> Panel:
@@ -112,13 +121,11 @@ def _marked(panel: Panel, drawn: Sequence[Line], marks: Sequence[tuple[str, floa
         across, down = LEFT + (x - low) / (high - low) * WIDE, TOP + (1 - y / top) * TALL
         parts.append(f'<circle class="c5" cx="{across:.1f}" cy="{down:.1f}" r="3.5"/>')
         left = across > LEFT + 0.7 * WIDE
-        place = (
-            f'class="y" x="{across - 6:.1f}" y="{down - 8:.1f}"'
-            if left
-            else f'x="{across + 6:.1f}" y="{down + 14:.1f}"'
-        )
-        parts.append(f"<text {place}>{label}: {intensity:,.0f}</text>")
-    return Panel(panel.title, parts)
+        wide, text = 7 * len(f"{label}: {intensity:,.0f}"), f"{label}: {intensity:,.0f}"
+        begin = across - 8 - wide if left else across + 8
+        parts.append(f'<rect class="behind" x="{begin:.1f}" y="{down + 5:.1f}" width="{wide}" height="16"/>')
+        parts.append(f'<text x="{begin + 3:.1f}" y="{down + 17:.1f}">{text}</text>')
+    return Panel(panel.title, parts, panel.caption)
 
 
 # ---- Figure 1
@@ -136,7 +143,9 @@ def _by_memory(report: Report) -> Panel:
     for name, search in searches.items():
         found = ((memory / GIB, _throughput(search, report.hardware, memory)) for memory in memories)
         drawn.append(Line(name, [(x, y) for x, y in found if y is not None]))
-    return lines(f"Throughput by {report.hardware.slow.name}", "GiB", "tokens/s", drawn)
+    slow = report.hardware.slow.name
+    caption = f"The best plan for each amount of this memory; the machine has {held / GIB:,.0f} GiB."
+    return lines("Throughput by the slow level's memory", f"GiB ({slow})", "tokens/s", drawn, caption)
 
 
 def _throughput(search: Callable[[Hardware], Price], hardware: Hardware, memory: float) -> float | None:
@@ -167,9 +176,9 @@ def _map(report: Report) -> list[Panel]:
     panels = []
     for title, share in shown.items():
         rows = [[0.0 if one is None else share(one) for one in row] for row in found]
-        darkest = max(value for row in rows for value in row)
-        title = f"{title} (darkest: {darkest:.0%})"
-        panels.append(heat(title, "slow level, 1/2 to 8 times", "link, 8 times at the top", rows))
+        across, up = "speed of the slow level, times this machine's", "speed of the link, times"
+        names = [f"{factor:g}" for factor in FACTORS]
+        panels.append(heat(title, across, up, rows, MAPPED, (names[::-1], names), "{:.0%}"))
     return panels
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from html import escape as html_escape
+from io import StringIO
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -12,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moesaic.commands import routing_picture
+from moesaic.commands.html_page import document
 from moesaic.commands.options import ShowProfile
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile, Routes
@@ -45,10 +49,12 @@ def show(options: ShowProfile, as_json: bool = False) -> int:
         prediction = examine(profile, routes, options.profile_share, ranks, options.seed)
     if options.plot is not None:
         _draw(options, profile, routes, statistics, prediction)
+    if options.html is not None:
+        _write_page(options, profile, routes, statistics, prediction)
     if as_json:
         print(json.dumps(report(statistics, prediction)))
     else:
-        _print(statistics, prediction)
+        _print(statistics, prediction, Console(highlight=False))
     return 0
 
 
@@ -69,19 +75,45 @@ def _draw(
     prediction: Prediction | None,
 ) -> None:
     assert options.plot is not None
+    _write("--plot", options.plot, _picture(profile, routes, statistics, prediction))
+
+
+def _write_page(
+    options: ShowProfile,
+    profile: Profile,
+    routes: Routes,
+    statistics: Statistics,
+    prediction: Prediction | None,
+) -> None:
+    assert options.html is not None
+    tables = Console(file=StringIO(), width=120, highlight=False, force_terminal=False)
+    _print(statistics, prediction, tables)
+    assert isinstance(tables.file, StringIO)
+    sections = [
+        _picture(profile, routes, statistics, prediction),
+        f"<pre>{html_escape(tables.file.getvalue())}</pre>",
+    ]
+    about = f"routing of {statistics.model}, drawn by moesaic profile show"
+    _write("--html", options.html, document(options.file.name, about, sections))
+
+
+def _picture(profile: Profile, routes: Routes, statistics: Statistics, prediction: Prediction | None) -> str:
     middle = len(profile.layers) // 2
     pairs = map_together(routes, middle, profile.num_experts)
+    return routing_picture.draw(statistics, prediction, pairs, middle)
+
+
+def _write(flag: str, path: Path, text: str) -> None:
     try:
-        options.plot.write_text(routing_picture.draw(statistics, prediction, pairs, middle), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--plot: cannot write {options.plot}: {error.strerror}") from error
+        raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}") from error
 
 
 # ---- for people
 
 
-def _print(statistics: Statistics, prediction: Prediction | None) -> None:
-    console = Console(highlight=False)
+def _print(statistics: Statistics, prediction: Prediction | None, console: Console) -> None:
     console.print(_facts(statistics, prediction))
     console.print(_concentration(statistics.layers))
     console.print(_company(statistics.layers))

@@ -8,6 +8,13 @@ from moesaic.commands.panels import Line, Panel, dots, heat, lines, page
 from moesaic.policy.placement.routing_prediction import LAYERS_BACK, LayerPrediction, Prediction
 from moesaic.policy.placement.routing_statistics import DISTANCES, LayerStatistics, Quartiles, Statistics
 
+LOADS = "How often each expert of a layer is chosen. An even load is 1 everywhere."
+TOGETHER = "How often two experts are chosen by the same token. Darker: more often."
+SINGLE = "By quartile of the tokens: a quarter lies below p25, half below p50."
+REPEATED = "Share of a token's experts that the token so many places earlier chose, mean of all layers."
+MAPPED = "Requests that choose similar experts lie close together. Colours are topics."
+LEARNED = "Learned from some requests and tested on the others."
+
 
 def draw(
     statistics: Statistics, prediction: Prediction | None, pairs: Sequence[Sequence[float]], middle: int
@@ -19,9 +26,9 @@ def draw(
     shown = sorted({0, middle, len(layers) - 1})
     skew = [Line(f"layer {layers[i].layer}", list(enumerate(layers[i].loads, 1))) for i in shown]
     panels = [
-        lines("Load of the experts, busiest first", "expert", "of the mean", skew),
+        lines("Load of the experts, busiest first", "rank of the expert", "times the mean", skew, LOADS),
         *(_quartiles(layers, title, up, of) for title, up, of in _CONCENTRATION),
-        heat(f"Experts chosen together, layer {number}", "expert", "expert", pairs),
+        heat(f"Experts chosen together, layer {number}", "expert", "expert", pairs, TOGETHER),
         _repeats(statistics),
         _topics(statistics),
     ]
@@ -59,7 +66,7 @@ def _quartiles(
         Line(name, [(layer.layer, getattr(of(layer), name)) for layer in layers])
         for name in ("p25", "p50", "p75")
     ]
-    return lines(title, "layer", up, drawn)
+    return lines(title, "layer", up, drawn, SINGLE)
 
 
 def _repeats(statistics: Statistics) -> Panel:
@@ -71,7 +78,7 @@ def _repeats(statistics: Statistics) -> Panel:
         Line("as found", list(zip(distances, means, strict=True))),
         Line("by chance", [(distance, chance) for distance in distances]),
     ]
-    return lines("Experts that an earlier token chose, too", "tokens earlier", "share", drawn)
+    return lines("Experts that an earlier token chose, too", "tokens earlier", "share", drawn, REPEATED)
 
 
 def _topics(statistics: Statistics) -> Panel:
@@ -82,7 +89,7 @@ def _topics(statistics: Statistics) -> Panel:
             groups.setdefault(topic, []).append(point)
     names = dict(enumerate(statistics.topics))
     drawn = [Line(names.get(topic, "no topic"), groups[topic]) for topic in sorted(groups)]
-    return dots("Requests by their experts", drawn)
+    return dots("Requests by their experts", drawn, MAPPED)
 
 
 def _static(prediction: Prediction) -> Panel:
@@ -99,7 +106,7 @@ def _look_back(prediction: Prediction) -> Panel:
         )
         for back in range(LAYERS_BACK + 1)
     ]
-    return lines("Experts predicted by looking back some layers", "layer", "share right", drawn)
+    return lines("Experts predicted by looking back some layers", "layer", "share right", drawn, LEARNED)
 
 
 def _ranks(prediction: Prediction) -> Panel:
@@ -113,4 +120,4 @@ def _predicted(
     drawn = [
         Line(name, [(layer.layer, of(layer)) for layer in prediction.layers]) for name, of in values.items()
     ]
-    return lines(title, "layer", "share", drawn)
+    return lines(title, "layer", "share", drawn, LEARNED)

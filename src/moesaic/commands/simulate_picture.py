@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from moesaic.commands.panels import Line, Panel, lines, page
+from moesaic.commands.panels import Line, Panel, bars, lines, page
 from moesaic.sim.figures import Figures
+
+OVER_TIME = "Of all requests together, with the warm-up."
+QUEUED = "Waiting: not admitted yet. Running: they hold cache blocks of an attention worker."
 
 
 def draw(figures: Figures) -> str:
@@ -19,13 +22,16 @@ def draw(figures: Figures) -> str:
     return page(
         title,
         [
-            lines("Generated tokens over time", "seconds", "tokens/s", [Line("throughput", rates)]),
-            lines("Requests over time", "seconds", "requests", requests),
+            lines(
+                "Generated tokens over time", "seconds", "tokens/s", [Line("throughput", rates)], OVER_TIME
+            ),
+            lines("Requests over time", "seconds", "requests", requests, QUEUED),
             lines(
                 "Queues of the expert servers over time",
                 "seconds",
                 "(row, expert) pairs",
                 [Line("waiting", pairs)],
+                "Pairs that arrived at some expert server and are not computed yet.",
             ),
             _utilisation(figures),
             _waiting(figures),
@@ -40,7 +46,8 @@ def _utilisation(figures: Figures) -> Panel:
         kind, _, number = name.rpartition(" ")
         kinds.setdefault(f"{kind}s", []).append((int(number), 100 * share))
     drawn = [Line(kind, points) for kind, points in kinds.items()]
-    return lines("Share of the time that devices compute", "number of the device", "%", drawn)
+    caption = "After the warm-up. Where processes share a device, their work counts together."
+    return bars("Share of the time that devices compute", "number of the device", "%", drawn, caption)
 
 
 def _waiting(figures: Figures) -> Panel:
@@ -51,7 +58,8 @@ def _waiting(figures: Figures) -> Panel:
             label = f"{kind.rpartition(' ')[2]}: {cause}"
             causes.setdefault(label, []).append((int(number), 100 * share))
     drawn = [Line(cause, points) for cause, points in causes.items() if any(y for _, y in points)]
-    return lines("Share of the time that processes sleep", "number of the process", "%", drawn)
+    caption = "By cause: a worker waits for experts, a server for calls or for more rows."
+    return bars("Share of the time that processes sleep", "number of the process", "%", drawn, caption)
 
 
 def _latency(figures: Figures) -> Panel:
@@ -60,4 +68,6 @@ def _latency(figures: Figures) -> Panel:
         Line(name, [(float(p[1:]), 1000 * value) for p, value in spread.percentiles.items()])
         for name, spread in shown.items()
     ]
-    return lines("Latencies", "percentile", "ms", drawn)
+    ticks = {x: f"p{x:g}" for line in drawn for x, _ in line.points}
+    caption = "First token (TTFT), between tokens (ITL), and a request's mean for each token (TPOT)."
+    return lines("Latencies", "percentile", "ms", drawn, caption, ticks)

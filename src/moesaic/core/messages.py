@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from moesaic.core.experts import Directory, ExpertLayout
 from moesaic.core.metrics import ExpertServerStats, WorkerStats
-from moesaic.core.request import FinishReason, Request, TokenLogprob
+from moesaic.core.request import FinishReason, Request, TokenLogprob, TokenRoute
 
 # ---- engine -> worker
 
@@ -120,6 +120,8 @@ class WorkerInfo:
     log-probabilities and of sampling, as `kernels` does of everything else. Empty on a GPU."""
     speculation: str = ""
     """How many tokens are drafted, and from which acceptance that pays. Empty where none are drafted."""
+    routed_layers: tuple[int, ...] = ()
+    """Layers with routed experts, if the experts of each token can be returned. Empty otherwise."""
 
     @property
     def kv_tokens(self) -> int:
@@ -154,6 +156,8 @@ class Tokens:
     finish: list[FinishReason | None]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Empty when no request of the step wants them."""
+    routes: list[TokenRoute | None] = field(default_factory=list)
+    """As `logprobs`."""
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ class SamplingParams:
     """Return the log-probability of each token and of this many most likely tokens, 0 to 20."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for the tokens of the prompt. Such a request uses no cached prefix."""
+    return_routed_experts: bool = False
+    """Return the experts of each token, and the expert servers that computed them."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     allowed_token_ids: Sequence[int] | None = None
@@ -106,7 +108,10 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             ids = tuple(dict.fromkeys(_tuple("allowed_token_ids", self.allowed_token_ids)))
             object.__setattr__(self, "allowed_token_ids", ids)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in (
+            *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+            "return_routed_experts",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: got {getattr(self, name)!r}; allowed: True, False", name)
         object.__setattr__(self, "structured_outputs", _form(self.structured_outputs))
@@ -255,6 +260,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class TokenRoute:
+    """Who computed the row from which a token was sampled: the row of the token before it."""
+
+    experts: list[list[int]]
+    """[layers][k] its experts in each layer with routed experts, best first."""
+    servers: list[list[int]]
+    """[layers][k] the expert server that answered for each of them. Empty without expert servers."""
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """The output of a request since the last output (a stream) or in total (a result)."""
 
@@ -266,6 +281,8 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One entry per prompt token, None for the first. Only set on the one output that contains them."""
+    routes: list[TokenRoute] | None = None
+    """One entry per token. None where the request did not ask for them."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the request, if one did."""

@@ -43,6 +43,14 @@ class ClientObserver(Protocol):
         ...
 
 
+class Routes(Protocol):
+    """Follows which server answers for which pair."""
+
+    def sent(self, layer: int, experts: IntArray, servers: IntArray) -> None:
+        """Rows were sent. experts: [n * k]. servers: [n * k] into which the client writes who answered."""
+        ...
+
+
 class ServerObserver(Protocol):
     """Follows the runs of one expert server."""
 

@@ -60,6 +60,8 @@ class Submission:
     """A server was given up for its answer."""
     released: bool = False
     """The answer is no longer needed."""
+    servers: IntArray | None = None
+    """[n * k] whose answer was taken for each pair, -1 before. None: nobody wants to know."""
 
     def __post_init__(self) -> None:
         self.missing = len(self.experts)

@@ -23,7 +23,7 @@ from moesaic.experts.answer_check import Check
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
-from moesaic.experts.observer import ClientObserver, UnobservedClient
+from moesaic.experts.observer import ClientObserver, Routes, UnobservedClient
 from moesaic.experts.outstanding import (
     AnswerMemory,
     CallCounts,
@@ -67,6 +67,9 @@ class RemoteExperts:
     again and sends the unanswered pairs to other servers. `_blame` fails a server, never connects to that
     process again, and keeps a report for the supervisor.
     """
+
+    routes: Routes | None = None
+    """Who wants to know which server answers for which pair."""
 
     def __init__(
         self,
@@ -130,6 +133,9 @@ class RemoteExperts:
             handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k
         )
         self._submissions[handle.number] = submission
+        if self.routes is not None:
+            submission.servers = np.full(len(pairs.experts), -1)
+            self.routes.sent(request.layer, pairs.experts, submission.servers)
         if self._wakeup.rung:  # a connection is ready, perhaps to the own rank's server
             self._progress()
         self._send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
@@ -287,6 +293,8 @@ class RemoteExperts:
             raise _WrongAnswer(wrong)
         pairs, fresh = call.receive(indices, self._memory)
         submission.missing -= fresh
+        if submission.servers is not None:
+            submission.servers[pairs] = server
         if self._portion_rows is not None and len(submission.hidden) > self._portion_rows:
             self._arrivals.append((submission.handle, pairs))
         elif self._portion_rows is not None and fresh and not submission.missing:

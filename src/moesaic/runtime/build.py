@@ -79,6 +79,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         servers,
         layerwise=parts.layerwise,
         recorder=parts.recorder,
+        routes=parts.routes,
         logit_rows=parts.logit_rows,
         observer=parts.observer,
         memory=parts.memory,
@@ -132,6 +133,7 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         collectives=parts.collectives,
         torch_code=torch_code() if loaded.device.type == "cpu" else "",
         speculation=parts.speculation.described(),
+        routed_layers=() if parts.routes is None else parts.routes.layers,
     )
 
 

@@ -24,6 +24,7 @@ from moesaic.runtime.predicting import Predictor
 from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import StepRunner
+from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.worker import Journal
 from moesaic.transport.base import Connection
 from moesaic.transport.wakeup import Wakeup
@@ -74,6 +75,8 @@ class WorkerParts:
     layerwise: LayerwiseRunner | None = None
     """For schedulers that run the model segment by segment."""
     recorder: RoutingRecorder | None = None
+    routes: TokenRoutes | None = None
+    """None: the experts of a token cannot be returned."""
     observer: WorkerObserver = UNOBSERVED
     logit_rows: int | None = None
     """Maximum number of rows whose logits are computed at once. None: all rows of a step."""

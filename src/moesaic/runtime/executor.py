@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moesaic.core import messages
-from moesaic.core.request import NO_TOKEN, Request, TokenLogprob
+from moesaic.core.request import NO_TOKEN, Request, TokenLogprob, TokenRoute
 from moesaic.experts.client import ExpertServers
 from moesaic.kvcache.memory import LayerMemory
 from moesaic.logs import of_request
@@ -39,6 +39,7 @@ from moesaic.runtime.sampling.checking import Sampled, joined, sample_step
 from moesaic.runtime.sampling.sampler import Sampler, not_finite, token_logprobs
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Step, StepResult, StepRunner
+from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.structured.constraints import Constraints
 from moesaic.transport.base import Connection
@@ -72,6 +73,7 @@ class Executor:
         servers: ExpertServers,
         layerwise: LayerwiseRunner | None = None,
         recorder: RoutingRecorder | None = None,
+        routes: TokenRoutes | None = None,
         logit_rows: int | None = None,
         observer: WorkerObserver = UNOBSERVED,
         memory: LayerMemory | None = None,
@@ -95,6 +97,7 @@ class Executor:
         self._servers = servers
         self._layerwise = layerwise
         self._recorder = recorder
+        self._routes = TokenRoutes(()) if routes is None else routes
         self._observer = observer
         self._logit_rows = logit_rows
         self._memory = memory
@@ -108,6 +111,8 @@ class Executor:
         self._logprobs: dict[int, list[TokenLogprob | None]] = {}
         """Log-probabilities of steps whose tokens were not sent yet, one per sampled sequence. A step where
         no request wants any has no entry."""
+        self._step_routes: dict[int, list[TokenRoute | None]] = {}
+        """As `_logprobs`."""
 
     def execute(self, action: Action) -> None:
         """Carry out one action. A step that RunStep begins is computed in `progress`."""
@@ -121,6 +126,7 @@ class Executor:
                 self._servers.enter_barrier(action.work)
             case RunSegment():
                 self._observer.started(action.plan, action.segment)
+                self._routes.begin(action.plan)
                 try:
                     self._run_segment(action)
                 finally:
@@ -137,6 +143,7 @@ class Executor:
                     self._sampler.release(request_id, action.preempted)
                 if not action.preempted:
                     self._transfers.forget(action.request_ids)
+                self._routes.release(action)
                 if self._recorder is not None:
                     self._recorder.release(action)
 
@@ -166,6 +173,7 @@ class Executor:
                     self._observer.resumed(plan)
                 else:
                     self._observer.started(plan)
+                self._routes.begin(plan)
                 try:
                     result = step.advance()
                 finally:
@@ -204,6 +212,7 @@ class Executor:
     def _admit(self, action: Admit) -> None:
         for request, generated in zip(action.requests, action.generated, strict=True):
             self._sampler.admit(request, generated)
+        self._routes.admit(action)
         if self._recorder is not None:
             self._recorder.admit(action)
         first = [index for index, epoch in enumerate(action.epochs) if epoch == 0]
@@ -227,6 +236,8 @@ class Executor:
             self._report_broken(plan, found)
             if found.logprobs:
                 self._logprobs[plan.step] = found.logprobs
+            if routes := self._routes.of(plan, found, result.expert_ids):
+                self._step_routes[plan.step] = routes
         proposed = None
         if self._predictor is not None and plan.batch.num_rows:
             proposed = self._predictor.propose(plan, result, found)
@@ -275,7 +286,10 @@ class Executor:
     def _emit(self, action: Emit) -> None:
         found = self._logprobs.pop(action.step, None)
         logprobs = [found[sample] for sample in action.samples] if found else []
-        self._connection.send(messages.Tokens(action.request_ids, action.tokens, action.finish, logprobs))
+        routed = self._step_routes.pop(action.step, None)
+        routes = [routed[sample] for sample in action.samples] if routed else []
+        tokens = messages.Tokens(action.request_ids, action.tokens, action.finish, logprobs, routes)
+        self._connection.send(tokens)
 
     def _score(self, plan: StepPlan, sequence: int, hidden: torch.Tensor) -> None:
         """Send the log-probabilities of the prompt tokens that follow this step's rows of `sequence`."""

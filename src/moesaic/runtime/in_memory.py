@@ -47,6 +47,7 @@ from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner
 from moesaic.runtime.step.running_step import Combine, SegmentRunner
 from moesaic.runtime.step.stages import Attend, BlockStages
+from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.tracing import observer_of
 from moesaic.transport.wakeup import Wakeup
 
@@ -80,6 +81,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         LockstepScheduler(limits, block_pool(config.cache, size), inflight, speculation),
         stages.memory,
         recorder=recorder(config, loaded.model.spec, context.routing),
+        routes=TokenRoutes(loaded.model.spec.moe_layers) if loaded.model.spec.moe_layers else None,
         observer=observer_of(config.trace, context.clock),
         speculation=speculation,
         predictor=_predictor(stages, experts),
@@ -116,6 +118,7 @@ def with_servers(
         servers=remote,
         layerwise=LayerwiseRunner(runner, remote),
         recorder=recorder(config, loaded.model.spec, context.routing),
+        routes=TokenRoutes(layout.layers, remote),
         observer=observer,
         elsewhere=layout,
         speculation=speculation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Depends
 
 from moesaic.config import CorsConfig
-from moesaic.server import chat, completions, docs_page, elastic, models, status, tokens
+from moesaic.server import chat, completions, docs_page, elastic, models, status, tokens, watching, web_page
 from moesaic.server.anthropic import routes as anthropic
 from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.cors import Cors
@@ -46,12 +46,13 @@ def create_app(
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]
-    modules = (completions, chat, openai_responses, anthropic, tokens, models, elastic)
+    modules = (completions, chat, openai_responses, anthropic, tokens, models, elastic, watching)
     routers = [module.router for module in modules]
     for router in [*routers, tokens.info_router] if tokenizer_info else routers:
         app.include_router(router, dependencies=key_needed)
     app.include_router(status.router)
     app.include_router(docs_page.router)
+    app.include_router(web_page.router)
     install_handlers(app)
     app.add_middleware(Guard, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)
     app.add_middleware(Cors, config=cors)  # the last one is the first that sees a request

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from moesaic.core.errors import RequestError
-from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob
+from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob, TokenRoute
 from moesaic.server.answers import Answer, Reading
 from moesaic.server.async_engine import Stream
 from moesaic.server.documentation import GENERATION_ERRORS, streamed
@@ -41,6 +41,7 @@ from moesaic.server.responses import (
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
 from moesaic.server.structured import require_grammar
+from moesaic.server.token_routes import set_routes
 from moesaic.server.tools import callable_tools, with_grammar
 from moesaic.server.usage import Tally
 
@@ -143,6 +144,7 @@ class _Outputs:
 
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    routes: list[TokenRoute] = field(default_factory=list)
     last: RequestOutput | None = None
 
 
@@ -174,12 +176,12 @@ class Reply:
                     first.prompt_token_ids = self._prompt
                 yield first
             logprobs = self._logprobs(output.logprobs or [])
-            alone = self._body.return_token_ids and output.finish_reason is None
+            alone = (self._body.return_token_ids or output.routes) and output.finish_reason is None
             if not deltas and ((logprobs and logprobs.content) or alone):
                 deltas = [ChatDelta(content="")]
             for delta in deltas:
-                yield self._chunk(output.index, delta, logprobs, output.token_ids)
-                logprobs, output = None, replace(output, token_ids=[])
+                yield self._chunk(output.index, delta, logprobs, output)
+                logprobs, output = None, replace(output, token_ids=[], routes=[])
             if output.finish_reason is not None:
                 yield self._last_chunk(output)
         if self._body.streams_usage:
@@ -193,6 +195,7 @@ class Reply:
             found = outputs[output.index]
             found.logprobs.extend(output.logprobs or [])
             found.token_ids.extend(output.token_ids)
+            found.routes.extend(output.routes or [])
             self._scores = self._scores or output.prompt_logprobs
             found.last = output
         completion = ChatCompletion(
@@ -232,6 +235,8 @@ class Reply:
         )
         if self._body.return_token_ids:
             choice.token_ids = outputs.token_ids
+        if self._body.return_routed_experts:
+            set_routes(choice, outputs.routes)
         return choice
 
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
@@ -244,11 +249,11 @@ class Reply:
         index: int,
         delta: ChatDelta,
         logprobs: ChatLogprobs | None = None,
-        token_ids: list[int] | None = None,
+        output: RequestOutput | None = None,
     ) -> ChatChunk:
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)
-        if self._body.return_token_ids and token_ids:
-            choice.token_ids = token_ids
+        if output is not None:
+            self._add_tokens(choice, output)
         return self._envelope([choice])
 
     def _last_chunk(self, output: RequestOutput) -> ChatChunk:
@@ -260,9 +265,15 @@ class Reply:
             finish_reason=self._answers[output.index].finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
         )
+        self._add_tokens(choice, output)
+        return self._envelope([choice])
+
+    def _add_tokens(self, choice: ChatChunkChoice, output: RequestOutput) -> None:
+        """Add the ids and the experts of the tokens if they are wanted."""
         if self._body.return_token_ids and output.token_ids:
             choice.token_ids = output.token_ids
-        return self._envelope([choice])
+        if self._body.return_routed_experts and output.routes:
+            set_routes(choice, output.routes)
 
     def _envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         """One chunk. As in OpenAI's API, a stream with usage sends `usage: null` before the last chunk."""

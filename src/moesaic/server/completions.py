@@ -30,6 +30,7 @@ from moesaic.server.responses import (
 from moesaic.server.sampling import completion_params
 from moesaic.server.service import Service, Serving
 from moesaic.server.structured import require_grammar
+from moesaic.server.token_routes import set_routes
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -80,7 +81,7 @@ class _Reply:
         """The streamed answer: a chunk for each output that is not empty, then the usage."""
         async for number, output in source:
             choice = await self._written(number, output)
-            if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids:
+            if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids or output.routes:
                 yield self._completion([choice], self._running_usage())
         if self._body.streams_usage:
             yield self._completion([], self._tally.usage())
@@ -104,7 +105,7 @@ class _Reply:
     def _piece(self, number: int, output: RequestOutput) -> CompletionChoice:
         """The piece that `output` adds to its choice. The first piece contains the echoed prompt."""
         if self._body.max_tokens == 0:
-            output = replace(output, text="", token_ids=[], logprobs=None)
+            output = replace(output, text="", token_ids=[], logprobs=None, routes=None)
         self._tally.add(number, output)
         index = number * (self._body.n or 1) + output.index
         first = index not in self._writers
@@ -128,6 +129,8 @@ class _Reply:
         """Add token ids and scores of the prompt if they are wanted. prompt: None after the first piece."""
         if self._body.return_token_ids:
             choice.token_ids = output.token_ids
+        if self._body.return_routed_experts:
+            set_routes(choice, output.routes or [])
         if self._body.return_token_ids and prompt is not None:
             choice.prompt_token_ids = prompt.token_ids
         if self._body.prompt_logprobs is not None and prompt is not None:
@@ -186,6 +189,9 @@ def _joined(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
             update[name] = getattr(pieces[0], name)
     if pieces[0].token_ids is not None:
         update["token_ids"] = [token for piece in pieces for token in piece.token_ids or ()]
+    for name in ("routed_experts", "routed_servers"):
+        if getattr(pieces[0], name) is not None:
+            update[name] = [route for piece in pieces for route in getattr(piece, name) or ()]
     return pieces[-1].model_copy(update=update)
 
 

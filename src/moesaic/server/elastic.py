@@ -11,7 +11,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.server.documentation import bearer, errors
 from moesaic.server.errors import Problem
 from moesaic.server.json_body import StrictJsonRoute
-from moesaic.server.requests import ScaleRequest
+from moesaic.server.requests import KillRequest, ScaleRequest
 from moesaic.server.service import Cluster, Service, Serving
 
 POLL_SECONDS = 0.5
@@ -19,13 +19,15 @@ POLL_SECONDS = 0.5
 
 STATUS = "/v1/fault_tolerance/status"
 SCALE = "/scale_elastic_ep"
+KILL = "/v1/fault_tolerance/kill"
+EVENTS = "/v1/events"
 
 router = APIRouter(route_class=StrictJsonRoute)
 
 
 def admin_paths(closed: bool) -> frozenset[str]:
-    """The paths that always need the admin key. closed: so does the status, which names addresses."""
-    return frozenset({SCALE, STATUS} if closed else {SCALE})
+    """The paths that always need the admin key. closed: so do those that tell about the processes."""
+    return frozenset({SCALE, KILL, STATUS, EVENTS} if closed else {SCALE, KILL})
 
 
 @router.get(STATUS, responses=errors(401, 403, 404))
@@ -54,6 +56,18 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
         raise Problem(400, str(error)) from error
     finally:
         change.cancel()
+    return cluster.report()
+
+
+@router.post(KILL, responses=errors(400, 401, 403, 404, 408, 409, 413, 503), dependencies=[Depends(bearer)])
+async def kill(body: KillRequest, service: Serving) -> ClusterStatus:
+    """Kill one process with SIGKILL, to see that requests go on. It is restarted as after any death."""
+    cluster = _cluster(service)
+    service.engine.require_serving()
+    try:
+        cluster.kill(body.name)
+    except ConfigError as error:
+        raise Problem(400, str(error)) from error
     return cluster.report()
 
 

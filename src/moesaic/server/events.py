@@ -32,6 +32,14 @@ class Sendable(Protocol):
 Sent = TypeVar("Sent", bound=Sendable)
 
 
+class Source(Protocol):
+    """Where the chunks of a stream come from."""
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        ...
+
+
 class EventStream(Response, Generic[Sent]):
     """Sends `chunks` as server-sent events. An error during the stream is sent as an event too.
 
@@ -40,7 +48,7 @@ class EventStream(Response, Generic[Sent]):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[Sent], source: Stream) -> None:
+    def __init__(self, chunks: AsyncIterator[Sent], source: Source) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -100,7 +108,7 @@ class NamedEventStream(EventStream[NamedEvent]):
     """
 
     def __init__(
-        self, events: AsyncIterator[NamedEvent], source: Stream, failed: Callable[[Problem], NamedEvent]
+        self, events: AsyncIterator[NamedEvent], source: Source, failed: Callable[[Problem], NamedEvent]
     ) -> None:
         super().__init__(events, source)
         self._failed = failed

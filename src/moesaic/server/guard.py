@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesaic.logs import REQUEST
+from moesaic.server import web_page
 from moesaic.server.errors import Problem, shown
 from moesaic.server.hosts import Hosts
 
@@ -27,7 +28,7 @@ BODY_RATE = 500
 """Bytes of a body that give its client another second, as in Apache's mod_reqtimeout."""
 ALIVE_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """Paths that are answered when the server has too many connections for anything else."""
-OPEN_PATHS = ALIVE_PATHS | {"/version", "/openapi.json", "/docs"}
+OPEN_PATHS = ALIVE_PATHS | {"/version", "/openapi.json", "/docs"} | web_page.PATHS
 """Paths that need no key. All others need one if there is one, also those that do not exist."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")

@@ -132,6 +132,8 @@ class GenerationRequest(Body):
     """Score the prompt's tokens, with this many candidates for each. Not in a stream."""
     return_token_ids: bool | None = None
     """Send the token ids of prompt and answer too."""
+    return_routed_experts: bool | None = None
+    """Send the experts of each token, and the expert servers that computed them."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """Keep this many tokens of the prompt. -1 keeps as many as the context has room for."""
     truncation_side: Literal["left", "right"] | None = None
@@ -326,3 +328,12 @@ class ScaleRequest(Body):
 
     expert_servers: Annotated[int, Field(ge=1, le=1024)] | None = None
     attention_workers: Annotated[int, Field(ge=1, le=1024)] | None = None
+
+
+class KillRequest(Body):
+    """The body of POST /v1/fault_tolerance/kill. An unknown field is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Text
+    """The process, as the status names it, such as "expert server 0"."""

@@ -79,6 +79,10 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     """With return_token_ids: tokens of the prompt, in a stream with the first piece only."""
+    routed_experts: list[list[list[int]]] | None = None
+    """With return_routed_experts: [tokens][layers][k] the experts of each token, best first."""
+    routed_servers: list[list[list[int]]] | None = None
+    """As routed_experts: the expert server that computed each. Empty lists without expert servers."""
 
 
 class Completion(Payload):
@@ -152,6 +156,10 @@ class ChatChoice(BaseModel):
     finish_reason: ChatFinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None = None
+    routed_experts: list[list[list[int]]] | None = None
+    """With return_routed_experts: [tokens][layers][k] the experts of each token, best first."""
+    routed_servers: list[list[list[int]]] | None = None
+    """As routed_experts: the expert server that computed each. Empty lists without expert servers."""
 
 
 class ChatCompletion(Payload):
@@ -186,6 +194,10 @@ class ChatChunkChoice(BaseModel):
     finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    routed_experts: list[list[list[int]]] | None = None
+    """With return_routed_experts: [tokens][layers][k] the experts of each token, best first."""
+    routed_servers: list[list[list[int]]] | None = None
+    """As routed_experts: the expert server that computed each. Empty lists without expert servers."""
 
 
 class ChatChunk(Payload):

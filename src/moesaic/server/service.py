@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from moesaic.core.cluster_status import ClusterLoad, ClusterStatus
 from moesaic.core.errors import ConfigError, RequestError
+from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import SamplingParams
 from moesaic.parsers.table import AUTO, Formats, formats_of
 from moesaic.server.async_engine import AsyncEngine
@@ -63,6 +64,14 @@ class Cluster(Protocol):
 
     def load(self) -> ClusterLoad | None:
         """The load of the experts. None without expert servers."""
+        ...
+
+    def worker_stats(self) -> dict[str, WorkerStats]:
+        """The statistics of each attention worker, by the name of its process."""
+        ...
+
+    def kill(self, name: str) -> None:
+        """Kill one process by its name. Raises ConfigError, or ScalingError if that is not possible now."""
         ...
 
     def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:

@@ -1,0 +1,116 @@
+"""GET /v1/events: what a page needs to show a server live, as server-sent events.
+
+A stream looks at the server twice a second, and sends the time and the parts that changed. Without a stream
+nothing runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from moesaic.core.errors import MoesaicError
+from moesaic.core.metrics import WorkerStats
+from moesaic.server.elastic import EVENTS
+from moesaic.server.errors import Problem
+from moesaic.server.events import NamedEvent, NamedEventStream
+from moesaic.server.service import Cluster, Service, Serving
+
+INTERVAL = 0.5
+"""Seconds between two looks at the server."""
+
+router = APIRouter()
+
+
+class _Source:
+    """A stream of events has no request to cancel."""
+
+    def close(self) -> None: ...
+
+
+@router.get(EVENTS, include_in_schema=False)  # clients made from a schema would wait for its end
+async def watch(service: Serving) -> Response:
+    """Send the server's state as server-sent events, at most two a second, until it shuts down.
+
+    An event `update` has the time and the parts that changed since the one before; the first has all parts.
+    The last event is `end`.
+    """
+    service.engine.require_serving()
+    return NamedEventStream(_updates(service), _Source(), _failed)
+
+
+async def _updates(service: Service) -> AsyncGenerator[NamedEvent, None]:
+    sent: dict[str, Any] = {}
+    while True:
+        try:
+            service.engine.require_serving()
+        except MoesaicError as error:
+            yield NamedEvent("end", {"reason": str(error)})
+            return
+        changed = {name: part for name, part in parts_of(service).items() if sent.get(name, sent) != part}
+        sent |= changed
+        yield NamedEvent("update", {"time": time.time(), **changed})
+        await asyncio.sleep(INTERVAL)
+
+
+def parts_of(service: Service) -> dict[str, Any]:
+    """The state of the server. Of a single worker `cluster`, `processes` and `load` are null."""
+    info, worker = service.engine.require_serving(), service.engine.engine.stats().worker
+    meter = service.engine.meter
+    parts: dict[str, Any] = {
+        "model": {
+            "name": service.model_name,
+            "layers": list(info.routed_layers),
+            "experts": info.num_experts,
+            "top_k": info.top_k,
+            "max_model_len": info.max_model_len,
+        },
+        "engine": _worker(worker)
+        | {"prompt_tokens": meter.prompt_tokens, "generation_tokens": meter.generation_tokens},
+        "cluster": None,
+        "processes": None,
+        "load": None,
+    }
+    return parts if service.cluster is None else parts | _cluster(service.cluster)
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    status, load, workers = cluster.report(), cluster.load(), cluster.worker_stats()
+    processes = []
+    for one in status.processes:
+        shown = asdict(one)
+        for name in ("pid", "address", "kernels"):
+            del shown[name]
+        shown["silent_seconds"] = int(one.silent_seconds)
+        shown["worker"] = _worker(workers[one.name]) if one.name in workers else None
+        processes.append(shown)
+    rest = {
+        "placement_version": status.placement_version,
+        "change": status.change,
+        "missing": sum(len(layer.missing) for layer in status.replicas),
+        "single": sum(len(layer.single) for layer in status.replicas),
+        "failures": [asdict(failure) for failure in status.failures],
+        "counters": asdict(status.counters),
+        "watched": status.watched,
+    }
+    shares = None if load is None else {"layers": list(load.layers), "pairs": load.pairs.tolist()}
+    return {"cluster": rest, "processes": processes, "load": shares}
+
+
+def _worker(stats: WorkerStats) -> dict[str, Any]:
+    return {
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "blocks": {"used": stats.blocks.used, "cached": stats.blocks.cached, "total": stats.blocks.total},
+        "preemptions": stats.preemptions,
+    }
+
+
+def _failed(problem: Problem) -> NamedEvent:
+    return NamedEvent("end", {"reason": problem.body.error.message})
