@@ -160,6 +160,7 @@ def cluster(
     max_model_len: int | None = None,
     queues: QueueConfig = QueueConfig(),
     speculative_config: str | None = None,
+    server_memory: int | None = None,
     **more: Any,
 ) -> Iterator[Cluster]:
     """A cluster that serves until the context ends. more: further settings of ClusterConfig."""
@@ -176,6 +177,7 @@ def cluster(
             speculative_config=speculative_config,
         ),
         queues=queues,
+        server_memory=server_memory,
     )
     shape = ClusterConfig(
         attention_workers=attention_workers,

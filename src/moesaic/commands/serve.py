@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING
 
 from moesaic import __version__, logs
 from moesaic.commands.announce import Announcer
-from moesaic.commands.starting import prepared
+from moesaic.commands.starting import without_plan
 from moesaic.commands.tracing import announced, announced_routing
-from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, ServerConfig, WorkerConfig
+from moesaic.config import (
+    ClusterConfig,
+    ConnectionConfig,
+    CorsConfig,
+    OffloadConfig,
+    ServerConfig,
+    WorkerConfig,
+)
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
@@ -63,11 +70,18 @@ def run(
     record: RecordConfig,
     as_json: bool,
     cors: CorsConfig = CorsConfig(),
+    offload: OffloadConfig = OffloadConfig(),
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     logs.set_up("server", config.log_level)
     check_parsers(server.tool_call_parser, server.reasoning_parser)
-    cluster = prepared(cluster, config.model.device)
+    processes: ClusterConfig | None = None
+    if offload.fast_memory is None or cluster.resolved().expert_servers:
+        config, processes = without_plan(config, cluster, offload)
+    else:
+        from moesaic.commands import larger_than_memory  # imports torch, which planning needs
+
+        config = larger_than_memory.planned_server(config, cluster, offload, record)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
@@ -77,7 +91,7 @@ def run(
         announced_routing(record),
         launch(
             config,
-            cluster,
+            processes,
             chat_template=template,
             special_tokens_in_content=server.allow_special_tokens_in_content,
             max_waiting=server.max_queue,

@@ -26,10 +26,12 @@ from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
 from moesaic.models.spec import ModelSpec
 from moesaic.offload.arena import Arena
+from moesaic.offload.by_expert import StreamedByExpert
 from moesaic.offload.converted import StreamedConverted
 from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
+from moesaic.offload.operations import Exchanges
 from moesaic.offload.weights import Streamed
 from moesaic.policy.offloading.tasks import Lane
 from moesaic.runtime.machine import allowed_cpus, stay_on
@@ -52,6 +54,8 @@ class Levels:
     up: Link
     slow: table.Kernels
     """The kernels of the slow level's processor."""
+    exchanges: Exchanges | None = None
+    """Changes which experts stay. None: always the same stay."""
     staged: bool = False
     """True: what is loaded goes through pinned memory."""
 
@@ -90,13 +94,18 @@ def levels(
         staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down, owned)
         staged.load_static()
         return Levels(staged, static, down, up, slow_kernels(config, loaded), staged=True)
-    kind = Streamed if conversion_of(Headers(path), layout) is None else StreamedConverted
+    kind: type[Streamed] = StreamedByExpert if offload.hot else Streamed
+    if conversion_of(Headers(path), layout) is not None:
+        kind = StreamedConverted
     arena = Arena(max(kind.memory_for(path, layout, kept, owned).total, 1 << 12))
     paced, back = Link(offload.link), Link(offload.link)
     link = None if offload.link is None else paced
     streamed = kind(path, layout, kept, arena, link=link, owned=owned)
     streamed.load_static()
-    return Levels(streamed, static, paced, back, slow_kernels(config, loaded))
+    kernels = slow_kernels(config, loaded)
+    if offload.hot and isinstance(streamed, StreamedByExpert):
+        return Levels(streamed, streamed.static, paced, back, kernels, streamed)
+    return Levels(streamed, static, paced, back, kernels)
 
 
 def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
