@@ -29,6 +29,7 @@ class ClusterCollector(Collector):
         status, load = self._cluster.report(), self._cluster.load()
         yield from self._processes(status)
         yield from self._counters(status)
+        yield from self._residency(status)
         if status.locality:
             yield from self._locality(status.locality)
         if load is not None:
@@ -46,7 +47,6 @@ class ClusterCollector(Collector):
         ]
         text = "(row, expert) pairs that have arrived and are not computed yet."
         yield self._gauge("expert_server_waiting_pairs", text, waiting, "server")
-        yield from self._residency(status)
         if status.placement_version is not None:
             version: Series = [((), float(status.placement_version))]
             yield self._gauge("placement_version", "Version of the placement of experts.", version)
