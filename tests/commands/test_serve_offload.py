@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.commands.test_run_batch_offload import MACHINE, SIZES
 from tests.support import model_configs, tiny_models
-from tests.support.processes import children
+from tests.support.processes import all_children, children
 from tests.test_serve import Server, start
 
 from moesaic import LLM, SamplingParams, cli
@@ -191,21 +191,26 @@ CAP = 80
 BESIDE = 25
 """MiB that a worker may take beside the cap and what its libraries take."""
 LIBRARIES = (
-    "import moesaic.runtime.__main__, moesaic.runtime.offloaded, moesaic.runtime.build, resource; "
-    "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    "import moesaic.runtime.__main__, moesaic.runtime.offloaded, moesaic.runtime.build; "
+    "import moesaic.experts.streamed_backend; print(open('/proc/self/status').read())"
 )
 
 
-def peak(pid: int) -> float:
-    """The most MiB that a process had resident."""
-    status = Path(f"/proc/{pid}/status").read_text()
+def peak_in(status: str) -> float:
+    """MiB of the field VmHWM."""
     [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) / 1024
 
 
+def peak(pid: int) -> float:
+    """The most MiB that a process had resident."""
+    return peak_in(Path(f"/proc/{pid}/status").read_text())
+
+
 def libraries() -> float:
+    """MiB of a process that has imported what a worker or a server imports."""
     said = subprocess.run([sys.executable, "-c", LIBRARIES], capture_output=True, text=True, check=True)
-    return int(said.stdout) / 1024
+    return peak_in(said.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +229,53 @@ def test_the_worker_keeps_its_limit(large: Path) -> None:
         [worker] = children(server.process.pid, "moesaic.runtime")
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda prompt: asked(server, prompt, 12).choices[0].text, prompts()))
-        assert peak(worker) < own + CAP + BESIDE, f"libraries {own:.0f} MiB"
+        most = peak(worker)
+        assert most < own + CAP + BESIDE, f"{most:.0f} MiB, libraries {own:.0f} MiB"
         assert server.metrics()['moesaic:expert_bytes_total{level="slow",}'] > 100 * MIB
     assert found == in_memory(large, 12)
+
+
+# ---- expert servers
+
+
+@pytest.mark.parametrize(
+    "flags", [["--hardware", "l4"], ["--offload-schedule", "cgopipe"], ["--pad"]], ids=str
+)
+def test_servers_have_no_plan(saved: Saved, flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    given = ["--fast-memory", "6MiB", "--expert-servers", "2", "--port", "0"]
+    assert cli.main(["serve", str(saved("qwen3")), *given, *flags]) == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert re.match(f"moesaic: {flags[0]}: got .*; allowed: nothing with --expert-servers", last), last
+
+
+def test_a_memory_without_room_for_two_experts_is_refused(
+    saved: Saved, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--fast-memory", "100KiB", "--expert-servers", "2", "--port", "0", "--threads", "1"]
+    assert cli.main(["serve", str(saved("qwen3")), *given]) == 2
+    assert "--fast-memory: got '0.1MiB'; allowed: at least 1MiB" in capfd.readouterr().err
+
+
+def test_servers_keep_their_limit_beside_two_workers_that_draft(large: Path) -> None:
+    """And what one process refuses goes together here."""
+    own, cap = libraries(), 24
+    drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
+    flags = ("--expert-servers", "2", "--attention-workers", "2", "--speculative-config", drafts)
+    given = ("--fast-memory", f"{cap}MiB", "--max-model-len", "128", "--kv-cache-memory", "8MiB", *flags)
+    server = start(*given, "--served-model-name", "demo", model=str(large))
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            found = list(pool.map(lambda prompt: asked(server, prompt, 12).choices[0].text, prompts()))
+        peaks = [peak(pid) for pid in all_children(server.process.pid, "moesaic.experts")]
+        metrics = server.metrics()
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+    assert found == in_memory(large, 12)
+    assert len(peaks) == 2 and max(peaks) < own + cap + BESIDE, f"libraries {own:.0f} MiB, {peaks}"
+    for number in (0, 1):
+        name = f'server="expert server {number}"'
+        read = metrics[f'moesaic:expert_server_bytes_total{{level="slow",,{name}}}']
+        assert read > 2 * cap * MIB, metrics
