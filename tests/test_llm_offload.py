@@ -50,6 +50,11 @@ POLICIES = {
     "two cores, in place": replace(CORES, schedule="in-place", static_experts=1),
     "two cores, all in place": replace(CORES, schedule="in-place"),
     "two cores, the cache moves": BESIDE,
+    "two cores, some of the cache moves": replace(BESIDE, slow_cache=0.6),
+    "two cores, some of the cache moves, s4": replace(
+        BESIDE, schedule="s4", static_experts=1, slow_cache=0.9
+    ),
+    "two cores, a little of the cache moves, padded": replace(BESIDE, padded=84, slow_cache=0.1),
     "two cores, the cache moves, s4": replace(BESIDE, schedule="s4", static_experts=1),
     "two cores, the cache moves, on demand": replace(BESIDE, schedule="on-demand"),
     "two cores, the cache moves, in place": replace(BESIDE, schedule="in-place", static_experts=1),

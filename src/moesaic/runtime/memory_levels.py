@@ -6,6 +6,7 @@ schedules without a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from moesaic.core.offload import Offload
 from moesaic.kernels import table
 from moesaic.kvcache.memory import CacheSize, HybridMemory, LayerMemory
 from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.split import SplitKV
 from moesaic.kvcache.states import StateCache
 from moesaic.models import files
 from moesaic.models.conversion import conversion_of
@@ -66,9 +68,13 @@ class Caches:
 
     kv: PagedKV
     states: StateCache | None
+    fast: PagedKV | None = None
+    """The first blocks of the KV cache, on the fast level, where the others are on the slow one."""
 
     def memory(self, spec: ModelSpec) -> LayerMemory:
-        """Both as one memory."""
+        """All of them as one memory."""
+        if self.fast is not None:
+            return SplitKV(self.fast, self.kv)
         if self.states is None:
             return self.kv
         return HybridMemory(self.kv, self.states, spec.state_layers, spec.num_layers)
@@ -118,7 +124,7 @@ def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
 
 
 def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, size: CacheSize) -> Caches:
-    """What all layers keep: the KV cache on the level that the policy names, and states on the fast one.
+    """What all layers keep: the KV cache on the levels that the policy names, and states on the fast one.
 
     All of the KV cache's memory is allocated here, so the first pass does not wait for it. Raises ConfigError
     for a dtype that the kernels of that level cannot read.
@@ -130,7 +136,11 @@ def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, size: Cac
         named = str(dtype).removeprefix("torch.")
         kv_type(CacheConfig(kv_cache_dtype=named), replace(loaded, kernels=kernels))  # type: ignore[arg-type]
     blocks = size.num_blocks
-    kv = PagedKV(spec.kv, spec.kv_layers, blocks, block_size, dtype, device, kernels, at_once=True)
+    fast = math.floor((1 - offload.slow_cache) * blocks) if 0 < offload.slow_cache < 1 else 0
+    kv = PagedKV(spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, at_once=True)
+    if fast:
+        on = loaded.device, loaded.kernels
+        return Caches(kv, None, PagedKV(spec.kv, spec.kv_layers, fast, block_size, dtype, *on, at_once=True))
     if spec.states is None:
         return Caches(kv, None)
     layers = len(spec.state_layers)

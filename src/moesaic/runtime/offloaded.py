@@ -80,6 +80,9 @@ def _check_attention(offload: Offload) -> None:
     forced = FORCED.get(_policy(offload).schedule, offload.slow_attention)
     if forced != offload.slow_attention:
         raise ConfigError.field("slow_attention", offload.slow_attention, f"{forced} with {offload.schedule}")
+    allowed = "1 with attention on the slow level" if offload.slow_attention else "0 to 1"
+    if not 0 <= offload.slow_cache <= 1 or (offload.slow_attention and 0 < offload.slow_cache < 1):
+        raise ConfigError.field("slow_cache", offload.slow_cache, allowed)
 
 
 def _check_padded(padded: int, most: int) -> None:
@@ -94,6 +97,8 @@ def check_states(config: WorkerConfig, offload: Offload, spec: ModelSpec) -> Non
     why = "for a model with linear attention"
     if offload.padded is not None:
         raise ConfigError.field("--pad", "true", f"false {why}")
+    if 0 < offload.slow_cache < 1:
+        raise ConfigError.field("slow_cache", offload.slow_cache, f"0 or 1 {why}")
     if on_gpu(config.model):
         raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, {why}")
 
@@ -304,7 +309,16 @@ def passes_over(
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:
         kind = MovingCache if padded is None else PaddedMovingCache
-        moving = kind(kv, model.spec.kv, size, loaded.kernels, memory.down, memory.up, loaded.device)
+        moving = kind(
+            kv,
+            model.spec.kv,
+            size,
+            loaded.kernels,
+            memory.down,
+            memory.up,
+            loaded.device,
+            parts.caches.fast,
+        )
     lanes = Lanes(setup_of(offload, loaded))
     if states is not None:
         layers = model.spec.state_layers, model.spec.num_layers
