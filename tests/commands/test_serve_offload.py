@@ -230,6 +230,7 @@ def test_the_worker_keeps_its_limit(large: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda prompt: asked(server, prompt, 12).choices[0].text, prompts()))
         most = peak(worker)
+        assert peak(server.process.pid) < 0.7 * own, "the process of the API has no torch"
         assert most < own + CAP + BESIDE, f"{most:.0f} MiB, libraries {own:.0f} MiB"
         assert server.metrics()['moesaic:expert_bytes_total{level="slow",}'] > 100 * MIB
     assert found == in_memory(large, 12)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from socket import socket
@@ -79,9 +81,7 @@ def run(
     if offload.fast_memory is None or cluster.resolved().expert_servers:
         config, processes = without_plan(config, cluster, offload)
     else:
-        from moesaic.commands import larger_than_memory  # imports torch, which planning needs
-
-        config = larger_than_memory.planned_server(config, cluster, offload, record)
+        config = _planned(config, cluster, offload, record)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
@@ -99,6 +99,25 @@ def run(
         ) as launched,
     ):
         return _serve(launched, listener, names, server, limits, cors, as_json)
+
+
+def _planned(
+    config: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
+) -> WorkerConfig:
+    """The settings of a worker with a plan for its memory.
+
+    A process of its own plans, since that needs torch, which would stay in this process's memory.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_plan, config, cluster, offload, record).result()
+
+
+def _plan(
+    config: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
+) -> WorkerConfig:
+    from moesaic.commands import larger_than_memory
+
+    return larger_than_memory.planned_server(config, cluster, offload, record)
 
 
 @contextmanager
