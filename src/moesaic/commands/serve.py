@@ -7,8 +7,8 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection as PipeConnection
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from moesaic.config import (
     WorkerConfig,
 )
 from moesaic.core.cluster_status import ClusterStatus
-from moesaic.core.errors import EngineDeadError
+from moesaic.core.errors import EngineDeadError, MoesaicError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
 from moesaic.parsers.table import check_parsers, formats_of
@@ -108,16 +108,37 @@ def _planned(
 
     A process of its own plans, since that needs torch, which would stay in this process's memory.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_plan, config, cluster, offload, record).result()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_plan, args=(theirs, config, cluster, offload, record), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        found: WorkerConfig | MoesaicError = ours.recv()
+    except EOFError as error:
+        child.join()
+        raise EngineDeadError(f"the process that plans ended with code {child.exitcode}") from error
+    child.join()
+    if isinstance(found, MoesaicError):
+        raise found
+    return found
 
 
 def _plan(
-    config: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
-) -> WorkerConfig:
-    from moesaic.commands import larger_than_memory
+    to: PipeConnection,
+    config: WorkerConfig,
+    cluster: ClusterConfig,
+    offload: OffloadConfig,
+    record: RecordConfig,
+) -> None:
+    """Send the settings, or the error that says why there are none. Ends with the process that waits."""
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        from moesaic.commands import larger_than_memory
 
-    return larger_than_memory.planned_server(config, cluster, offload, record)
+        try:
+            to.send(larger_than_memory.planned_server(config, cluster, offload, record))
+        except MoesaicError as error:
+            to.send(error)
 
 
 @contextmanager
