@@ -5,21 +5,22 @@
     python -m venv /tmp/accelerate && /tmp/accelerate/bin/pip install torch transformers accelerate
     python benchmarks/offload.py disk /tmp/big --prompts question.jsonl \\
         --llama /tmp/llama --accelerate /tmp/accelerate
+    python benchmarks/offload.py serve /tmp/big --llama /tmp/llama
     python benchmarks/offload.py cores --svg gantt.svg --json cores.json
     python benchmarks/offload.py latency --svg latency.svg
     python benchmarks/offload.py memory
 
-`disk`: RAM over the disk, beside llama.cpp and accelerate. `cores`: two cores as two levels, every schedule
-beside its price. `latency`: what a layer takes there, by micro-batch and context. `memory`: the peaks of
-workers beside their caps. --quick: does it work?
+`disk`: RAM over the disk, beside llama.cpp and accelerate. `serve`: the same as servers, beside llama.cpp's.
+`cores`: two cores as two levels, every schedule beside its price. `latency`: what a layer takes there, by
+micro-batch and context. `memory`: the peaks of workers beside their caps. --quick: does it work?
 """
 
 from __future__ import annotations
 
-from offloading import cores, disk, latency, memory
+from offloading import cores, disk, latency, memory, serve
 from parts import run
 
-PARTS = {"disk": disk, "cores": cores, "latency": latency, "memory": memory}
+PARTS = {"disk": disk, "serve": serve, "cores": cores, "latency": latency, "memory": memory}
 
 if __name__ == "__main__":
     run(__doc__, PARTS, 160)

@@ -17,7 +17,7 @@ pip=("$dir/bin/pip" install --quiet)
 
 if [ "$peer" = llama ]; then
     # Without the library for images, which is a quarter of what is compiled.
-    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "${pip[@]}" llama-cpp-python==0.3.36 gguf==0.19.0
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "${pip[@]}" "llama-cpp-python[server]==0.3.36" gguf==0.19.0
     exit
 fi
 

@@ -149,7 +149,7 @@ def test_the_help_shows_short_flags(
         ("serve demo --max-num-seqs 0", "--max-num-seqs: got 0; allowed: an integer of at least 1"),
         ("serve demo --api-key=", "--api-key: "),
         ("serve demo --portt 3", "--portt. Did you mean --port?"),
-        ("serve demo --fast-memory 2GiB", "--fast-memory. --fast-memory is a flag of run-batch."),
+        ("serve demo --max-in-flight 2", "--max-in-flight. --max-in-flight is a flag of run-batch."),
         ("serve demo --log-level loud", "--log-level: got 'loud'; allowed: debug, info, warning, error"),
         ("serve demo --log-levl debug", "--log-levl. Did you mean --log-level?"),
         ("serve demo --verbose", "--verbose. Did you mean --log-level?"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moesaic import LLM, RequestOutput, SamplingParams
-from moesaic.core.offload import Offload
+from moesaic.core.offload import Choice, Load, Offload
 from moesaic.kernels import table
 from tests.support import model_configs, pairs, tiny_models
 from tests.support.tiny_checkpoints import MODELS, MORE, Written
@@ -22,6 +22,8 @@ CORES = replace(DISK, link=4e9, slow_attention=True, slow_cache=1.0)
 """Two cores, and a link between them that nobody waits for."""
 BESIDE = replace(CORES, slow_attention=False)
 """The same, attention on the fast core: the cache moves."""
+CHOICES = Choice("on-demand", 1, 2, (1.0, 9.0)), Choice("cgopipe", 2, 0, (9.0, 1.0))
+"""Two ways to compute decode steps: for few requests, and for many."""
 POLICIES = {
     "pages": DISK,
     "one micro-batch": replace(DISK, micro_batch=8, micro_batches=1, prefill_rows=200),
@@ -30,6 +32,10 @@ POLICIES = {
     "on demand": replace(DISK, schedule="on-demand", static_experts=1),
     "on demand, likely ones before": replace(DISK, schedule="on-demand", static_experts=1, likely_experts=2),
     "on demand, all likely ones before": replace(DISK, schedule="on-demand", likely_experts=99),
+    "on demand, hot ones stay": replace(DISK, schedule="on-demand", static_experts=1, hot=True),
+    "revised by the load": replace(
+        DISK, static_experts=1, hot=True, loads=(Load(2, 64), Load(8, 64)), choices=CHOICES
+    ),
     "serial": replace(DISK, schedule="serial"),
     "s4": replace(DISK, schedule="s4"),
     "padded": replace(DISK, padded=84, prefill_rows=2 * 84),
@@ -44,6 +50,11 @@ POLICIES = {
     "two cores, in place": replace(CORES, schedule="in-place", static_experts=1),
     "two cores, all in place": replace(CORES, schedule="in-place"),
     "two cores, the cache moves": BESIDE,
+    "two cores, some of the cache moves": replace(BESIDE, slow_cache=0.6),
+    "two cores, some of the cache moves, s4": replace(
+        BESIDE, schedule="s4", static_experts=1, slow_cache=0.9
+    ),
+    "two cores, a little of the cache moves, padded": replace(BESIDE, padded=84, slow_cache=0.1),
     "two cores, the cache moves, s4": replace(BESIDE, schedule="s4", static_experts=1),
     "two cores, the cache moves, on demand": replace(BESIDE, schedule="on-demand"),
     "two cores, the cache moves, in place": replace(BESIDE, schedule="in-place", static_experts=1),
@@ -53,7 +64,8 @@ CASES = pairs.params(
     key=lambda case: (case[0].startswith("deepseek"), *case[1:]),
     fast=[(FAST, "as weights", "pages", 23), (FAST, "as weights", "two cores", 512)],
 ) + pairs.params(
-    MORE, ("as weights",), ("pages", "padded, on demand", "two cores, the cache moves"), (23,),
+    MORE, ("as weights",),
+    ("pages", "padded, on demand", "two cores, the cache moves", "revised by the load"), (23,),
 )  # fmt: skip
 needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
 
@@ -113,3 +125,31 @@ def test_every_logprob_is_the_same_float_under_every_policy(
     seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": rows}
     found = answers(checkpoints.paths[name], cache, offload=offload, **seats)
     assert found == checkpoints.wanted(name, cache)
+
+
+@needs_native
+def test_hot_experts_stay_and_the_load_revises_the_plan(checkpoints: Checkpoints) -> None:
+    """Requests leave one after another, so the last steps have few of them."""
+    offload = POLICIES["revised by the load"]
+    seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": 512}
+    llm = LLM(str(checkpoints.paths[FAST]), threads=1, max_model_len=128, offload=offload, **seats)
+    lengths = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (30, 30, *[6] * 7)]
+    llm.generate(prompts(), lengths)
+    found = llm.stats().experts
+    assert found.plan.revisions >= 1 and found.plan.paged and found.plan.on_demand
+    assert found.residency.exchanges >= 1 and 0 < found.residency.hits < found.residency.chosen
+    assert found.residency.loaded_bytes > 0 and found.residency.held_bytes > 0
+
+
+@needs_native
+def test_requests_that_are_preempted_come_back(checkpoints: Checkpoints) -> None:
+    """The cache has room for two of the longest requests, and eight run."""
+    offload, path = POLICIES["revised by the load"], checkpoints.paths[FAST]
+    seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": 512}
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    wanted = LLM(str(path), threads=1, max_model_len=128).generate(prompts(), params)
+    size = str(LLM(str(path), threads=1, max_model_len=128, max_num_seqs=2).info.kv_bytes)
+    llm = LLM(str(path), threads=1, max_model_len=128, offload=offload, kv_cache_memory=size, **seats)
+    found = llm.generate(prompts(), params)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in wanted]
+    assert llm.stats().preemptions > 0

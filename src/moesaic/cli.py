@@ -81,6 +81,7 @@ def serve(
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
     queues: Annotated[QueueConfig, FLAT] = QueueConfig(),
     cluster: Annotated[ClusterConfig, FLAT] = ClusterConfig(),
+    offload: Annotated[OffloadConfig, FLAT] = OffloadConfig(),
     server: Annotated[ServerConfig, FLAT] = ServerConfig(),
     cors: Annotated[CorsConfig, FLAT] = CorsConfig(),
     connections: Annotated[ConnectionConfig, FLAT] = ConnectionConfig(),
@@ -99,7 +100,8 @@ def serve(
     worker = WorkerConfig(
         model, cache, scheduler, trace=tracing.trace, queues=queues, log_level=log.log_level
     )
-    return command.run(worker, cluster, resolve_server(server), connections, record, output.json, cors)
+    given = resolve_server(server)
+    return command.run(worker, cluster, given, connections, record, output.json, cors, offload)
 
 
 @app.command

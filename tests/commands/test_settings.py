@@ -86,7 +86,7 @@ def test_without_any_nothing_is_printed(
     [
         ("port: 1\nmax-num-seq: 8", ":2: max-num-seq: got '8'; allowed: flags of moesaic serve"),
         ("max-num-seq: 8", "Did you mean --max-num-seqs?"),
-        ("fast-memory: 2GiB", "--fast-memory is a flag of run-batch."),
+        ("max-in-flight: 2", "--max-in-flight is a flag of run-batch."),
         ("max-num-seqs: 8.5", ":1: max-num-seqs: got '8.5'; allowed: an integer"),
         ("max-num-seqs: [1, 2]", ":1: max-num-seqs: got '1,2'; allowed: an integer"),
         ("served-model-name: []", ":1: served-model-name: got '[]'; allowed: a value"),
@@ -147,7 +147,7 @@ def test_mistakes_in_variables(
 
 def test_an_unknown_variable_gets_a_line_and_is_ignored(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """A flag of run-batch is not unknown: one environment may serve both commands."""
-    run("", "demo", MOESAIC_MAX_NUM_SEQ="3", MOESAIC_FAST_MEMORY="2GiB")
+    run("", "demo", MOESAIC_MAX_NUM_SEQ="3", MOESAIC_MAX_IN_FLIGHT="2")
     line = capsys.readouterr().err
     assert line == (
         "moesaic: ignored, since no flag is named so: MOESAIC_MAX_NUM_SEQ. "

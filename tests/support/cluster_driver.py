@@ -169,6 +169,7 @@ def cluster(
     queues: QueueConfig = QueueConfig(),
     speculative_config: str | None = None,
     record: RecordConfig = RecordConfig(),
+    server_memory: int | None = None,
     **more: Any,
 ) -> Iterator[Cluster]:
     """A cluster that serves until the context ends. more: further settings of ClusterConfig."""
@@ -185,6 +186,7 @@ def cluster(
             speculative_config=speculative_config,
         ),
         queues=queues,
+        server_memory=server_memory,
     )
     shape = ClusterConfig(
         attention_workers=attention_workers,

@@ -57,7 +57,7 @@ BESIDE = (*ON_SERVERS, "`--rebalance routing`", "`--enable-expert-parallel`")
 OBSERVED = ("`--inflight-batches 2`", "`--trace`", "`--record-routing`")
 HOLDING = "ranks that exchange rows hold the experts themselves"
 STEPS = "the ranks run whole steps together, one at a time"
-PASSES = "a pass loads one worker's experts, layer by layer"
+PASSES = "without expert servers a pass loads one worker's experts, layer by layer"
 DRAFTS = "routes of drafted tokens that are not accepted must not be recorded"
 IN_STEP = "the two halves of a batch take turns in lockstep"
 HEADS = "each rank has the keys and values of its own heads"
@@ -69,10 +69,9 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("`--moe-collectives`", OBSERVED, STEPS),
     (
         "`--fast-memory`",
-        ("`--attention-workers`", "`--prefill-workers`", *BESIDE, "`--record-routing`"),
+        ("`--attention-workers`", "`--prefill-workers`", *OBSERVED[::2], "`--speculative-config`"),
         PASSES,
     ),
-    ("`--fast-memory`", ("`--inflight-batches 2`", "`--speculative-config`"), PASSES),
     ("`--record-routing`", ("`--speculative-config`",), DRAFTS),
     ("`--inflight-batches 2`", ("`--schedule barrier`", "`--schedule async`"), IN_STEP),
     ("`--rebalance routing`", ("`--speculative-config`",), DRAFTS),
@@ -94,6 +93,8 @@ def merged(names: Iterable[str]) -> tuple[dict[str, str], str] | None:
                 return None
     if any(frozenset(pair) in WITH_SERVERS for pair in itertools.combinations(names, 2)):
         flags |= SERVERS
+    if "--expert-servers" in flags or "--enable-expert-parallel" in flags:
+        flags.pop("--hardware", None)  # servers read experts as rows need them, by no plan
     return None if len(models) > 1 else (flags, next(iter(models), "plain"))
 
 

@@ -148,6 +148,7 @@ class Members:
             address="unix:@",
             kernels=model.kernels,
             mmap=model.mmap,
+            fast_memory=self._worker_config.server_memory,
             device="cpu" if model.device == "auto" else model.device,
             devices=member.devices,
             threads=model.threads or len(cpus) or self._server_threads(layout, place),

@@ -14,15 +14,13 @@ from moesaic.batch import run as batch
 from moesaic.batch.options import RunBatch
 from moesaic.batch.output import answered
 from moesaic.batch.show import Summary, print_summary
-from moesaic.commands import descriptors, hardware, offload_report
-from moesaic.commands.plan import find_hardware
-from moesaic.commands.starting import prepared
+from moesaic.commands import descriptors, larger_than_memory, offload_report
+from moesaic.commands.starting import without_plan
 from moesaic.commands.tracing import announced, announced_routing
 from moesaic.config import ClusterConfig, LogLevel, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.models import files
 from moesaic.planning import Planned, longest_request, plan
-from moesaic.runtime.model_loading import gpus_of
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.tokenizer import Tokenizer
 from moesaic.trace.options import RecordConfig
@@ -43,10 +41,11 @@ def run(
     logs.set_up("run-batch", worker.log_level)
     planned = None
     with announced(worker.trace), announced_routing(record):
-        if offload.fast_memory is None:
-            summary = batch.run(options, worker, prepared(cluster, worker.model.device), record)
+        if offload.fast_memory is None or cluster.resolved().expert_servers:
+            worker, processes = without_plan(worker, cluster, offload)
+            summary = batch.run(options, worker, processes, record)
         else:
-            _check_levels(cluster.resolved(), offload, record)
+            larger_than_memory.check_levels(cluster.resolved(), record)
             descriptors.prepare(worker.parallel.tensor_parallel_size)
             planned = _planned(options, worker, offload)
             summary = batch.run(options, worker if planned is None else planned.worker)
@@ -67,17 +66,6 @@ def run_remote(options: RunBatch, settings: Sequence[object], log_level: LogLeve
                 raise ConfigError(f"{flag}: not allowed with --base-url, whose server has its own settings")
     assert options.base_url is not None
     return _finish(batch.run_remote(options, options.base_url, options.api_key), None, None, as_json)
-
-
-def _check_levels(cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig) -> None:
-    """Raises ConfigError for what a model that is larger than its memory does not have yet."""
-    for name in ("attention_workers", "prefill_workers", "expert_servers", "autoscale"):
-        value, default = getattr(cluster, name), getattr(ClusterConfig, name)
-        if value != default:
-            flag, only = "--" + name.replace("_", "-"), "nothing" if default is None else default
-            raise ConfigError.field(flag, value, f"{only} with --fast-memory")
-    if record.record_routing is not None:
-        raise ConfigError.field("--record-routing", str(record.record_routing), "nothing with --fast-memory")
 
 
 def _finish(summary: Summary, worker: WorkerConfig | None, planned: Planned | None, as_json: bool) -> int:
@@ -101,9 +89,7 @@ def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) ->
     Raises ConfigError for drafted tokens and for experts that cannot be streamed, before it measures or plans
     anything.
     """
-    drafting = worker.scheduler.speculative_config
-    if drafting is not None:
-        raise ConfigError.field("--speculative-config", drafting, "nothing with --fast-memory")
+    larger_than_memory.check_drafts(worker)
     path = files.resolve(worker.model.model, worker.model.revision)
     allow, done = options.allow_special_tokens_in_content, answered(options.output_file)
     tokenizer = Tokenizer(path, options.chat_template, special_tokens_in_content=allow)
@@ -111,9 +97,7 @@ def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) ->
     if job is None:
         return None
     paged_layout(worker.model)
-    given = offload.hardware
-    gpus = gpus_of(worker.model)
-    machine = hardware.now(str(path), "cuda" if gpus else "cpu") if given is None else find_hardware(given)
+    machine, gpus = larger_than_memory.machine_of(worker, offload)
     console = Console(stderr=True)
     with console.status("pricing policies"):
         planned = plan(worker, offload, job, machine, gpus)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection as PipeConnection
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
 
 from moesaic import __version__, logs
 from moesaic.commands.announce import Announcer
-from moesaic.commands.starting import prepared
+from moesaic.commands.starting import without_plan
 from moesaic.commands.tracing import announced, announced_routing
-from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, ServerConfig, WorkerConfig
+from moesaic.config import (
+    ClusterConfig,
+    ConnectionConfig,
+    CorsConfig,
+    OffloadConfig,
+    ServerConfig,
+    WorkerConfig,
+)
 from moesaic.core.cluster_status import ClusterStatus
-from moesaic.core.errors import EngineDeadError
+from moesaic.core.errors import EngineDeadError, MoesaicError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
 from moesaic.parsers.table import check_parsers, formats_of
@@ -63,11 +72,16 @@ def run(
     record: RecordConfig,
     as_json: bool,
     cors: CorsConfig = CorsConfig(),
+    offload: OffloadConfig = OffloadConfig(),
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     logs.set_up("server", config.log_level)
     check_parsers(server.tool_call_parser, server.reasoning_parser)
-    cluster = prepared(cluster, config.model.device)
+    processes: ClusterConfig | None = None
+    if offload.fast_memory is None or cluster.resolved().expert_servers:
+        config, processes = without_plan(config, cluster, offload)
+    else:
+        config = _planned(config, cluster, offload, record)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
@@ -77,7 +91,7 @@ def run(
         announced_routing(record),
         launch(
             config,
-            cluster,
+            processes,
             chat_template=template,
             special_tokens_in_content=server.allow_special_tokens_in_content,
             max_waiting=server.max_queue,
@@ -85,6 +99,46 @@ def run(
         ) as launched,
     ):
         return _serve(launched, listener, names, server, limits, cors, as_json)
+
+
+def _planned(
+    config: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
+) -> WorkerConfig:
+    """The settings of a worker with a plan for its memory.
+
+    A process of its own plans, since that needs torch, which would stay in this process's memory.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_plan, args=(theirs, config, cluster, offload, record), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        found: WorkerConfig | MoesaicError = ours.recv()
+    except EOFError as error:
+        child.join()
+        raise EngineDeadError(f"the process that plans ended with code {child.exitcode}") from error
+    child.join()
+    if isinstance(found, MoesaicError):
+        raise found
+    return found
+
+
+def _plan(
+    to: PipeConnection,
+    config: WorkerConfig,
+    cluster: ClusterConfig,
+    offload: OffloadConfig,
+    record: RecordConfig,
+) -> None:
+    """Send the settings, or the error that says why there are none. Ends with the process that waits."""
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        from moesaic.commands import larger_than_memory
+
+        try:
+            to.send(larger_than_memory.planned_server(config, cluster, offload, record))
+        except MoesaicError as error:
+            to.send(error)
 
 
 @contextmanager

@@ -4,10 +4,12 @@ open files, and a warning of too many processes."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from moesaic.cluster import numa
 from moesaic.commands import descriptors
-from moesaic.config import ClusterConfig, Device
+from moesaic.config import ClusterConfig, Device, OffloadConfig, WorkerConfig, parse_bytes
+from moesaic.core.errors import ConfigError
 from moesaic.runtime.machine import NVIDIA, cores
 
 MOST_PER_CORE = 4
@@ -24,6 +26,27 @@ def prepared(cluster: ClusterConfig, device: Device) -> ClusterConfig:
     descriptors.prepare(processes)
     warn_of_many(processes, cores())
     return cluster
+
+
+def without_plan(
+    worker: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig
+) -> tuple[WorkerConfig, ClusterConfig]:
+    """The settings of processes that need no plan: all is in memory, or servers read experts as rows come.
+
+    Raises ConfigError for settings of a plan.
+    """
+    if offload.fast_memory is not None:
+        for name, value in vars(offload).items():
+            if name != "fast_memory" and value != getattr(OffloadConfig, name):
+                flag = "--" + name.replace("_", "-")
+                allowed = "nothing with --expert-servers: servers read experts as rows need them, by no plan"
+                raise ConfigError.field(flag, value, allowed)
+        if offload.fast_memory == "auto":
+            raise ConfigError.field("--fast-memory", "auto", "a size with --expert-servers, such as 2GiB")
+        if worker.model.device == "cuda":
+            raise ConfigError.field("--device", "cuda", "cpu with --fast-memory and --expert-servers")
+        worker = replace(worker, server_memory=parse_bytes("--fast-memory", offload.fast_memory))
+    return worker, prepared(cluster, worker.model.device)
 
 
 def on_nodes(cluster: ClusterConfig, device: Device) -> ClusterConfig:

@@ -23,6 +23,9 @@ class ExpertServerConfig:
     kernels: KernelName = "auto"
     mmap: bool = True
     """True: compute from the mapped checkpoint files. False: from copied weights."""
+    fast_memory: int | None = None
+    """Maximum bytes of experts in memory. The others are read from the checkpoint when rows need them. None:
+    all experts of the server are in memory."""
     device: str = "cpu"
     threads: int = 1
     cpus: tuple[int, ...] = ()

@@ -179,9 +179,10 @@ class OffloadConfig:
 
     fast_memory: str | None = None
     """Maximum memory for weights, KV cache and activations, such as 2GiB; libraries take about 240 MiB
-    besides. Experts that do not fit are read from the disk while others are computed, as planned for this job
-    and machine (MoE-Lightning). On a GPU it is the GPU's memory (auto: what is free), and the experts come
-    from RAM. None: the whole model is in memory."""
+    besides. Experts that do not fit are read from the disk while others are computed, as planned for the
+    requests and the machine (MoE-Lightning). On a GPU it is the GPU's memory (auto: what is free), and the
+    experts come from RAM. With expert servers it is what each of them may take for experts. None: the whole
+    model is in memory."""
     hardware: str | None = None
     """With --fast-memory: file of `moesaic hardware measure`. None: this machine is measured first."""
     profile: str | None = None
@@ -256,6 +257,8 @@ class WorkerConfig:
     """Share of the requests whose routing is recorded."""
     offload: Offload | None = None
     """How a model larger than its fast memory is computed. None: the whole model is in memory."""
+    server_memory: int | None = None
+    """Maximum bytes of experts in the memory of each expert server. None: all its experts are in memory."""
     queues: QueueConfig = QueueConfig()
     paced: str | None = None
     """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
@@ -345,7 +348,7 @@ class WorkerConfig:
         model, cache = ModelConfig(**parts.pop("model")), CacheConfig(**parts.pop("cache"))
         scheduler, cpus = SchedulerConfig(**parts.pop("scheduler")), tuple(parts.pop("cpus"))
         parallel, offload = ParallelConfig(**parts.pop("parallel")), parts.pop("offload")
-        offload = None if offload is None else Offload(**offload)
+        offload = None if offload is None else Offload.of(offload)
         queues = QueueConfig(**parts.pop("queues"))
         parts["devices"] = tuple(parts["devices"])
         return cls(model, cache, scheduler, parallel, cpus=cpus, offload=offload, queues=queues, **parts)

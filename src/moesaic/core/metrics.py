@@ -84,6 +84,36 @@ class PassStats:
 
 
 @dataclass(frozen=True)
+class ResidencyStats:
+    """Experts of a process that has only some of them in memory. Counters are those of all steps so far."""
+
+    chosen: int = 0
+    """Experts that steps chose, counted once for each step and layer, where experts are loaded by choice."""
+    hits: int = 0
+    """Experts of these that were in memory already."""
+    exchanges: int = 0
+    """Times that an expert took the place of one that was chosen less often."""
+    loaded_bytes: int = 0
+    """Bytes of experts that were read from the slow level, in all steps."""
+    held_bytes: int = 0
+    """Bytes of experts that were in memory already, of `hits`."""
+
+
+@dataclass(frozen=True)
+class PlanStats:
+    """How a worker whose model is larger than its fast memory computes its decode steps."""
+
+    on_demand: int = 0
+    """Decode steps so far that loaded only the experts that were chosen."""
+    paged: int = 0
+    """Decode steps so far that loaded all experts of each layer, in pages."""
+    micro_batch: int = 0
+    """Requests of a micro-batch now. 0 where the whole model is in memory."""
+    revisions: int = 0
+    """Times that the plan was revised because the load had changed."""
+
+
+@dataclass(frozen=True)
 class PaceStats:
     """The runs of a process that takes as long as a modelled device (`core.paced`)."""
 
@@ -124,6 +154,8 @@ class ExpertStats:
     """Counters of a worker that is a group of processes."""
     passes: tuple[PassStats, ...] = ()
     """Counters of a worker whose model is larger than its fast memory."""
+    residency: ResidencyStats = ResidencyStats()
+    plan: PlanStats = PlanStats()
     pace: PaceStats = PaceStats()
 
 
@@ -140,6 +172,7 @@ class ExpertServerStats:
     expert_runs: int = 0
     """Experts whose weights were read so far, counted once for each run that used them."""
     busy_seconds: float = 0.0
+    residency: ResidencyStats = ResidencyStats()
     pace: PaceStats = PaceStats()
 
 

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to compute decode steps, and its price at several loads."""
+
+    schedule: str
+    micro_batch: int
+    """Requests of a micro-batch."""
+    likely_experts: int
+    """See Offload."""
+    seconds: tuple[float, ...]
+    """Predicted seconds of a decode step at each load of `Offload.loads`."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are computed together."""
+
+    requests: int
+    context: int
+    """Mean tokens that a request has in the cache."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +64,19 @@ class Offload:
     """Maximum number of rows whose logits are in memory at once. None means all rows of a step."""
     link: float | None = None
     """Speed of the link in bytes/s in each direction, or None."""
+    hot: bool = False
+    """Whether an expert that is chosen often takes the place of one that stays and is chosen less often."""
+    loads: tuple[Load, ...] = ()
+    """The loads for which `choices` have prices. Empty: all decode steps are computed as above."""
+    choices: tuple[Choice, ...] = ()
+    """Ways to compute decode steps, of which the load decides. All of them fit into the memory."""
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any]) -> Offload:
+        """Settings from parsed JSON."""
+        loads = tuple(Load(**one) for one in parts["loads"])
+        choices = tuple(Choice(**one | {"seconds": tuple(one["seconds"])}) for one in parts["choices"])
+        return cls(**{**parts, "loads": loads, "choices": choices})
 
     @property
     def batch(self) -> int:

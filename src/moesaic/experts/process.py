@@ -15,7 +15,7 @@ from moesaic.config import ExpertServerConfig
 from moesaic.core import curves, messages, paced
 from moesaic.core.curves import DeviceCurves
 from moesaic.core.errors import ConnectionLost, MoesaicError
-from moesaic.core.metrics import ExpertServerStats, PaceStats
+from moesaic.core.metrics import ExpertServerStats, PaceStats, ResidencyStats
 from moesaic.core.stored import is_native
 from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
@@ -58,7 +58,8 @@ def serve(
     path = Path(config.model)
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
     with fingerprint.unchanged(path, stamp):
-        backend, pace = _paced(_backend(config), config)
+        own, residency = _backend(config)
+        backend, pace = _paced(own, config)
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     listener = Listener(config.address, secret or first.secret)
@@ -68,7 +69,7 @@ def serve(
     loader = _ExpertLoader(supervisor, backend, listener.address, config, stamp, digests)
     loader.change(first)
     stopped = threading.Event()
-    threading.Thread(target=_report, args=(supervisor, server, pace, stopped), daemon=True).start()
+    threading.Thread(target=_report, args=(supervisor, server, pace, residency, stopped), daemon=True).start()
     try:
         while True:
             wakeup.clear()
@@ -108,6 +109,8 @@ def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
         3.0 * layout.hidden * layout.width,
         layout.expert_bytes / (3 * layout.hidden * layout.width),
     )
+    if config.device == "cpu" and config.fast_memory is not None:
+        return cpu_curves(expert, expert, config.threads)  # measuring would read all experts
     if config.device == "cpu":
         found = measuring.of_experts(backend, layout, config.threads)
         return cpu_curves(expert, expert, config.threads, found)
@@ -126,7 +129,19 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
     return queue_policy(config.schedule, config.queue_policy, queues.urgency(None), queues.queue_history)
 
 
-def _backend(config: ExpertServerConfig) -> ExpertBackend:
+def _backend(config: ExpertServerConfig) -> tuple[ExpertBackend, Callable[[], ResidencyStats]]:
+    """The backend, and what is counted of experts that are not all in memory."""
+    if config.fast_memory is None:
+        return _in_memory(config), ResidencyStats
+    from moesaic.experts.streamed_backend import StreamedBackend
+
+    streamed = StreamedBackend(
+        Path(config.model), config.layout, config.kernels, config.threads, config.fast_memory
+    )
+    return streamed, streamed.residency
+
+
+def _in_memory(config: ExpertServerConfig) -> ExpertBackend:
     on_cpu = config.device == "cpu"
     native = on_cpu and config.kernels != "reference" and is_native(config.layout.dtype)
     if native:
@@ -236,6 +251,7 @@ def _report(
     supervisor: StreamConnection,
     server: ExpertServer,
     pace: Callable[[], PaceStats],
+    residency: Callable[[], ResidencyStats],
     stopped: threading.Event,
 ) -> None:
     """Report counters regularly, as signs of life.
@@ -252,6 +268,7 @@ def _report(
             runs=served.runs,
             expert_runs=served.expert_runs,
             busy_seconds=served.busy_seconds,
+            residency=residency(),
             pace=pace(),
         )
         load = served.load.tolist() if served.pairs != reported else []

@@ -77,11 +77,12 @@ class ResidentCache(CacheAttention):
 
 
 class MovingCache(CacheAttention):
-    """A cache on the slow level, with attention on the fast level.
+    """A cache of which all or some blocks are on the slow level, with attention on the fast level.
 
-    `load` copies a micro-batch's blocks of one layer to blocks of its own on the fast level. Attention writes
-    the rows' keys and values there, and `save` copies only those to the slow level. In prefill no task loads
-    the earlier tokens of a chunked prompt: `attend` loads them.
+    `load` copies a micro-batch's blocks of one layer to blocks of its own on the fast level: those of the
+    slow level over the link, the others within the memory. Attention writes the rows' keys and values there,
+    and `save` copies only those to where their block is. In prefill no task loads the earlier tokens of a
+    chunked prompt: `attend` loads them.
     """
 
     def __init__(
@@ -93,9 +94,12 @@ class MovingCache(CacheAttention):
         down: Link,
         up: Link,
         device: torch.device = CPU,
+        fast: PagedKV | None = None,
     ) -> None:
-        """kv: cache of all layers, on the slow level. kernels, device: those of the fast processor."""
-        self._kv = kv
+        """kv: cache of all layers, on the slow level. kernels, device: those of the fast processor. fast: the
+        cache's first blocks (see `kvcache.split`), on the fast level; None: all are on the slow one."""
+        self._kv, self._fast = kv, fast
+        self._fast_blocks = 0 if fast is None else len(fast.keys(0))
         self._layout = layout
         self._block_size = block_size
         self._kernels, self._device = kernels, device
@@ -108,12 +112,20 @@ class MovingCache(CacheAttention):
 
     def load(self, layer: int, part: Part) -> None:
         known, held = self._blocks(part.batch)
-        kv = self._room(int(held.sum()))
-        blocks = torch.from_numpy(part.batch.block_tables[known])
-        if len(blocks):
-            self._down.gather(kv.keys(0)[: len(blocks)], self._kv.keys(layer), blocks)
-            if not self._layout.value_in_key:
-                self._down.gather(kv.values(0)[: len(blocks)], self._kv.values(layer), blocks)
+        kv, blocks = self._room(int(held.sum())), part.batch.block_tables[known]
+        slow = torch.from_numpy(blocks[blocks >= self._fast_blocks] - self._fast_blocks)
+        fast = torch.from_numpy(blocks[blocks < self._fast_blocks]).to(self._device)
+        first, last = len(slow), len(blocks)
+        stays = self._fast
+        sides = [(kv.keys(0), self._kv.keys(layer), None if stays is None else stays.keys(layer))]
+        if not self._layout.value_in_key:
+            here = None if stays is None else stays.values(layer)
+            sides.append((kv.values(0), self._kv.values(layer), here))
+        for target, below, here in sides:
+            if first:
+                self._down.gather(target[:first], below, slow)
+            if here is not None and last > first:
+                torch.index_select(here, 0, fast, out=target[first:last])
         part.local[layer] = kv
 
     def attend(self, layer: int, block: Block, part: Part) -> None:
@@ -130,8 +142,17 @@ class MovingCache(CacheAttention):
     def save(self, layer: int, part: Part) -> None:
         key, value = part.written.pop(layer)
         slots = AttentionBatch.build(part.batch, self._block_size).slots
-        above = None if value is None else self._up.copy(value)
-        self._kv.write(layer, self._up.copy(key), above, slots)
+        first = self._fast_blocks * self._block_size
+        if self._fast is not None and bool((slots < first).any()):
+            stays = slots < first
+            mine, others = stays.to(key.device), (~stays).to(key.device)
+            here = None if value is None else value[mine]
+            self._fast.write(layer, key[mine], here, slots[stays].to(self._device))
+            key, slots = key[others], slots[~stays]
+            value = None if value is None else value[others]
+        if len(slots):
+            above = None if value is None else self._up.copy(value)
+            self._kv.write(layer, self._up.copy(key), above, slots - first)
 
     def take_back(self, kv: PagedKV) -> None:
         """Takes back blocks that `load` gave to a part, once the part does not need them."""
@@ -147,10 +168,14 @@ class MovingCache(CacheAttention):
         return PagedKV(self._layout, 1, blocks, size, dtype, self._device, self._kernels)
 
     def _here(self, batch: TokenBatch) -> TokenBatch:
-        """Renumbers the batch's blocks for a cache of its own: first the loaded blocks, then the new ones."""
+        """Renumbers the batch's blocks for a cache of its own: those of the slow level, those of the fast
+        one, then the new ones."""
         known, held = self._blocks(batch)
         tables, come = np.zeros_like(batch.block_tables), int(known.sum())
-        tables[known] = np.arange(come)
+        slow = known & (batch.block_tables >= self._fast_blocks)
+        first = int(slow.sum())
+        tables[slow] = np.arange(first)
+        tables[known & ~slow] = np.arange(first, come)
         tables[held & ~known] = np.arange(come, int(held.sum()))
         return replace(batch, block_tables=tables)
 

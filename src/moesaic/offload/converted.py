@@ -6,67 +6,59 @@ read into memory that all share, and converted from there to its place. A page i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import BIASED, COLUMNS, DOWN_COLUMNS, PARTS, ExpertLayout
-from moesaic.core.stored import COMPRESSED, is_packed, of_matrices, row_bytes
-from moesaic.kernels.weights import ExpertWeights
+from moesaic.core.experts import BIASED, COLUMNS, DOWN_COLUMNS, ExpertLayout
+from moesaic.core.stored import of_matrices, row_bytes
 from moesaic.models.columns import transpose
 from moesaic.models.headers import Headers, Place
 from moesaic.models.pages import aligned
 from moesaic.models.quantization.scheme import Bytes
 from moesaic.offload.arena import Arena
 from moesaic.offload.arrangement import Arrangement
-from moesaic.offload.reading import ALIGNMENT
-from moesaic.offload.weights import DTYPES, Memory, Plan, Streamed
+from moesaic.offload.by_expert import Expert, Reader, StreamedByExpert, memory_of
+from moesaic.offload.weights import DTYPES, Files, Memory, Plan
 
-Expert = tuple[torch.Tensor, ...]
-"""Gate, up and down, and their biases if there are some."""
 NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of numbers in files."""
 Stored = Callable[[Place], Bytes]
 """Returns the bytes of a place, which have been read."""
 
 
-class StreamedConverted(Streamed):
-    """As Streamed, of the same arguments. On a CPU only."""
+class ConvertingReader:
+    """Reads an expert to memory that all share, and converts it from there to its place."""
 
-    def load_static(self) -> int:
-        return sum(
-            self._load(layer, expert, self._kept[layer, expert]) for layer, expert in sorted(self._kept)
-        )
+    def __init__(self, plan: Plan, layout: ExpertLayout, files: Files, staging: torch.Tensor) -> None:
+        """staging: [bytes] uint8, which every expert passes through."""
+        self._plan, self._layout, self._files, self._staging = plan, layout, files, staging
+        self._convert = CONVERSIONS.get(layout.form, _from_quantised)
 
-    def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
-        if not 0 <= page < pages:
-            raise ValueError(f"page {page} of {pages}")
-        away = self._plan.away(layer)
-        first, last = (number * len(away) // pages for number in (page, page + 1))
-        return self.load_chosen(count, layer, away[first:last])
+    @staticmethod
+    def sizes(plan: Plan, layout: ExpertLayout) -> tuple[int, int]:
+        """Bytes of a place for any expert, and of the memory that experts pass through."""
+        staging = max((Arrangement(parts).size for parts in plan.places.values()), default=0)
+        return _size(layout), staging
 
-    def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
-        slot, away = count % 2, self._places[layer]
-        wanted = sorted({int(expert) for expert in experts if (layer, int(expert)) not in self._kept})
-        return sum(self._load(layer, expert, away[expert][slot]) for expert in wanted)
-
-    def convert_again(self, count: int, layer: int, expert: int) -> None:
-        """Converts the expert that was loaded last, at turn `count`, once more."""
-        self._put(layer, expert, self._places[layer][expert][count % 2])
-
-    def _load(self, layer: int, expert: int, target: Expert) -> int:
-        """Reads one expert and converts it to `target`. Returns the bytes read."""
+    def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
+        """Reads one expert and converts it to its place. Returns the bytes read."""
         arranged = Arrangement(self._plan.places[layer, expert])
-        size = self._read(arranged, [(0, arranged.size)], self._staging)
-        self._put(layer, expert, target)
+        size = self._files.read(arranged, [(0, arranged.size)], self._staging)
+        self.put(layer, expert, place)
         return size
 
-    def _put(self, layer: int, expert: int, target: Expert) -> None:
-        """Converts an expert that has been read to `target`."""
+    def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
+        """The tensors of an expert in this place."""
+        return _expert(place, self._layout, layer)
+
+    def put(self, layer: int, expert: int, place: torch.Tensor) -> None:
+        """Converts an expert that has been read to its place."""
         arranged, memory = Arrangement(self._plan.places[layer, expert]), self._staging.numpy()
+        target = self.tensors(layer, expert, place)
 
         def stored(place: Place) -> Bytes:
             at = arranged.at[place]
@@ -77,36 +69,22 @@ class StreamedConverted(Streamed):
         if self._layout.form in BIASED:
             _put_biases(self._plan.headers, self._layout, layer, expert, stored, target)
 
+
+class StreamedConverted(StreamedByExpert):
+    """As StreamedByExpert, of the same arguments."""
+
+    _reader: ConvertingReader
+
+    def convert_again(self, count: int, layer: int, expert: int) -> None:
+        """Converts the expert that was loaded last, at turn `count`, once more."""
+        self._reader.put(layer, expert, self._away[layer][expert][count % 2])
+
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
-        one, most = _size(layout), max(len(plan.away(layer)) for layer in layout.layers)
-        staging = max((Arrangement(parts).size for parts in plan.places.values()), default=0)
-        return Memory(_blocks(len(plan.kept) * one), _blocks(most * one), staging)
+        return memory_of(plan, layout, *ConvertingReader.sizes(plan, layout))
 
-    def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
-        self._convert = CONVERSIONS.get(layout.form, _from_quantised)
-        self._layout = layout
-        kept = zip(sorted(self._plan.kept), _blocks_of(self._static, layout), strict=False)
-        self._kept = {key: _expert(memory, layout, key[0]) for key, memory in kept}
-        self._places = {
-            layer: {
-                expert: (_expert(first, layout, layer), _expert(second, layout, layer))
-                for expert, first, second in zip(
-                    self._plan.away(layer), *(_blocks_of(each, layout) for each in self._slots), strict=False
-                )
-            }
-            for layer in layout.layers
-        }
-        return {
-            (layer, slot): self._weights(layout, layer, slot) for layer in layout.layers for slot in (0, 1)
-        }
-
-    def _weights(self, layout: ExpertLayout, layer: int, slot: int) -> ExpertWeights:
-        held = {expert: parts for (of, expert), parts in self._kept.items() if of == layer}
-        held |= {expert: slots[slot] for expert, slots in self._places[layer].items()}
-        dtype = layout.dtype_of(layer)
-        packed = dtype if is_packed(dtype) else COMPRESSED
-        return ExpertWeights.of_held(layout.num_experts, held, PARTS[layout.form], layout.activation, packed)
+    def _made_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
+        return ConvertingReader(self._plan, layout, self._files, self._staging), _size(layout)
 
 
 def repeated(path: Path, layout: ExpertLayout, layer: int) -> Callable[[], object]:
@@ -185,22 +163,10 @@ def _numbers(place: Place, stored: Stored) -> torch.Tensor:
     return torch.from_numpy(stored(place)).view(NUMBERS[place.dtype]).view(place.shape)
 
 
-def _blocks(size: int) -> int:
-    """The next multiple of a block, which direct reads need."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def _size(layout: ExpertLayout) -> int:
     """Bytes of the memory of one expert as the kernels read it, in the layer where experts are largest."""
     types = {layout.dtype_of(layer) for layer in layout.layers}
     return max(sum(map(aligned, layout.bytes_of(dtype))) for dtype in types)
-
-
-def _blocks_of(memory: torch.Tensor, layout: ExpertLayout) -> Iterator[torch.Tensor]:
-    """The memory of experts, one after another, that there is room for in `memory`."""
-    size = _size(layout)
-    for begin in range(0, len(memory) - size + 1, size):
-        yield memory[begin : begin + size]
 
 
 def _expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:

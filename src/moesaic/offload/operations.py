@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from moesaic.core.tokens import IntArray
 from moesaic.models.block import Block, Projected
 from moesaic.models.model import Model
 from moesaic.offload.caches import Cache
@@ -15,6 +16,7 @@ from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
 from moesaic.offload.post_attention import Do, PostAttention
 from moesaic.policy.offloading.prefetch import ExpertPrefetch
+from moesaic.policy.offloading.residency import HotExperts
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 
@@ -26,6 +28,12 @@ class Loads(Protocol):
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int: ...
 
     def load_chosen(self, count: int, layer: int, experts: Sequence[int]) -> int: ...
+
+
+class Exchanges(Protocol):
+    """Changes which experts stay; implemented in offload.by_expert."""
+
+    def take_place(self, layer: int, out: int, new: int) -> int: ...
 
 
 NOTHING_PREFETCHED = -1, ()
@@ -48,26 +56,30 @@ class Operations:
         after: PostAttention,
         slow_blocks: Sequence[Block] = (),
         likely: int = 0,
+        exchanges: Exchanges | None = None,
     ) -> None:
-        """static: layer -> experts that are always on the fast level. likely: maximum number of a layer's
+        """static: layer -> experts that stay on the fast level now. likely: maximum number of a layer's
         experts that are loaded before its gate has chosen. slow_blocks: the model's blocks with the slow
-        processor's kernels, for attention there; empty means the blocks of the fast processor.
+        processor's kernels, for attention there; empty means the blocks of the fast processor. exchanges:
+        changes which experts stay; None: always the same stay.
         """
         self._model = model
-        self._experts = experts
-        self._static = static
+        self._experts, self._static = experts, static
         self._down, self._up = down, up
         self._after = after
         self._slow_blocks = slow_blocks or model.blocks
         self._parts: Sequence[Part] = ()
         self._cache: Cache | None = None
-        self._most_likely, self._likely = likely, ExpertPrefetch(model.spec.num_experts)
+        self.most_likely, self._likely = likely, ExpertPrefetch(model.spec.num_experts)
+        self._exchanges, self._hot = exchanges, HotExperts(model.spec.num_experts)
         self._prefetched: tuple[int, Sequence[int]] = NOTHING_PREFETCHED
         """The turn of a layer, and its experts that were loaded before its gate had chosen."""
         self._first_layer_turn = 0
         self._pages = 0
         self.loaded = 0
         """Bytes of weights loaded so far."""
+        self.chosen = self.hits = self.exchanged = 0
+        """See ResidencyStats."""
         self._do: dict[Kind, Do] = {
             **after.tasks,
             Kind.PRE: self._pre,
@@ -125,16 +137,32 @@ class Operations:
             one.expert_ids.cpu().numpy() for one in gated if one is not None and one.expert_ids is not None
         ]
         pairs, (turn, prefetched) = np.concatenate(ids, axis=None), self._prefetched
+        chosen = np.unique(pairs).tolist()
         here = self._static[layer].union(prefetched if turn == self._first_layer_turn + layer else ())
-        wanted = [expert for expert in np.unique(pairs).tolist() if expert not in here]
+        wanted = [expert for expert in chosen if expert not in here]
+        self.chosen += len(chosen)
+        self.hits += len(chosen) - len(wanted)
+        if self._exchanges is not None:
+            wanted = self._exchanged(layer, pairs, chosen, wanted)
         self.loaded += self._experts.load_chosen(self._first_layer_turn + layer, layer, wanted)
         self._likely.learn(layer, pairs)
+
+    def _exchanged(self, layer: int, pairs: IntArray, chosen: list[int], wanted: list[int]) -> list[int]:
+        """Loads experts that stay from now on. Returns those of `wanted` that remain to be loaded."""
+        assert self._exchanges is not None
+        self._hot.learn(layer, pairs)
+        found = self._hot.exchanges(layer, self._static[layer], wanted, chosen)
+        for out, new in found:
+            self.loaded += self._exchanges.take_place(layer, out, new)
+        self.exchanged += len(found)
+        stay = {new for _, new in found}
+        return [expert for expert in wanted if expert not in stay]
 
     def _load_likely(self, layer: int) -> None:
         """Loads likely experts. A layer number beyond the last one means a layer of the next pass."""
         self._prefetched = NOTHING_PREFETCHED  # a load that fails has already overwritten the slot
         turn, layer = self._first_layer_turn + layer, layer % len(self._model.blocks)
-        likely = self._likely.experts(layer, self._most_likely, self._static[layer])
+        likely = self._likely.experts(layer, self.most_likely, self._static[layer])
         self.loaded += self._experts.load_chosen(turn, layer, likely)
         self._prefetched = turn, likely
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from moesaic.core.metrics import PassStats
+from moesaic.core.metrics import PassStats, ResidencyStats
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.models.model import Model
 from moesaic.offload.caches import Cache
@@ -73,6 +73,8 @@ class Passes:
         self._first: int | None = None
         """The turn (layer number over all passes) whose layer is loaded. It is the first layer of a pass."""
         self._stats: dict[tuple[bool, int, int], PassStats] = {}
+        self.decode_steps = [0, 0]
+        """Decode steps so far that loaded chosen experts, and those that loaded pages."""
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """Runs one step and writes the cache of all its rows.
@@ -102,6 +104,25 @@ class Passes:
         self._first = self._first_layer_turn if shape.pages else None
         self._count(asked, batch, len(parts), (first, timeline), self._operations.loaded - before)
         return _rows_wanted(batch, parts, self._model.embedding.device)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the next pass."""
+        return self._settings.policy
+
+    def revise(self, policy: Policy) -> None:
+        """Computes all further passes by another policy. No pass may run meanwhile.
+
+        It may differ in its schedule, its micro-batches and its likely experts, for which memory has room.
+        """
+        self._settings = replace(self._settings, policy=policy)
+        self._operations.most_likely = policy.likely_experts
+
+    @property
+    def residency(self) -> ResidencyStats:
+        """What the passes so far found in memory, and what they loaded. `held_bytes` is left out."""
+        done = self._operations
+        return ResidencyStats(done.chosen, done.hits, done.exchanged, done.loaded)
 
     def shape(self, prompts: bool, count: int) -> Shape:
         """Returns the input of the scheduler for a pass of `count` micro-batches."""
@@ -148,6 +169,7 @@ class Passes:
         context = int(asked.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))
         busy = {lane.name.lower(): sum(one.busy[lane] for one in times) for lane in Lane}
+        self.decode_steps[self._settings.policy.schedule != "on-demand"] += not key[0]
         self._stats[key] = replace(
             old,
             passes=old.passes + 1,

@@ -82,9 +82,7 @@ class Streamed:
     ) -> None:
         self._plan = Plan(path, layout, static, owned)
         self.memory = self._memory(self._plan, layout)
-        self.bytes_read = 0
-        """Bytes read by all loads so far, in whole blocks."""
-        self._files = {file: _open(file, direct, link) for file in self._plan.files}
+        self._files = Files(self._plan.files, direct, link)
         taken, slot = arena.take(self.memory.total), self.memory.slot
         self._static, rest = taken[: self.memory.static], taken[self.memory.static :]
         self._slots, self._staging = (rest[:slot], rest[slot : 2 * slot]), rest[2 * slot :]
@@ -107,7 +105,12 @@ class Streamed:
     @property
     def direct(self) -> bool:
         """Whether reads of every file bypass the page cache."""
-        return all(file.direct for file in self._files.values())
+        return self._files.direct
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read by all loads so far, in whole blocks."""
+        return self._files.bytes_read
 
     def load_static(self) -> int:
         """Reads the experts that stay. Returns the number of bytes read, as the other loads do."""
@@ -146,8 +149,7 @@ class Streamed:
 
     def close(self) -> None:
         """Closes the files; loaded experts stay. May be called more than once."""
-        for file in self._files.values():
-            file.close()
+        self._files.close()
 
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
@@ -172,7 +174,32 @@ class Streamed:
     def _read(
         self, arranged: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0
     ) -> int:
-        """Reads spans of the arranged bytes. first: which of these bytes is the first of `memory`."""
+        """See `Files.read`."""
+        return self._files.read(arranged, spans, memory, first)
+
+
+class Files:
+    """Open files of a checkpoint, from which experts are read. Several threads may read at once.
+
+    direct, link: as in Streamed. Raises CheckpointError for a file that cannot be opened.
+    """
+
+    def __init__(self, files: Iterable[Path], direct: bool = True, link: Link | None = None) -> None:
+        self.bytes_read = 0
+        """Bytes read so far, in whole blocks."""
+        self._files = {file: _open(file, direct, link) for file in files}
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads of every file bypass the page cache."""
+        return all(file.direct for file in self._files.values())
+
+    def read(self, arranged: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0) -> int:
+        """Reads spans of the arranged bytes. Returns the number of bytes read.
+
+        first: which of these bytes is the first of `memory`. Raises CheckpointError for a file that cannot be
+        read or ends too early.
+        """
         into, total = memory.numpy().data, 0
         for run, (begin, end) in (piece for span in spans for piece in arranged.pieces(span)):
             offset, wanted = run.offset + begin - run.at, min(end, run.at + run.needed) - begin
@@ -185,6 +212,11 @@ class Streamed:
             total += got
         self.bytes_read += total
         return total
+
+    def close(self) -> None:
+        """Closes the files. May be called more than once."""
+        for file in self._files.values():
+            file.close()
 
 
 class Plan:

@@ -6,6 +6,7 @@ schedules without a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,16 +21,19 @@ from moesaic.core.offload import Offload
 from moesaic.kernels import table
 from moesaic.kvcache.memory import CacheSize, HybridMemory, LayerMemory
 from moesaic.kvcache.paged import PagedKV
+from moesaic.kvcache.split import SplitKV
 from moesaic.kvcache.states import StateCache
 from moesaic.models import files
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
 from moesaic.models.spec import ModelSpec
 from moesaic.offload.arena import Arena
+from moesaic.offload.by_expert import StreamedByExpert
 from moesaic.offload.converted import StreamedConverted
 from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
+from moesaic.offload.operations import Exchanges
 from moesaic.offload.weights import Streamed
 from moesaic.policy.offloading.tasks import Lane
 from moesaic.runtime.machine import allowed_cpus, stay_on
@@ -52,6 +56,8 @@ class Levels:
     up: Link
     slow: table.Kernels
     """The kernels of the slow level's processor."""
+    exchanges: Exchanges | None = None
+    """Changes which experts stay. None: always the same stay."""
     staged: bool = False
     """True: what is loaded goes through pinned memory."""
 
@@ -62,9 +68,13 @@ class Caches:
 
     kv: PagedKV
     states: StateCache | None
+    fast: PagedKV | None = None
+    """The first blocks of the KV cache, on the fast level, where the others are on the slow one."""
 
     def memory(self, spec: ModelSpec) -> LayerMemory:
-        """Both as one memory."""
+        """All of them as one memory."""
+        if self.fast is not None:
+            return SplitKV(self.fast, self.kv)
         if self.states is None:
             return self.kv
         return HybridMemory(self.kv, self.states, spec.state_layers, spec.num_layers)
@@ -90,13 +100,18 @@ def levels(
         staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down, owned)
         staged.load_static()
         return Levels(staged, static, down, up, slow_kernels(config, loaded), staged=True)
-    kind = Streamed if conversion_of(Headers(path), layout) is None else StreamedConverted
+    kind: type[Streamed] = StreamedByExpert if offload.hot else Streamed
+    if conversion_of(Headers(path), layout) is not None:
+        kind = StreamedConverted
     arena = Arena(max(kind.memory_for(path, layout, kept, owned).total, 1 << 12))
     paced, back = Link(offload.link), Link(offload.link)
     link = None if offload.link is None else paced
     streamed = kind(path, layout, kept, arena, link=link, owned=owned)
     streamed.load_static()
-    return Levels(streamed, static, paced, back, slow_kernels(config, loaded))
+    kernels = slow_kernels(config, loaded)
+    if offload.hot and isinstance(streamed, StreamedByExpert):
+        return Levels(streamed, streamed.static, paced, back, kernels, streamed)
+    return Levels(streamed, static, paced, back, kernels)
 
 
 def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
@@ -109,7 +124,7 @@ def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
 
 
 def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, size: CacheSize) -> Caches:
-    """What all layers keep: the KV cache on the level that the policy names, and states on the fast one.
+    """What all layers keep: the KV cache on the levels that the policy names, and states on the fast one.
 
     All of the KV cache's memory is allocated here, so the first pass does not wait for it. Raises ConfigError
     for a dtype that the kernels of that level cannot read.
@@ -121,7 +136,11 @@ def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, size: Cac
         named = str(dtype).removeprefix("torch.")
         kv_type(CacheConfig(kv_cache_dtype=named), replace(loaded, kernels=kernels))  # type: ignore[arg-type]
     blocks = size.num_blocks
-    kv = PagedKV(spec.kv, spec.kv_layers, blocks, block_size, dtype, device, kernels, at_once=True)
+    fast = math.floor((1 - offload.slow_cache) * blocks) if 0 < offload.slow_cache < 1 else 0
+    kv = PagedKV(spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, at_once=True)
+    if fast:
+        on = loaded.device, loaded.kernels
+        return Caches(kv, None, PagedKV(spec.kv, spec.kv_layers, fast, block_size, dtype, *on, at_once=True))
     if spec.states is None:
         return Caches(kv, None)
     layers = len(spec.state_layers)

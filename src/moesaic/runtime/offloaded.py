@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ROWS, ExpertLayout
-from moesaic.core.metrics import ExpertStats
+from moesaic.core.metrics import ExpertStats, PlanStats
 from moesaic.core.offload import Offload
 from moesaic.core.stored import is_packed
 from moesaic.core.tokens import TokenBatch
@@ -30,8 +30,9 @@ from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padd
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, PassSettings
 from moesaic.offload.post_attention import LocalPostAttention, PostAttention, SlowExperts
-from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES
+from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES, Schedule
 from moesaic.policy.offloading.policies import Policy
+from moesaic.policy.offloading.revising import Revising
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
@@ -79,6 +80,9 @@ def _check_attention(offload: Offload) -> None:
     forced = FORCED.get(_policy(offload).schedule, offload.slow_attention)
     if forced != offload.slow_attention:
         raise ConfigError.field("slow_attention", offload.slow_attention, f"{forced} with {offload.schedule}")
+    allowed = "1 with attention on the slow level" if offload.slow_attention else "0 to 1"
+    if not 0 <= offload.slow_cache <= 1 or (offload.slow_attention and 0 < offload.slow_cache < 1):
+        raise ConfigError.field("slow_cache", offload.slow_cache, allowed)
 
 
 def _check_padded(padded: int, most: int) -> None:
@@ -93,6 +97,8 @@ def check_states(config: WorkerConfig, offload: Offload, spec: ModelSpec) -> Non
     why = "for a model with linear attention"
     if offload.padded is not None:
         raise ConfigError.field("--pad", "true", f"false {why}")
+    if 0 < offload.slow_cache < 1:
+        raise ConfigError.field("slow_cache", offload.slow_cache, f"0 or 1 {why}")
     if on_gpu(config.model):
         raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, {why}")
 
@@ -119,6 +125,8 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     caches = cache(config, offload, loaded, size)
     observer = observer_of(config.trace, context.clock)
     runner = join(config, offload, loaded, layout, caches, observer.pass_ended)
+    if offload.choices:
+        runner = replace(runner, revising=Revising(offload.loads, offload.choices))
     blocks = block_pool(config.cache, size, offload.padded)
     return WorkerParts(
         loaded,
@@ -130,7 +138,7 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
         expert_stats=runner.stats,
         observer=observer,
         logit_rows=offload.logit_rows,
-        linger=LINGER,
+        linger=0.0 if offload.choices else LINGER,
         elsewhere=layout,
     )
 
@@ -143,17 +151,46 @@ class OffloadedRunner:
     core: Core
     """The core of the fast processor, which computes the passes."""
 
+    expert_bytes: int = 0
+    """Bytes of an expert in memory."""
+    revising: Revising | None = None
+    """Chooses how the next decode pass is computed. None: all are computed alike."""
+
     def begin(self, batch: TokenBatch) -> WholeStep:
         """See `StepRunner`."""
         return WholeStep(partial(self._compute, batch))
 
     def stats(self) -> ExpertStats:
         """Statistics of the passes so far."""
-        return ExpertStats(passes=self.passes.stats())
+        found, revising = self.passes.residency, self.revising
+        by_choice, paged = self.passes.decode_steps
+        return ExpertStats(
+            passes=self.passes.stats(),
+            residency=replace(found, held_bytes=found.hits * self.expert_bytes),
+            plan=PlanStats(
+                by_choice, paged, self.passes.policy.micro_batch, revising.revisions if revising else 0
+            ),
+        )
 
     def _compute(self, batch: TokenBatch) -> StepResult:
         with self.core():
+            if self.revising is not None and batch.num_rows == batch.num_sequences:
+                self._revise(self.revising, batch)
             return StepResult(self.passes.run(batch))
+
+    def _revise(self, revising: Revising, batch: TokenBatch) -> None:
+        """Chooses the policy of a decode pass by its load."""
+        requests = batch.num_sequences
+        choice = revising.at(requests, float(batch.context_lens.mean()))
+        policy = replace(
+            self.passes.policy,
+            schedule=schedule_of(choice.schedule),
+            micro_batch=choice.micro_batch,
+            micro_batches=-(-requests // choice.micro_batch),
+            likely_experts=choice.likely_experts,
+        )
+        if policy != self.passes.policy:
+            self.passes.revise(policy)
 
 
 def load(
@@ -237,7 +274,7 @@ def join(
     after = LocalPostAttention(loaded.model, memory.experts, memory.static, memory.down, memory.up, slow)
     parts = PassParts(loaded, memory, after, layout.num_experts, caches)
     passes = passes_over(config, offload, parts, observe)
-    return OffloadedRunner(passes, cores_of(offload, loaded.kernels)[0])
+    return OffloadedRunner(passes, cores_of(offload, loaded.kernels)[0], layout.expert_bytes)
 
 
 @dataclass(frozen=True)
@@ -266,13 +303,22 @@ def passes_over(
     )
     likely = offload.likely_experts
     both = memory.experts, memory.static, memory.down, memory.up
-    operations = Operations(model, *both, after, slow_blocks, likely)
+    operations = Operations(model, *both, after, slow_blocks, likely, memory.exchanges)
     padded = offload.padded
     resident: Cache = ResidentCache(kv, size) if padded is None else PaddedResidentCache(kv, size)
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:
         kind = MovingCache if padded is None else PaddedMovingCache
-        moving = kind(kv, model.spec.kv, size, loaded.kernels, memory.down, memory.up, loaded.device)
+        moving = kind(
+            kv,
+            model.spec.kv,
+            size,
+            loaded.kernels,
+            memory.down,
+            memory.up,
+            loaded.device,
+            parts.caches.fast,
+        )
     lanes = Lanes(setup_of(offload, loaded))
     if states is not None:
         layers = model.spec.state_layers, model.spec.num_layers
@@ -285,12 +331,17 @@ def passes_over(
     return passes
 
 
-def _policy(offload: Offload) -> Policy:
-    schedule = next((name for name in SCHEDULES if name == offload.schedule), None)
+def schedule_of(name: str) -> Schedule:
+    """The schedule of this name. Raises ConfigError for an unknown one."""
+    schedule = next((one for one in SCHEDULES if one == name), None)
     if schedule is None:
-        raise ConfigError.field("--offload-schedule", offload.schedule, ", ".join(SCHEDULES))
+        raise ConfigError.field("--offload-schedule", name, ", ".join(SCHEDULES))
+    return schedule
+
+
+def _policy(offload: Offload) -> Policy:
     return Policy(
-        schedule=schedule,
+        schedule=schedule_of(offload.schedule),
         micro_batch=offload.micro_batch,
         micro_batches=offload.micro_batches,
         slow_attention=offload.slow_attention,

@@ -29,6 +29,7 @@ class ClusterCollector(Collector):
         status, load = self._cluster.report(), self._cluster.load()
         yield from self._processes(status)
         yield from self._counters(status)
+        yield from self._residency(status)
         if status.locality:
             yield from self._locality(status.locality)
         if status.placement_solve is not None:
@@ -51,6 +52,27 @@ class ClusterCollector(Collector):
         if status.placement_version is not None:
             version: Series = [((), float(status.placement_version))]
             yield self._gauge("placement_version", "Version of the placement of experts.", version)
+
+    def _residency(self, status: ClusterStatus) -> Iterator[CounterMetricFamily]:
+        """What servers with more experts than memory read, and what they found in memory."""
+        servers = [
+            (process.name, process.stats.residency)
+            for process in status.processes
+            if process.role == "expert server"
+        ]
+        text = "Bytes of experts by the level that had them: read from slow, or in fast memory when chosen."
+        levels: Series = [
+            ((name, level), float(size))
+            for name, found in servers
+            for level, size in (("slow", found.loaded_bytes), ("fast", found.held_bytes))
+        ]
+        yield self._counter("expert_server_bytes", text, levels, "server", "level")
+        text = "Experts that runs chose, where a server does not have all of them in memory."
+        chosen: Series = [((name,), float(found.chosen)) for name, found in servers]
+        yield self._counter("expert_server_chosen_experts", text, chosen, "server")
+        text = "Experts of expert_server_chosen_experts that were in memory."
+        hits: Series = [((name,), float(found.hits)) for name, found in servers]
+        yield self._counter("expert_server_chosen_experts_in_memory", text, hits, "server")
 
     def _counters(self, status: ClusterStatus) -> Iterator[CounterMetricFamily]:
         counters = status.counters

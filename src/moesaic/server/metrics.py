@@ -17,6 +17,7 @@ from moesaic.core.metrics import BlockStats, GroupStats, SpeculationStats, State
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.core.speculation import COUNTS, break_even
 from moesaic.engine import EngineStats
+from moesaic.server import offload_metrics
 
 TOKEN_SECONDS = (
     0.001,
@@ -224,6 +225,7 @@ class EngineCollector(Collector):
         yield from self._speculation(worker.speculation)
         yield from self._group(worker.experts.group)
         yield from self._transfers(worker.transfers)
+        yield from offload_metrics.families(worker.experts, self._model_name)
         itl = meter.inter_token_latency
         first = meter.time_to_first_token
         for name, text, values in (

@@ -27,21 +27,26 @@ class ExpertPrefetch:
     ([3], [])
     """
 
-    def __init__(self, num_experts: int) -> None:
-        self._num_experts = num_experts
+    def __init__(self, num_experts: int, fades: float = FADES) -> None:
+        """fades: weight of a choice after one more step."""
+        self._num_experts, self._fades = num_experts, fades
         self._counts: dict[int, npt.NDArray[np.float64]] = {}
 
     def learn(self, layer: int, chosen: IntArray) -> None:
         """Count the choices of one step. chosen: [p] experts."""
         counts = np.bincount(chosen, minlength=self._num_experts)
-        self._counts[layer] = counts + FADES * self._counts.get(layer, np.zeros(self._num_experts))
+        self._counts[layer] = counts + self._fades * self.of(layer)
+
+    def of(self, layer: int) -> npt.NDArray[np.float64]:
+        """[E] how often each expert of a layer was chosen."""
+        return self._counts.get(layer, np.zeros(self._num_experts))
 
     def experts(self, layer: int, most: int, without: Collection[int]) -> list[int]:
         """The most likely experts of a layer, at most `most`.
 
         Only experts that were chosen there before and are not in `without` count.
         """
-        counts = self._counts.get(layer, np.zeros(0))
+        counts = self.of(layer)
         order = np.argsort(-counts, kind="stable")
         known = (int(one) for one in order if counts[one] > 0 and int(one) not in without)
         return [one for _, one in zip(range(most), known, strict=False)]

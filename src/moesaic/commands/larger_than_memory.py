@@ -1,0 +1,66 @@
+"""What `serve` and `run-batch` do about --fast-memory before they start a worker that runs a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from moesaic.commands import descriptors, hardware, offload_report
+from moesaic.commands.plan import find_hardware
+from moesaic.config import ClusterConfig, OffloadConfig, WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import Hardware
+from moesaic.models import files
+from moesaic.planning.serving import expected, plan_server
+from moesaic.runtime.model_loading import gpus_of
+from moesaic.runtime.offloaded import paged_layout
+from moesaic.trace.options import RecordConfig
+
+
+def planned_server(
+    worker: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
+) -> WorkerConfig:
+    """The settings of the worker of a server, with a plan for its memory. The plan is printed on stderr.
+
+    Raises ConfigError for what --fast-memory does not go with.
+    """
+    check_levels(cluster.resolved(), record)
+    check_drafts(worker)
+    descriptors.prepare(cluster.tensor_parallel_size)
+    worker = replace(worker, parallel=cluster.parallel)
+    paged_layout(worker.model)
+    machine, gpus = machine_of(worker, offload)
+    console = Console(stderr=True)
+    with console.status("pricing policies"):
+        planned = plan_server(worker, offload, machine, gpus)
+    text = offload_report.plan_text(planned, expected(worker))
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+    return planned.worker
+
+
+def machine_of(worker: WorkerConfig, offload: OffloadConfig) -> tuple[Hardware, int]:
+    """The figures of the machine, measured now unless they are given, and the number of its GPUs."""
+    path, gpus = files.resolve(worker.model.model, worker.model.revision), gpus_of(worker.model)
+    given = offload.hardware
+    found = hardware.now(str(path), "cuda" if gpus else "cpu") if given is None else find_hardware(given)
+    return found, gpus
+
+
+def check_levels(cluster: ClusterConfig, record: RecordConfig) -> None:
+    """Raises ConfigError for what a model that is larger than its memory does not have yet."""
+    for name in ("attention_workers", "prefill_workers", "autoscale"):
+        value, default = getattr(cluster, name), getattr(ClusterConfig, name)
+        if value != default:
+            flag, only = "--" + name.replace("_", "-"), "nothing" if default is None else default
+            allowed = f"{only} with --fast-memory, unless there are --expert-servers"
+            raise ConfigError.field(flag, value, allowed)
+    if record.record_routing is not None:
+        raise ConfigError.field("--record-routing", str(record.record_routing), "nothing with --fast-memory")
+
+
+def check_drafts(worker: WorkerConfig) -> None:
+    """Raises ConfigError for drafted tokens, of which a pass has none."""
+    drafting = worker.scheduler.speculative_config
+    if drafting is not None:
+        raise ConfigError.field("--speculative-config", drafting, "nothing with --fast-memory")

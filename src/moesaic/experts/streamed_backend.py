@@ -1,0 +1,93 @@
+"""The experts of a server that has more of them than memory: some are there, the others are read for rows.
+
+Its process imports torch, whose libraries take memory beside the experts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moesaic.core.errors import CheckpointError
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.metrics import ResidencyStats
+from moesaic.core.tokens import IntArray
+from moesaic.experts.backend import CallPairs
+from moesaic.kernels import table
+from moesaic.offload.pool import ExpertPool
+
+
+class StreamedBackend:
+    """An ExpertBackend. `take` and `keep` read nothing, and may run in another thread than `run`.
+
+    Raises the errors of ExpertPool.
+    """
+
+    def __init__(
+        self, path: Path, layout: ExpertLayout, kernels: str, threads: int, fast_memory: int
+    ) -> None:
+        """fast_memory: maximum bytes of experts in memory."""
+        self.device_name = ""
+        self._kernels = table.pick("cpu", kernels)
+        self._kernels.set_threads(threads, False)
+        self.name = self._kernels.name
+        self._path, self._layout = path, layout
+        self._pool = ExpertPool(path, layout, fast_memory)
+        self._held: dict[int, frozenset[int]] = dict.fromkeys(layout.layers, frozenset())
+        self._changing = threading.Lock()
+
+    @property
+    def held(self) -> dict[int, list[int]]:
+        return {layer: sorted(experts) for layer, experts in self._held.items() if experts}
+
+    def residency(self) -> ResidencyStats:
+        """What runs so far found in memory, and what they read."""
+        return self._pool.stats
+
+    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
+        new = {layer: frozenset(experts) for layer, experts in wanted.items()}
+        for layer, experts in new.items():
+            if layer not in self._held:
+                raise CheckpointError(f"{self._path}: layer {layer} has no routed experts")
+            for expert in experts:
+                if not 0 <= expert < self._layout.num_experts:
+                    allowed = f"0 to {self._layout.num_experts - 1}"
+                    raise CheckpointError(f"experts: got {expert}; allowed: {allowed}")
+        with self._changing:
+            self._held = {layer: held | new.get(layer, frozenset()) for layer, held in self._held.items()}
+
+    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
+        with self._changing:
+            self._held = {
+                layer: held & frozenset(wanted.get(layer, ())) for layer, held in self._held.items()
+            }
+
+    def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
+        experts: IntArray = np.concatenate([part.experts for part in parts])
+        chosen = np.unique(experts).tolist()
+        for expert in chosen:
+            if expert not in self._held[layer]:
+                raise KeyError(f"expert {expert} is not held here")
+        rows = np.concatenate([part.hidden[part.rows] for part in parts])
+        self._pool.learn(layer, experts)
+        answer = np.empty(rows.shape, dtype=np.float32)
+        for begin in range(0, len(chosen), self._pool.places):
+            some = chosen[begin : begin + self._pool.places]
+            pairs = np.flatnonzero(np.isin(experts, some))
+            answer[pairs] = self._answer(layer, some, rows[pairs], experts[pairs])
+        begin = 0
+        for part in parts:
+            part.out[part.lines] = answer[begin : begin + len(part.lines)]
+            begin += len(part.lines)
+
+    def _answer(self, layer: int, some: list[int], rows: np.ndarray, experts: IntArray) -> np.ndarray:
+        """[p, h] answers of pairs whose experts are among `some`."""
+        weights = self._pool.with_chosen(layer, some)
+        with torch.inference_mode():
+            ids = torch.from_numpy(experts)[:, None]
+            found = self._kernels.experts(weights, torch.from_numpy(rows), ids)[:, 0]
+            return found.numpy()

@@ -1,0 +1,151 @@
+"""Routed experts that are read one at a time, each to a place of its own.
+
+All places have one size, so any expert can take the place of another one. An expert that is chosen often can
+then stay on the fast level, in the place of one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from moesaic.core.experts import PARTS, ExpertLayout
+from moesaic.core.stored import COMPRESSED, is_packed
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.offload.arrangement import Arrangement
+from moesaic.offload.reading import ALIGNMENT
+from moesaic.offload.weights import DTYPES, Files, Memory, Plan, Streamed, views
+
+Expert = tuple[torch.Tensor, ...]
+"""Gate, up and down, and their biases if there are some."""
+
+
+class Reader(Protocol):
+    """Reads experts of one checkpoint. One thread may call it."""
+
+    def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
+        """Reads an expert to its place, [bytes] uint8. Returns the number of bytes read."""
+        ...
+
+    def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
+        """The tensors of an expert that is in this place."""
+        ...
+
+
+class StoredReader:
+    """Reads experts that are stored as the kernels read them: a place has whole blocks of the file."""
+
+    def __init__(self, plan: Plan, layout: ExpertLayout, files: Files) -> None:
+        self._places, self._files, self._dtype = plan.places, files, DTYPES[layout.dtype]
+
+    @staticmethod
+    def sizes(plan: Plan, layout: ExpertLayout) -> tuple[int, int]:
+        """Bytes of a place for any expert, and bytes that reading needs beside it."""
+        return max((Arrangement(parts).size for parts in plan.places.values()), default=0), 0
+
+    def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
+        arranged = Arrangement(self._places[layer, expert])
+        return self._files.read(arranged, [(0, arranged.size)], place)
+
+    def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
+        parts = self._places[layer, expert]
+        found = views(Arrangement(parts), place, self._dtype)
+        return tuple(found[part] for part in parts)
+
+
+class StreamedByExpert(Streamed):
+    """As Streamed, of the same arguments. On a CPU, over a disk only.
+
+    A page is a number of whole experts. `take_place` may change which experts stay.
+    """
+
+    def load_static(self) -> int:
+        return sum(self._reader.load(*key, self._kept[key]) for key in sorted(self._kept))
+
+    def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
+        if not 0 <= page < pages:
+            raise ValueError(f"page {page} of {pages}")
+        away = self._plan.away(layer)
+        first, last = (number * len(away) // pages for number in (page, page + 1))
+        return self.load_chosen(count, layer, away[first:last])
+
+    def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
+        away = self._away[layer]
+        wanted = sorted({int(expert) for expert in experts if (layer, int(expert)) not in self._kept})
+        return sum(self._reader.load(layer, expert, away[expert][count % 2]) for expert in wanted)
+
+    def take_place(self, layer: int, out: int, new: int) -> int:
+        """Reads the expert `new` to the place of `out`, which stayed until now. Returns the bytes read.
+
+        From now on `new` stays and `out` is streamed. No other thread may compute this layer meanwhile.
+        """
+        place = self._kept[layer, out]
+        size = self._reader.load(layer, new, place)
+        self._away[layer][out] = self._away[layer].pop(new)
+        del self._kept[layer, out]
+        self._kept[layer, new] = place
+        self._plan.kept ^= {(layer, out), (layer, new)}
+        self.static[layer] = self.static[layer] - {out} | {new}
+        self._experts.update({(layer, slot): self._weights(layer, slot) for slot in (0, 1)})
+        return size
+
+    @staticmethod
+    def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
+        return memory_of(plan, layout, *StoredReader.sizes(plan, layout))
+
+    def _made_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
+        """The reader, and the bytes of a place."""
+        return StoredReader(self._plan, layout, self._files), StoredReader.sizes(self._plan, layout)[0]
+
+    def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
+        self._layout = layout
+        self._reader, size = self._made_reader(layout)
+        self._kept = dict(zip(sorted(self._plan.kept), places_of(self._static, size), strict=False))
+        self._away = {
+            layer: {
+                expert: both
+                for expert, *both in zip(
+                    self._plan.away(layer), *(places_of(each, size) for each in self._slots), strict=False
+                )
+            }
+            for layer in layout.layers
+        }
+        self.static = {layer: frozenset(self._kept_of(layer)) for layer in layout.layers}
+        """Layer -> the experts that stay now."""
+        return {(layer, slot): self._weights(layer, slot) for layer in layout.layers for slot in (0, 1)}
+
+    def _kept_of(self, layer: int) -> dict[int, torch.Tensor]:
+        return {expert: place for (of, expert), place in self._kept.items() if of == layer}
+
+    def _weights(self, layer: int, slot: int) -> ExpertWeights:
+        away = {expert: slots[slot] for expert, slots in self._away[layer].items()}
+        return weights_in(self._reader, self._layout, layer, self._kept_of(layer) | away)
+
+
+def weights_in(
+    reader: Reader, layout: ExpertLayout, layer: int, places: Mapping[int, torch.Tensor]
+) -> ExpertWeights:
+    """The experts of a layer that are in these places. places: expert -> its place."""
+    held = {expert: reader.tensors(layer, expert, place) for expert, place in places.items()}
+    dtype = layout.dtype_of(layer)
+    packed = dtype if is_packed(dtype) else COMPRESSED
+    return ExpertWeights.of_held(layout.num_experts, held, PARTS[layout.form], layout.activation, packed)
+
+
+def memory_of(plan: Plan, layout: ExpertLayout, place: int, staging: int) -> Memory:
+    """The memory of experts that stay and of two slots. place: bytes of the place of one expert."""
+    most = max(len(plan.away(layer)) for layer in layout.layers)
+    return Memory(whole_blocks(len(plan.kept) * place), whole_blocks(most * place), staging)
+
+
+def whole_blocks(size: int) -> int:
+    """The next multiple of a block, which direct reads need."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def places_of(memory: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """The places of `size` bytes, one after another, that there is room for in `memory`."""
+    for begin in range(0, len(memory) - size + 1, size):
+        yield memory[begin : begin + size]
