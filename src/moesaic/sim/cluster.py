@@ -157,9 +157,12 @@ class SimulatedCluster:
 
     @cached_property
     def _decisions(self) -> Decisions:
-        """What the devices' curves say, unless the scenario gives the rows from which a run begins."""
+        """What the devices' curves say, unless the scenario gives the rows from which a run begins.
+
+        Servers beside workers share their devices, as processes share the cores of a CPU.
+        """
         given, layout = self.scenario.schedule.run_rows, self.shape.layout
-        curves = self.devices.curves
+        curves = replace(self.devices.curves, shared=self.scenario.servers.beside_workers)
         if given is not None:
             curves = replace(curves, thresholds=replace(curves.thresholds, separate_rows=given))
         return Decisions(curves, layout.num_experts, layout.top_k)
