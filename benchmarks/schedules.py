@@ -72,7 +72,8 @@ def seconds_of(found: paced.PacedDevices, table: dict[str, Any], rows: int, mode
     """Seconds of a step in which no two runs overlap: so long a step takes at most, in lockstep."""
     pairs, held = rows * model.top_k / table["servers"], model.experts / table["servers"]
     served = found.experts.seconds(pairs, held * (1 - (1 - 1 / held) ** pairs))
-    return CELLS["layers"] * (found.attention.seconds(rows) + table["workers"] * served)
+    layers: int = CELLS["layers"]
+    return float(layers * (found.attention.seconds(rows) + table["workers"] * served))
 
 
 def cluster(cell: Cell, kind: str, **more: Any) -> SimulatedCluster:

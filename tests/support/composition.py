@@ -33,6 +33,7 @@ FEATURES: dict[str, Feature] = {
     "`--autoscale`": Feature({**SERVERS, "--autoscale": "2:3"}),
     "`--schedule barrier`": Feature({**SERVERS, "--schedule": "barrier"}),
     "`--schedule async`": Feature({**SERVERS, "--schedule": "async"}),
+    "`--schedule auto`": Feature({**SERVERS, "--schedule": "auto"}),
     "`--inflight-batches 2`": Feature({"--inflight-batches": "2"}),
     "`--combine partial`": Feature({**SERVERS, "--combine": "partial"}),
     "`--speculative-config`": Feature(

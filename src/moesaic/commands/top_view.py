@@ -70,6 +70,8 @@ class View:
     """Mean seconds of the requests that got their first token in this time."""
     inter_token_latency: float | None
     """Mean seconds between two tokens in this time."""
+    partial_runs: float | None
+    """Share of the workers' runs in this time that computed only some of the rows in flight."""
     processes: list[ProcessView] = field(default_factory=list)
     """Empty for a server with one process."""
     counters: dict[str, int] = field(default_factory=dict)
@@ -122,6 +124,7 @@ def view(url: str, before: Sample, after: Sample) -> View:
         prefix_cache_hit_rate=_over(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
         time_to_first_token=mean("time_to_first_token"),
         inter_token_latency=mean("inter_token_latency"),
+        partial_runs=_over(grown("partial_runs_total"), grown("runs_total")),
         processes=_processes(
             (before.status or {}).get("processes", ()), status.get("processes", ()), seconds
         ),
@@ -197,6 +200,8 @@ def _numbers(shown: View) -> Table:
         *("time to first token", _milliseconds(shown.time_to_first_token)),
         *("between two tokens", _milliseconds(shown.inter_token_latency)),
     )
+    if shown.partial_runs:
+        table.add_row("partial runs", _share(shown.partial_runs))
     return table
 
 

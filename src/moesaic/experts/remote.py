@@ -287,17 +287,26 @@ class RemoteExperts:
             raise _WrongAnswer(wrong)
         pairs, fresh = call.receive(indices, self._memory)
         submission.missing -= fresh
-        if self._portion_rows is not None and len(submission.hidden) > self._portion_rows:
-            self._arrivals.append((submission.handle, pairs))
-        elif self._portion_rows is not None and fresh and not submission.missing:
-            every = every_pair(len(submission.experts), submission.top_k)[0]
-            self._arrivals.append((submission.handle, every))
+        self._report(submission, pairs, fresh)
         self._replicas.answered(server, fresh, self._clock())
         if not call.left:
             del connection.calls[call.call.number]
             call.complete(connection.caller.release)
             if server not in self._entries:
                 self._retire()
+
+    def _report(self, submission: Submission, pairs: IntArray, fresh: int) -> None:
+        """Keep for `arrivals` what came in: large requests part by part, others once complete.
+
+        fresh: how many pairs or empty calls are new.
+        """
+        if self._portion_rows is None:
+            return
+        if len(submission.hidden) > self._portion_rows and not submission.whole:
+            self._arrivals.append((submission.handle, pairs))
+        elif fresh and not submission.missing:
+            every = every_pair(len(submission.experts), submission.top_k)[0]
+            self._arrivals.append((submission.handle, every))
 
     def _send(self, submission: Submission, pairs: IntArray) -> None:
         """Send each pair to a server that holds its expert. Pairs that no server can take wait."""
@@ -314,7 +323,7 @@ class RemoteExperts:
             calls = self._connections[server].calls.values()
             called = any(call.submission is submission for call in calls)
             if not called and self._post(server, submission, NO_PAIRS):
-                submission.missing += 1
+                submission.missing, submission.whole = submission.missing + 1, True
 
     def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
         """Returns False when there is no room for another call to this server, or it is gone."""
@@ -356,6 +365,7 @@ class RemoteExperts:
                 continue
             if not len(call.pairs):
                 call.submission.missing -= 1  # an empty call is not sent again
+                self._report(call.submission, call.pairs, 1)
                 continue
             call.submission.attempt += 1
             self._send(call.submission, call.missing)
