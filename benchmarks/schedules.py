@@ -6,6 +6,10 @@ share of partial runs. tokens/s = clients / time between tokens
 (Little's law): a count would depend on how many steps end in the measured time.
 
     python benchmarks/schedules.py --jobs 2 --json > cells.jsonl
+    python benchmarks/schedules.py --from cells.jsonl --plot docs/schedules.svg
+
+--plot draws the map: the fastest fixed schedule of each cell, with its distance to lockstep, and below it the
+distance of auto. A cell without results of barrier, lockstep and auto stays empty.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -29,7 +33,7 @@ from moesaic.sim.scenario import parse
 HERE = Path(__file__).parent
 CELLS: dict[str, Any] = tomllib.loads((HERE / "schedules.toml").read_text(encoding="utf-8"))
 FIXED = ("barrier", "lockstep", "async")
-SCHEDULES = FIXED
+SCHEDULES = (*FIXED, "auto")
 AXES = ("device", "routing", "load", "model")
 Cell = tuple[str, str, str, str]
 """(device, routing, load, model)"""
@@ -140,6 +144,76 @@ def results(jobs: list[tuple[Cell, str]], processes: int) -> Iterator[dict[str, 
         yield from pool.map(measure, jobs)
 
 
+Table = dict[Cell, dict[str, dict[str, Any]]]
+"""Cell -> schedule -> what `measure` found."""
+
+
+def table_of(found: Iterable[dict[str, Any]]) -> Table:
+    """The results by cell."""
+    table: Table = {}
+    for one in found:
+        cell: Cell = (one["device"], one["routing"], one["load"], one["model"])
+        table.setdefault(cell, {})[one["schedule"]] = one
+    return table
+
+
+def rates(by_schedule: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """tokens/s of each schedule over those of lockstep. Empty if a schedule other than async is missing."""
+    if not {"barrier", "lockstep", "auto"} <= set(by_schedule):
+        return {}
+    base = by_schedule["lockstep"]["tokens_per_second"]
+    return {kind: one["tokens_per_second"] / base for kind, one in by_schedule.items()}
+
+
+def line(cell: Cell, by_schedule: dict[str, dict[str, Any]]) -> str:
+    """A line of the table."""
+    shown = " ".join(f"{name:16}" for name in cell)
+    for kind, one in by_schedule.items():
+        partial = "" if one["partial_runs"] is None else f" ({one['partial_runs']:.0%} partial)"
+        shown += f"  {kind} {one['tokens_per_second']:,.1f}{partial}"
+    found = rates(by_schedule)
+    best = max((rate for kind, rate in found.items() if kind in FIXED), default=0.0)
+    return shown + (f"  auto / best {found['auto'] / best:.2f}" if best else "")
+
+
+WIDE, TALL, LEFT, TOP = 96, 34, 150, 66
+"""Pixels of a cell of the map, and of its margins."""
+COLOURS = {"barrier": "#bc4c00", "lockstep": "#57606a", "async": "#8250df"}
+
+
+def picture(table: Table) -> str:
+    """The map as an SVG."""
+    columns = list(product(CELLS["routings"], CELLS["models"]))
+    rows = list(product(CELLS["devices"], CELLS["loads"]))
+    width, height = LEFT + WIDE * len(columns) + 8, TOP + TALL * len(rows) + 8
+    texts = [(8, 18, "start", "Fastest fixed schedule over lockstep, and auto over lockstep")]
+    boxes = []
+    for x, (routing, model) in enumerate(columns):
+        middle = LEFT + WIDE * x + WIDE // 2
+        texts += [(middle, 42, "middle", routing), (middle, 57, "middle", model.rsplit("-", 1)[0])]
+    for y, (device, load) in enumerate(rows):
+        top = TOP + TALL * y
+        texts.append((8, top + 21, "start", f"{device}, {load}"))
+        for x, (routing, model) in enumerate(columns):
+            found = rates(table.get((device, routing, load, model), {}))
+            if not found:
+                continue
+            best = max(
+                (kind for kind in FIXED if kind in found), key=lambda kind: (round(found[kind], 2), kind)
+            )
+            place = LEFT + WIDE * x
+            boxes.append(
+                f'<rect x="{place}" y="{top}" width="{WIDE - 2}" height="{TALL - 2}" fill="{COLOURS[best]}"/>'
+            )
+            texts.append((place + WIDE // 2, top + 14, "middle", f"{best} {found[best]:.2f}"))
+            texts.append((place + WIDE // 2, top + 27, "middle", f"auto {found['auto']:.2f}"))
+    drawn = [f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>' for x, y, anchor, text in texts]
+    style = "<style>text{font:11px sans-serif;fill:#fff}</style>"
+    ground = f'<rect width="{width}" height="{height}" fill="#24292f"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
+    return "\n".join([head, style, ground, *boxes, *drawn, "</svg>"]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -152,11 +226,25 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="also: 'rows N' for async")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--from", dest="files", nargs="+", type=Path, help="results of --json, not a new run")
+    parser.add_argument("--plot", type=Path, help="draw the map into this SVG file")
     options = parser.parse_args()
     only = {axis: getattr(options, axis) for axis in AXES}
-    jobs = list(product(cells(only), options.schedules))
-    for one in results(jobs, options.jobs):
-        print(json.dumps(one), flush=True)
+    if options.files:
+        texts = [file.read_text(encoding="utf-8") for file in options.files]
+        found: Iterable[dict[str, Any]] = (json.loads(one) for text in texts for one in text.splitlines())
+    else:
+        found = results(list(product(cells(only), options.schedules)), options.jobs)
+    kept = []
+    for one in found:
+        kept.append(one)
+        if options.json:
+            print(json.dumps(one), flush=True)
+    table = table_of(kept)
+    if not options.json:
+        print("\n".join(line(cell, table[cell]) for cell in cells(only) if cell in table))
+    if options.plot:
+        options.plot.write_text(picture(table), encoding="utf-8")
 
 
 if __name__ == "__main__":
