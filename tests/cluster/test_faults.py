@@ -42,7 +42,9 @@ SLOW = pytest.mark.slow
 
 KILLED = list(
     itertools.product(
-        ("expert server 0", "expert server 1", "attention worker 0"), ("lockstep", "async", "barrier"), (0, 1)
+        ("expert server 0", "expert server 1", "attention worker 0"),
+        ("lockstep", "async", "barrier", "auto"),
+        (0, 1),
     )
 )
 NOW = [(name, *rest) for name, *rest in KILLED if rest[-1] == 0 and (name[-1] == "0" or rest[0] == "async")]

@@ -38,6 +38,7 @@ SHAPES = [
         {"schedule": "barrier", "attention_workers": 3, "expert_servers": 1, "max_num_batched_tokens": 16},
         id="barrier, 3 workers, 1 server, prompts in chunks",
     ),
+    pytest.param({"schedule": "auto", "attention_workers": 2, "expert_servers": 2}, id="auto", marks=MATRIX),
     pytest.param({"schedule": "async", "expert_servers": 1}, id="async, 1 worker, 1 server", marks=MATRIX),
     pytest.param(
         {"schedule": "async", "attention_workers": 2, "expert_servers": 3, "queue_policy": "mtfs"},

@@ -37,6 +37,7 @@ FACTORS: dict[str, dict[str, Any]] = {
         "lockstep": {},
         "two in flight": {"inflight_batches": 2},
         "barrier": {"schedule": "barrier"},
+        "auto": {"schedule": "auto"},
         "defrag": {"schedule": "async"},
         "mtfs": {"schedule": "async", "queue_policy": "mtfs"},
         "flfs": {"schedule": "async", "queue_policy": "flfs"},

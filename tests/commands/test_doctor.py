@@ -78,7 +78,7 @@ def test_doctor_says_which_rows_run_alone() -> None:
     assert shown["rows go on alone"] == f"from {cpu.separate_rows} on"
     assert shown["servers wait"] == "for calls with fewer than 768 pairs"
     gpu = schedule_curves.find("NVIDIA H100 80GB HBM3", 2)
-    assert (gpu.source, gpu.shared, gpu.told_rows, gpu.waited_pairs) == ("data sheet of h100", False, 0, 0)
+    assert (gpu.source, gpu.shared, gpu.told_rows, gpu.waited_pairs) == ("data sheet of h100", False, 3, 0)
     assert schedule_curves.facts(gpu)["servers wait"] == "never"
     assert gpu.attention_ms[1] == gpu.attention_ms[256] < gpu.attention_ms[1024]
     unknown = schedule_curves.find("GeForce 256", 2)

@@ -66,6 +66,7 @@ def test_names_are_vllms_with_our_prefix() -> None:
             "state_pages",
             *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
             *("prompt_tokens", "generation_tokens", "request_success", "corrupted_requests"),
+            *("runs", "partial_runs"),
             *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
             *("spec_decode_num_accepted_tokens_per_pos", "spec_decode_break_even_acceptance"),
             *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),

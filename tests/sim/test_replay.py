@@ -81,5 +81,5 @@ def test_a_recorded_run_makes_the_same_decisions(schedule: str, settings: dict[s
 def test_workers_have_the_defaults_of_serve() -> None:
     simulated = cluster(schedule={"kind": "async"})
     assert simulated.scenario.schedule.queue_urgency == in_memory.URGENT_SECONDS
-    assert simulated._decisions == Decisions(simulated.devices.curves, EXPERTS, TOP_K)
+    assert simulated._decisions == Decisions(simulated.devices.curves, EXPERTS, TOP_K, 2, 2)
     assert ScheduleTable().queue_policy == SchedulerConfig.queue_policy

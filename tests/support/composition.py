@@ -38,6 +38,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "`--schedule barrier`": Feature({**SERVERS, "--schedule": "barrier"}),
     "`--schedule async`": Feature({**SERVERS, "--schedule": "async"}),
+    "`--schedule auto`": Feature({**SERVERS, "--schedule": "auto"}),
     "`--inflight-batches 2`": Feature({"--inflight-batches": "2"}),
     "`--combine partial`": Feature({**SERVERS, "--combine": "partial"}),
     "`--speculative-config`": Feature(
@@ -73,7 +74,7 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         PASSES,
     ),
     ("`--record-routing`", ("`--speculative-config`",), DRAFTS),
-    ("`--inflight-batches 2`", ("`--schedule barrier`", "`--schedule async`"), IN_STEP),
+    ("`--inflight-batches 2`", ("`--schedule barrier`", "`--schedule async`", "`--schedule auto`"), IN_STEP),
     ("`--rebalance routing`", ("`--speculative-config`",), DRAFTS),
 )
 """(feature, those that are refused with it, why)."""

@@ -14,6 +14,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits, ContinuousBatching
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import FloatArray, QueuePolicy
+from moesaic.policy.scheduling.minimum_batch import Load
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Arrived,
@@ -319,6 +320,7 @@ class PlainAsyncScheduler:
         self._runs = Runs(blocks, top_k)
         self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
+        self._partial_runs = 0
         self._ended: float | None = None
         """When the last run ended. None before the first one, and once nothing was in flight."""
         self._idle = 0.0
@@ -342,7 +344,8 @@ class PlainAsyncScheduler:
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
         if self._flight is None:
-            actions += self._fill(now)
+            ended = isinstance(event, StepDone | StepFailed)
+            actions += self._fill(now) if ended or self._begins else []
             actions += self._next_run(now)
         return actions
 
@@ -351,6 +354,7 @@ class PlainAsyncScheduler:
             running=len(self._batching.running),
             waiting=len(self._batching.waiting),
             steps=self._runs.count,
+            partial_runs=self._partial_runs,
             preemptions=self._batching.preemptions,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
@@ -459,6 +463,19 @@ class PlainAsyncScheduler:
 
     # ---- the next run
 
+    @property
+    def _load(self) -> Load:
+        return Load(self._rows, self._decodes, self._idle)
+
+    @property
+    def _begins(self) -> bool:
+        """Whether requests without a unit begin now, although others are under way."""
+        batching = self._batching
+        requests = len(batching.running) - len(self._units) + len(batching.waiting)
+        if not self._units or not requests:
+            return True
+        return self._gather.begins(min(requests, self._limits.max_num_seqs), self._load)
+
     def _fill(self, now: float) -> list[Action]:
         """Create units for requests that have none: the row of the next token, or a chunk of the prompt."""
         room = self._limits.max_num_batched_tokens - self._rows
@@ -492,7 +509,7 @@ class PlainAsyncScheduler:
             return []
         tokens = self._ready.tokens
         if tokens.sum() < self._rows:  # experts still compute for other units
-            enough = [self._gather.alone(rows, self._decodes, self._idle) for rows in tokens[:, 0].tolist()]
+            enough = [self._gather.alone(rows, self._load) for rows in tokens[:, 0].tolist()]
             tokens = tokens * np.array(enough)[:, None]
         chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:
@@ -501,6 +518,7 @@ class PlainAsyncScheduler:
         if self._ended is not None:
             self._idle += SMOOTHING * (now - self._ended - self._idle)
         units = self._ready.take(segment)
+        self._partial_runs += sum(unit.rows for unit in units) < self._rows
         action, left = self._runs.begin(segment, units, last=segment == self._segments - 1)
         self._flight = _Flight(action.plan, units, now)
         return [action, *left]

@@ -52,7 +52,8 @@ def counters(
     members: Members, router: Router, rebalances: int, door: JoinListener | None = None
 ) -> ClusterCounters:
     """Returns all counts since the start."""
-    experts = router.stats().experts
+    workers = router.stats()
+    experts = workers.experts
     paces = [experts.pace, *(member.stats.pace for member in members.servers)]
     return ClusterCounters(
         process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all),
@@ -66,6 +67,8 @@ def counters(
         missed_itl=router.objectives.missed_itl,
         paced_runs=sum(pace.runs for pace in paces),
         paced_late=sum(pace.late for pace in paces),
+        runs=workers.steps,
+        partial_runs=workers.partial_runs,
         refused_connections=0 if door is None else door.dropped,
     )
 

@@ -74,7 +74,14 @@ class Supervisor:
         self._secret = secrets.token_bytes(32) if secret_file is None else create_secret(Path(secret_file))
         apart, transport = cluster.expert_servers > 0, host_transport(cluster.transport)
         self._transport = transport if apart else None
-        member = replace(worker, remote_experts=apart, supervised=True, transport=transport)
+        member = replace(
+            worker,
+            remote_experts=apart,
+            expert_servers=max(1, cluster.expert_servers),
+            attention_workers=cluster.attention_workers,
+            supervised=True,
+            transport=transport,
+        )
         self._members = Members(member, router, self._receive, clock, cluster)
         self._publisher = Publisher(self._members, self._secret)
         self._failures = Failures()

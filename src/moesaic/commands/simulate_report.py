@@ -48,7 +48,7 @@ def _speed(figures: Figures) -> Table:
         "preemptions": f"{figures.preemptions:,}",
     }
     if figures.partial_runs is not None:
-        rows["partial runs"] = f"{figures.partial_runs:.1%} (other rows than one earlier run)"
+        rows["partial runs"] = f"{figures.partial_runs:.1%} (some of the rows in flight)"
     if figures.failovers:
         rows["failovers"] = (
             f"{figures.failovers}, {figures.silent_failovers} after a timeout; "

@@ -76,6 +76,8 @@ class View:
     """Bytes of KV that prefill workers sent, per second of this time. None without prefill workers."""
     kv_transfer_speed: float | None = None
     """The same bytes per second on the way. None if none were sent."""
+    partial_runs: float | None = None
+    """Share of the workers' runs in this time that computed only some of the rows in flight."""
     processes: list[ProcessView] = field(default_factory=list)
     """Empty for a server with one process."""
     counters: dict[str, int] = field(default_factory=dict)
@@ -131,6 +133,7 @@ def view(url: str, before: Sample, after: Sample) -> View:
         inter_token_latency=mean("inter_token_latency"),
         kv_transfer_rate=rate("kv_transfer_bytes_total") if prefill else None,
         kv_transfer_speed=_over(grown("kv_transfer_bytes_total"), grown("kv_transfer_seconds_total")),
+        partial_runs=_over(grown("partial_runs_total"), grown("runs_total")),
         processes=_processes(
             (before.status or {}).get("processes", ()), status.get("processes", ()), seconds
         ),
@@ -214,6 +217,8 @@ def _numbers(shown: View) -> Table:
                 "-" if shown.kv_transfer_speed is None else f"{in_bytes(shown.kv_transfer_speed)}/s",
             ),
         )
+    if shown.partial_runs:
+        table.add_row("partial runs", _share(shown.partial_runs))
     return table
 
 

@@ -230,6 +230,10 @@ class ClusterConfig(ParallelConfig):
             one_of("--dispatch", self.dispatch, get_args(DispatchName))
             if not self.apart:
                 raise ConfigError.field("--attention-workers", 1, "at least 2 with --dispatch")
+        self._check_servers()
+
+    def _check_servers(self) -> None:
+        """Raises ConfigError for settings of expert servers without them, or that do not fit their number."""
         if self.expert_servers == 0:
             names = ["redundant_experts", "min_replicas", "expert_capacities", "transport"]
             names += ["rebalance", "cluster_address", "paced", "schedule_policy_file"]

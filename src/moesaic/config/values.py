@@ -11,7 +11,7 @@ from moesaic.core.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal[Dtype, "int8"]
-Schedule = Literal["barrier", "lockstep", "async"]
+Schedule = Literal["barrier", "lockstep", "async", "auto"]
 QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
 Combine = Literal["exact", "partial"]
 MoeCollectives = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"]

@@ -98,7 +98,9 @@ class SchedulerConfig:
     schedule: Schedule = "lockstep"
     """How attention workers and expert servers work together. barrier: all workers wait for each other at the
     experts of every layer. lockstep: each worker runs its whole batch through the layers, alone. async: a
-    token continues as soon as its own experts have answered (Asynchronous Expert Parallelism)."""
+    token continues as soon as its own experts have answered (Asynchronous Expert Parallelism). auto: by the
+    devices' curves and the load, tokens continue alone or together, and servers wait for all workers or
+    not."""
     inflight_batches: int = 1
     """With --schedule lockstep: 2 splits each batch in two halves. One half computes while the other waits
     for experts."""
@@ -233,6 +235,10 @@ class WorkerConfig:
     parallel: ParallelConfig = ParallelConfig()
     remote_experts: bool = False
     """True: the routed experts are on servers that the supervisor names. False: this worker computes them."""
+    expert_servers: int = 1
+    """Expert servers with which the cluster begins."""
+    attention_workers: int = 1
+    """Attention workers with which it begins. Both decide which rows run alone (`minimum_batch`)."""
     supervised: bool = False
     """True: the worker reports to a supervisor that it is alive, also while it has nothing to do."""
     beside: int = 0

@@ -114,6 +114,10 @@ class ClusterCounters:
     """Runs of all processes that took as long as on a modelled device; 0 without --paced."""
     paced_late: int = 0
     """Runs of paced_runs that took longer here. With more than 2 % of them, a measurement is void."""
+    runs: int = 0
+    """Steps of attention workers, or runs of a layer with --schedule async and auto."""
+    partial_runs: int = 0
+    """Runs of them that computed only some of their worker's rows, while others were with experts."""
     refused_connections: int = 0
     """Connections to --cluster-address that did not become a server: strangers, or servers with another
     secret or version."""

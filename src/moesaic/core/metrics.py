@@ -218,6 +218,9 @@ class WorkerStats:
     running: int = 0
     waiting: int = 0
     steps: int = 0
+    """Steps so far, or runs of a segment where rows may go on alone."""
+    partial_runs: int = 0
+    """Runs of them that computed only some of the rows in flight, while others were with experts."""
     preemptions: int = 0
     prefill_tokens: int = 0
     """Rows computed so far that were prompt tokens, or tokens computed again."""

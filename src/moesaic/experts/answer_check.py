@@ -26,6 +26,10 @@ Check = Callable[[OpenCall, IntArray], str | None]
 """Of rows [p] of a call's answer: what the server did wrong, in words. None: nothing."""
 
 
+class WrongAnswer(Exception):
+    """A server answered what its experts cannot answer."""
+
+
 class AnswerCheck:
     """The check of one client."""
 

@@ -52,6 +52,8 @@ class Submission:
     """Frees the memory of `out`. Where that is a call's memory, it is set when the call is complete."""
     missing: int = field(init=False)
     """Pairs and empty calls without an answer."""
+    whole: bool = False
+    """Some server got an empty call. Then nothing is reported before the whole answer is here."""
     unsent: list[IntArray] = field(default_factory=list)
     """Pairs that no server could take yet."""
     attempt: int = 0

@@ -36,6 +36,8 @@ from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
 REPORT_SECONDS = 0.2
+ATTENTION = 4.0
+"""Weights of a layer besides its routed experts, over hidden squared. Assumed, as servers know none."""
 
 
 def serve(
@@ -93,8 +95,10 @@ def _scheduler(
 ) -> ExpertServerScheduler:
     """The scheduler. With --schedule async it may have a queue for each expert."""
     layout = config.layout
-    decisions = Decisions(_curves(config, backend), layout.num_experts, layout.top_k)
-    rule = _start_rule(config, decisions, max(map(len, first.experts.values()), default=0))
+    held = max(map(len, first.experts.values()), default=0)
+    servers = max(1, round(layout.num_experts / max(1, held)))
+    decisions = Decisions(_curves(config, backend), layout.num_experts, layout.top_k, servers)
+    rule = _start_rule(config, decisions, held)
     return server_scheduler(config.schedule, layout.layers, _policy(config), rule, decisions)
 
 
@@ -109,13 +113,14 @@ def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
         3.0 * layout.hidden * layout.width,
         layout.expert_bytes / (3 * layout.hidden * layout.width),
     )
+    others = ATTENTION * layout.hidden**2
     if config.device == "cpu" and config.fast_memory is not None:
-        return cpu_curves(expert, expert, config.threads)  # measuring would read all experts
+        return cpu_curves(expert, others, config.threads)  # measuring would read all experts
     if config.device == "cpu":
         found = measuring.of_experts(backend, layout, config.threads)
-        return cpu_curves(expert, expert, config.threads, found)
-    known = of_device(backend.device_name, expert, expert, size)
-    return known or replace(cpu_curves(expert, expert), shared=False)
+        return cpu_curves(expert, others, config.threads, found)
+    known = of_device(backend.device_name, expert, others, size)
+    return known or replace(cpu_curves(expert, others), shared=False)
 
 
 def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) -> StartRule:

@@ -19,7 +19,7 @@ from moesaic.core.messages import FaultyServer
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
-from moesaic.experts.answer_check import Check
+from moesaic.experts.answer_check import Check, WrongAnswer
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
@@ -44,10 +44,6 @@ LOG = logging.getLogger(__name__)
 SPIN = 50e-6
 """Seconds that the process polls for an answer before it sleeps."""
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
-
-
-class _WrongAnswer(Exception):
-    """A server answered what its experts cannot answer."""
 
 
 class RemoteExperts:
@@ -268,7 +264,7 @@ class RemoteExperts:
             except DamagedMessage as damage:
                 LOG.warning("dropped expert server %d: %s", server, damage)
                 self._fail(server)
-            except _WrongAnswer as wrong:
+            except WrongAnswer as wrong:
                 self._blame(connection.entry, str(wrong))
             except ConnectionLost:
                 self._fail(server)
@@ -290,22 +286,28 @@ class RemoteExperts:
         submission, server = call.submission, connection.entry.server
         wrong = self._check(call, indices)
         if wrong is not None:
-            raise _WrongAnswer(wrong)
+            raise WrongAnswer(wrong)
         pairs, fresh = call.receive(indices, self._memory)
         submission.missing -= fresh
         if submission.servers is not None:
             submission.servers[pairs] = server
-        if self._portion_rows is not None and len(submission.hidden) > self._portion_rows:
-            self._arrivals.append((submission.handle, pairs))
-        elif self._portion_rows is not None and fresh and not submission.missing:
-            every = every_pair(len(submission.experts), submission.top_k)[0]
-            self._arrivals.append((submission.handle, every))
+        self._report(submission, pairs, fresh)
         self._replicas.answered(server, fresh, self._clock())
         if not call.left:
             del connection.calls[call.call.number]
             call.complete(connection.caller.release)
             if server not in self._entries:
                 self._retire()
+
+    def _report(self, submission: Submission, pairs: IntArray, fresh: int) -> None:
+        """Keep for `arrivals` what came in. fresh: how many pairs or empty calls are new."""
+        if self._portion_rows is None:
+            return
+        if len(submission.hidden) > self._portion_rows and not submission.whole:
+            self._arrivals.append((submission.handle, pairs))
+        elif fresh and not submission.missing:
+            every = every_pair(len(submission.experts), submission.top_k)[0]
+            self._arrivals.append((submission.handle, every))
 
     def _send(self, submission: Submission, pairs: IntArray) -> None:
         """Send each pair to a server that holds its expert. Pairs that no server can take wait."""
@@ -322,7 +324,7 @@ class RemoteExperts:
             calls = self._connections[server].calls.values()
             called = any(call.submission is submission for call in calls)
             if not called and self._post(server, submission, NO_PAIRS):
-                submission.missing += 1
+                submission.missing, submission.whole = submission.missing + 1, True
 
     def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
         """Returns False when there is no room for another call to this server, or it is gone."""
@@ -364,6 +366,7 @@ class RemoteExperts:
                 continue
             if not len(call.pairs):
                 call.submission.missing -= 1  # an empty call is not sent again
+                self._report(call.submission, call.pairs, 1)
                 continue
             call.submission.attempt += 1
             self._send(call.submission, call.missing)

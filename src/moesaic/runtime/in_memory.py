@@ -20,12 +20,12 @@ from moesaic.experts.remote import RemoteExperts
 from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.microqueue import policy_named
 from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.schedulers.server_setup import IN_ROUNDS, SEPARATE, queue_policy
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
@@ -101,7 +101,9 @@ def with_servers(
     stages = _stages(config, loaded, size, layout, shared)
     wakeup = Wakeup()
     pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
-    decisions = Decisions(curves_of(config, loaded, layout), layout.num_experts, layout.top_k)
+    curves = curves_of(config, loaded, layout)
+    others = config.expert_servers, config.attention_workers
+    decisions = Decisions(curves, layout.num_experts, layout.top_k, *others)
     remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows)
     runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
     speculation = speculation_of(config, loaded.model, layout.num_bytes)
@@ -206,7 +208,7 @@ def _scheduler(
     if scheduling.schedule == "barrier":
         return BarrierScheduler(limits, blocks, speculation)
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
-    policy = policy_named(scheduling.queue_policy, urgency, history=history)
+    policy = queue_policy(scheduling.schedule, scheduling.queue_policy, urgency, history)
     return AsyncScheduler(limits, blocks, policy, routed, decisions.top_k, decisions, speculation)
 
 
@@ -229,8 +231,8 @@ def _remote(
         Connector(heap, wakeup, config.transport, as_it_is if pacing is None else pacing.caller),
         wakeup,
         context.clock,
-        portion_rows=told_rows if schedule == "async" else None,
-        every_server=schedule == "barrier",
+        portion_rows=told_rows if schedule in SEPARATE else None,
+        every_server=schedule in IN_ROUNDS,
         put=loaded.kernels.put,
         observer=observer,
         check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),

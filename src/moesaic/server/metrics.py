@@ -214,6 +214,12 @@ class EngineCollector(Collector):
         yield self._counter(
             "num_preemptions", "Requests preempted: moved back to waiting.", worker.preemptions
         )
+        yield self._counter(
+            "runs", "Steps of workers, or runs of a layer with --schedule async and auto.", worker.steps
+        )
+        yield self._counter(
+            "partial_runs", "Runs of them with some of the rows in flight.", worker.partial_runs
+        )
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
         yield self._successes()

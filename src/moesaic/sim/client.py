@@ -214,7 +214,7 @@ class SimulatedExperts:
         """Keep for `arrivals` what came in: large submissions part by part, others once complete."""
         if self._portion_rows is None:
             return
-        if len(one.experts) > self._portion_rows * one.top_k:
+        if len(one.experts) > self._portion_rows * one.top_k and not one.whole:
             self._arrivals.append((one.number, pairs))
         elif not one.missing:
             self._arrivals.append((one.number, np.arange(len(one.experts))))
@@ -233,7 +233,7 @@ class SimulatedExperts:
         """Call every server that has no pairs of this submission, too."""
         for server in sorted(self._connections.keys() & self._entries.keys()):
             if not any(call.submission is one for call in self._connections[server].calls.values()):
-                one.missing += 1
+                one.missing, one.whole = one.missing + 1, True
                 self._post(server, one, np.zeros(0, dtype=np.int64))
 
     def _post(self, server: int, one: Submission, pairs: IntArray) -> None:

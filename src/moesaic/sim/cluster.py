@@ -15,14 +15,20 @@ from moesaic.policy.placement.dispatch import RoundRobin, least_loaded
 from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
+from moesaic.policy.scheduling.microqueue import QueuePolicy
 from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, StartRule
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
-from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, server_scheduler, start_rule
+from moesaic.policy.scheduling.schedulers.server_setup import (
+    IN_ROUNDS,
+    SEPARATE,
+    queue_policy,
+    server_scheduler,
+    start_rule,
+)
 from moesaic.sim import durations
 from moesaic.sim.client import SimulatedExperts
 from moesaic.sim.device import Device, Span, Stream
@@ -137,8 +143,8 @@ class SimulatedCluster:
             Replicas(own=number if beside else None),
             layout.num_experts,
             layout.hidden * scenario.links.number_bytes,
-            portion_rows=self._decisions.told_rows if kind == "async" else None,
-            every_server=kind == "barrier",
+            portion_rows=self._decisions.told_rows if kind in SEPARATE else None,
+            every_server=kind in IN_ROUNDS,
             done=self.record.answered,
         )
         executor = SimulatedExecutor(
@@ -149,7 +155,7 @@ class SimulatedCluster:
             self.shape.routes,
             self.durations.attention,
             self.front.reports(number),
-            layerwise=kind == "async",
+            layerwise=kind in SEPARATE,
         )
         event = 1e-6 * scenario.workers.event_us
         handling = (lambda _: event) if event else None
@@ -157,12 +163,16 @@ class SimulatedCluster:
 
     @cached_property
     def _decisions(self) -> Decisions:
-        """What the devices' curves say, unless the scenario gives the rows from which a run begins."""
+        """What the devices' curves say, unless the scenario gives the rows from which a run begins.
+
+        Servers beside workers share their devices, as processes share the cores of a CPU.
+        """
         given, layout = self.scenario.schedule.run_rows, self.shape.layout
-        curves = self.devices.curves
+        curves = replace(self.devices.curves, shared=self.scenario.servers.beside_workers)
         if given is not None:
             curves = replace(curves, thresholds=replace(curves.thresholds, separate_rows=given))
-        return Decisions(curves, layout.num_experts, layout.top_k)
+        others = self.scenario.servers.count, self.scenario.workers.count
+        return Decisions(curves, layout.num_experts, layout.top_k, *others)
 
     def _scheduler(self) -> Scheduler:
         table, workers, layout = self.scenario.schedule, self.scenario.workers, self.shape.layout
@@ -173,10 +183,12 @@ class SimulatedCluster:
             return LockstepScheduler(limits, blocks, table.inflight_batches)
         if table.kind == "barrier":
             return BarrierScheduler(limits, blocks)
-        policy = policy_named(
-            table.queue_policy, self.scenario.queues.urgency(None), history=table.queue_history
-        )
+        policy = self._worker_policy()
         return AsyncScheduler(limits, blocks, policy, len(layout.layers), layout.top_k, self._decisions)
+
+    def _worker_policy(self) -> QueuePolicy:
+        table, urgency = self.scenario.schedule, self.scenario.queues.urgency(None)
+        return queue_policy(table.kind, table.queue_policy, urgency, table.queue_history)
 
     def _server(self, number: int) -> SimulatedServer:
         scenario, layout = self.scenario, self.shape.layout

@@ -24,6 +24,8 @@ class Submission:
     top_k: int
     missing: int
     """Pairs and empty calls without an answer."""
+    whole: bool = False
+    """As of `experts.outstanding.Submission`."""
     unsent: list[IntArray] = field(default_factory=list)
     """Pairs that no server could take yet."""
     attempt: int = 0

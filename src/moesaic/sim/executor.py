@@ -81,8 +81,6 @@ class SimulatedExecutor:
     ) -> None:
         """layerwise: for a scheduler that runs the model segment by segment."""
         self.experts = experts
-        self.runs = self.partial_runs = 0
-        """Runs of segments after the first, and those of them with other rows than one earlier run."""
         self.run_rows = 0
         """Rows of all runs of segments."""
         self.segments = 0
@@ -159,10 +157,6 @@ class SimulatedExecutor:
 
     def _run_segment(self, action: RunSegment) -> Waits:
         plan, segment = action.plan, action.segment
-        if segment:
-            first = action.sources[0]
-            whole = len(action.sources) == 1 and (first.start, first.stop) == (0, self._rows[first.run])
-            self.runs, self.partial_runs = self.runs + 1, self.partial_runs + (not whole)
         yield from self._compute(plan, segment)
         if segment == self._routes.layers:
             self._events.append(StepDone(plan.step, *self._sample(plan)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesaic.policy.scheduling.schedulers.server_setup import SEPARATE
 from moesaic.sim.connection import Call
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Figures:
     pairs_per_run: float
     """Mean (row, expert) pairs of an expert run."""
     partial_runs: float | None
-    """With async: share of the runs after the first segment with other rows than one earlier run."""
+    """With async and auto: share of the workers' runs that computed only some of the rows in flight."""
     call: CallTimes
     utilisation: dict[str, float]
     """Share of the time that each device computed."""
@@ -141,6 +142,11 @@ class _Snapshot:
     counts: Counter[str] = field(default_factory=Counter)
     server_pairs: dict[int, int] = field(default_factory=dict)
     in_flight: float = 0.0
+
+
+def _share(counts: Counter[str]) -> float:
+    """Share of the runs that were partial."""
+    return counts["partial_runs"] / max(1, counts["runs"])
 
 
 class Record:
@@ -187,10 +193,11 @@ class Record:
     def _snapshot(self) -> _Snapshot:
         cluster, now = self._cluster, self._cluster.timeline.now
         cluster.front.settle()
+        stats = [worker.scheduler.stats() for worker in cluster.workers]
         executors = [worker.executor for worker in cluster.workers]
         counts = Counter(
-            runs=sum(one.runs for one in executors),
-            partial_runs=sum(one.partial_runs for one in executors),
+            runs=sum(one.steps for one in stats),
+            partial_runs=sum(one.partial_runs for one in stats),
             run_rows=sum(one.run_rows for one in executors),
             segments=sum(one.segments for one in executors),
             server_runs=sum(server.runs for server in cluster.fleet.everybody),
@@ -224,18 +231,19 @@ class Record:
             for number in end.server_pairs
         }
         stats = [worker.executor.experts.replicas.stats for worker in cluster.workers]
+        schedule = cluster.scenario.schedule.kind
         times = self._times / max(1, self._pairs)
         return Figures(
             model=cluster.model,
             devices=cluster.devices.source,
-            schedule=cluster.scenario.schedule.kind,
+            schedule=schedule,
             seconds=span,
             **self._latencies(begin.time, span),
             in_flight=(end.in_flight - begin.in_flight) / span,
             preemptions=sum(worker.scheduler.stats().preemptions for worker in cluster.workers),
             rows_per_run=counts["run_rows"] / max(1, counts["segments"]),
             pairs_per_run=sum(pairs.values()) / max(1, counts["server_runs"]),
-            partial_runs=counts["partial_runs"] / counts["runs"] if counts["runs"] else None,
+            partial_runs=_share(counts) if schedule in SEPARATE else None,
             call=CallTimes(*map(float, times)),
             utilisation={name: (busy - begin.busy.get(name, 0.0)) / span for name, busy in end.busy.items()},
             idle={

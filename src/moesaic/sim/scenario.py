@@ -96,7 +96,7 @@ class PlacementTable:
 class ScheduleTable:
     """How workers and servers work together."""
 
-    kind: str = setting("lockstep", choice("barrier", "lockstep", "async"))
+    kind: str = setting("lockstep", choice("barrier", "lockstep", "async", "auto"))
     inflight_batches: int = setting(1, whole(1, 2))
     """With lockstep: steps of a worker that run at once."""
     queue_policy: str = setting("defrag", choice("defrag", "mtfs", "flfs"))

@@ -10,14 +10,21 @@ Let c(n) be the seconds of a run of n rows, and c(0) = 0. A part of n rows then 
 
 more than one run of all. Here is when it runs alone:
 
-    a worker with its own device    extra <= SPARED * idle, and idle is its mean idle seconds before a run
+    a worker with its own device    extra + f * b * idle <= SPARED * (1 - b) * idle. idle is its mean idle
+                                    seconds before a run, b the share of the time that servers compute, and
+                                    f the share by which their work grows. See `idle_needed`
     a worker that shares its cores  extra <= LOST * c(n) * part / n, since others use the cores meanwhile
     a call at an expert server      extra(part, 2 * part) <= BEHIND * c(part): another such call will come.
                                     A server with its own device begins at once. Others come meanwhile
-    an expert's queue               extra of one run for each expert <= LOST * c(all queues)
+    an expert's queue               extra of one run for each expert <= LOST * c(all queues), where the server
+                                    is not busy and half of the rows would not need much more reading
 
 Example: the papers' curve has 0.8 up to 128 rows, then it grows in proportion. Half of 256 rows costs nothing
-more. Half of 128 rows costs 0.8 more. So it runs alone where the device is idle for 3.2 before each run.
+more. Half of 128 rows costs 0.8 more. So it runs alone where the device is idle for 3.2 before each run, if
+servers are never busy.
+
+A worker that is idle waits for servers. If these always compute, parts that go on alone gain nothing, and
+whatever they add to the servers' work they add to the idle time.
 """
 
 from __future__ import annotations
@@ -25,8 +32,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from moesaic.core.curves import Curve, DeviceCurves, Thresholds
 
@@ -46,6 +51,11 @@ price is paid at the following layers too. With all of the idle time, runs becam
 (`benchmarks/async_runs.py`, 256 rows a worker)."""
 BEHIND = 0.5
 """Runs by which another client's call comes later than the first one, on average."""
+BUSY = 0.9
+"""Share of the time from which a server that computes counts as busy: its answers only come later then if it
+answers expert by expert."""
+PAYS = 0.97
+"""Share of the time without waiting that a server's clients may take if they wait for each other."""
 ROUNDING = 1e-9
 """Share of a run that does not count: seconds are sums of floats."""
 MOST = 1 << 20
@@ -71,6 +81,18 @@ def cpu_curves(expert: float, others: float, threads: int = 1, measured: float |
 
 
 @dataclass(frozen=True)
+class Load:
+    """What a worker has in flight, and what it has seen lately."""
+
+    rows: int
+    """Rows in flight."""
+    decodes: int
+    """Units of them that are not chunks of prompts."""
+    idle: float = 0.0
+    """Mean seconds for which it had nothing to compute before a run."""
+
+
+@dataclass(frozen=True)
 class Decisions:
     """What the curves of a device say about a model's rows."""
 
@@ -78,11 +100,17 @@ class Decisions:
     num_experts: int
     """Experts of a layer."""
     top_k: int
+    servers: int = 1
+    """Servers that share the experts of a layer."""
+    workers: int = 1
+    """Workers that share these servers."""
     _seconds: dict[int, float] = field(default_factory=lambda: {0: 0.0}, repr=False, compare=False)
     """What `worker_seconds` has found."""
 
+    _served: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    """What `served_seconds` has found."""
     _cheapest: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
-    """What the cheapest part of so many rows costs more alone, in seconds, less what it may cost."""
+    """Idle seconds from which some part of so many rows runs alone."""
 
     @property
     def given(self) -> Thresholds:
@@ -102,46 +130,85 @@ class Decisions:
             self._seconds[rows] = found
         return found
 
-    def alone(self, part: int, rows: int, idle: float) -> bool:
-        """Whether `part` of a worker's `rows` rows run although the others have not come.
+    def served_seconds(self, rows: int) -> float:
+        """Seconds for which each server computes a layer of a worker's rows, if routing is even."""
+        found = self._served.get(rows)
+        if found is None:
+            read = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows)
+            pairs = rows * self.top_k / self.servers
+            found = self._served[rows] = self.curves.experts.seconds(pairs, read / self.servers)
+        return found
 
-        idle: mean seconds for which the worker had nothing to compute before a run.
+    def more_served(self, part: int, rows: int) -> float:
+        """The share by which the servers' work for `rows` rows grows if parts of this size run alone.
+
+        The rows of a worker are cut into parts again and again. So a small part stands for many of them.
+
+        >>> flat = Curve(((128, 0.8), (256, 1.6)))
+        >>> Decisions(DeviceCurves("x", flat, flat), 8, 2).more_served(32, 64)
+        1.0
         """
+        s, whole = self.served_seconds, self.served_seconds(rows)
+        more = s(part) + s(rows - part) - whole
+        return more / whole * rows / (2 * min(part, rows - part)) if whole else 0.0
+
+    def alone(self, part: int, load: Load) -> bool:
+        """Whether `part` rows run although other rows of the worker are with the experts."""
+        rows = load.rows
         if part >= rows:
             return True
         if self.given.separate_rows is not None:
-            return part >= self.given.separate_rows
-        c = self.worker_seconds
-        extra = c(part) + c(rows - part) - c(rows)
-        if self.curves.shared:
-            return extra <= (LOST * part / rows + ROUNDING) * c(rows)
-        return extra <= SPARED * idle + ROUNDING * c(rows)
+            return part >= min(self.given.separate_rows, load.decodes)
+        return load.idle >= self.idle_needed(part, rows)
 
-    def some_alone(self, rows: int, idle: float) -> bool:
-        """Whether any part of `rows` rows would run alone."""
+    def idle_needed(self, part: int, rows: int) -> float:
+        """Mean idle seconds of a worker from which a part of its rows runs alone.
+
+        Where cores are shared it is 0 or infinite. Otherwise b = workers * s / (idle + c(rows)), where s is
+        `served_seconds`. So the rule in the text above is a quadratic inequality. It holds from the larger
+        root on.
+        """
+        c = self.worker_seconds
+        whole = c(rows)
+        extra = c(part) + c(rows - part) - whole - ROUNDING * whole
+        if self.curves.shared:
+            return 0.0 if extra <= LOST * part / rows * whole else math.inf
+        extra, served = max(0.0, extra), self.workers * self.served_seconds(rows)
+        linear = extra + (self.more_served(part, rows) + SPARED) * served - SPARED * whole
+        return max(0.0, linear + math.sqrt(linear**2 + 4 * SPARED * extra * whole)) / (2 * SPARED)
+
+    def begins(self, requests: int, load: Load) -> bool:
+        """Whether so many requests begin while other rows are under way. Each brings one row at least."""
         if self.given.separate_rows is not None:
-            return rows > max(self.given.separate_rows, 1)
+            return True
+        return self.alone(requests, Load(load.rows + requests, load.decodes + requests, load.idle))
+
+    def some_alone(self, load: Load) -> bool:
+        """Whether any part of the rows would run alone."""
+        if self.given.separate_rows is not None:
+            return load.decodes > max(self.given.separate_rows, 1)
+        rows, parts = load.rows, range(1, load.rows)
         if rows not in self._cheapest:
-            c = np.array([self.worker_seconds(one) for one in range(rows + 1)])
-            extra = c[1:-1] + c[-2:0:-1] - c[-1] - ROUNDING * c[-1]
-            if self.curves.shared:
-                extra -= LOST * c[-1] * np.arange(1, rows) / rows
-            self._cheapest[rows] = float(extra.min(initial=math.inf))
-        return self._cheapest[rows] <= (0.0 if self.curves.shared else SPARED * idle)
+            self._cheapest[rows] = min((self.idle_needed(part, rows) for part in parts), default=math.inf)
+        return load.idle >= self._cheapest[rows]
 
     @property
     def told_rows(self) -> int:
         """Rows of a request above which each part of its answer is told. No part of fewer rows runs alone.
 
-        Where workers have devices of their own it is 0: it depends on how long they are idle.
+        Where workers have devices of their own, parts of more rows run alone if these are idle for long.
         """
         if self.given.told_rows is not None:
             return self.given.told_rows
         if self.given.separate_rows is not None:
             return self.given.separate_rows
         if not self.curves.shared:
-            return 0
-        return _first(lambda rows: rows > 1 and self.alone(rows - 1, rows, 0.0)) - 1
+            return _first(self._halves) - 1
+        return _first(lambda rows: rows > 1 and self.alone(rows - 1, Load(rows, rows))) - 1
+
+    def _halves(self, rows: int) -> bool:
+        """Whether the servers' work allows that the half of a worker's rows run alone."""
+        return rows > 1 and self.more_served(rows // 2, rows) < SPARED
 
     @property
     def separate_rows(self) -> int:
@@ -149,7 +216,7 @@ class Decisions:
 
         Where workers have devices of their own, these are never idle.
         """
-        return _first(lambda part: self.alone(part, 2 * part, 0.0))
+        return _first(lambda part: self.alone(part, Load(2 * part, 2 * part)))
 
     def waited_pairs(self, experts: int) -> int:
         """Mean pairs of a call from which it begins at once. experts: those of a layer on this server."""
@@ -164,14 +231,42 @@ class Decisions:
 
         return _first(begins)
 
-    def queues_apart(self, pairs: Sequence[int]) -> bool:
+    def together(self, pairs: float, clients: int, away: float, experts: int, in_step: bool) -> bool:
+        """Whether a server should let its clients wait for each other, so that a run has all their calls.
+
+        pairs: mean of a call. clients: those that ask again and again. experts: of a layer on this server.
+        away: seconds from an answer to the next call of the same client, at least those of a worker's run.
+
+        If they wait, all are answered in `away` and one run. If not, a client is answered in `away` and one
+        run at best. A server with its own device has no time for that with many clients. Then half of them
+        wait meanwhile, some in the queue of the same layer. Clients that are in step already (in_step) stay
+        so while waiting is no loss.
+        """
+        if clients < 2:
+            return False
+
+        def run(calls: float) -> float:
+            read = experts * (1 - (1 - 1 / experts) ** (calls * pairs)) if experts else 0.0
+            return self.curves.experts.seconds(calls * pairs, read)
+
+        joined = max(1.0, clients / 2)
+        """Calls of a run if they do not wait."""
+        away = max(away, self.curves.attention.seconds(pairs * self.servers / self.top_k))
+        everybody, apart = away + run(clients), clients / joined * run(joined)
+        apart = away + apart if self.curves.shared else max(away + run(1), apart)
+        return everybody <= (1.0 if in_step else PAYS) * apart
+
+    def queues_apart(self, pairs: Sequence[int], busy: float) -> bool:
         """Whether an expert's queue runs alone. pairs: those that wait for each expert of a layer.
 
-        Where cores are shared, no row comes earlier through it.
+        busy: share of the time that the server computed lately. Where cores are shared, no row comes earlier
+        through it.
         """
         if self.given.queue_pairs is not None:
             return max(pairs) >= self.given.queue_pairs
         if self.curves.shared:
+            return False
+        if busy > BUSY or not self._halves(sum(pairs) * self.servers // self.top_k):
             return False
         seconds = self.curves.experts.seconds
         apart, together = sum(seconds(one, 1) for one in pairs), seconds(sum(pairs), len(pairs))
@@ -180,7 +275,7 @@ class Decisions:
     @property
     def has_expert_queues(self) -> bool:
         """Whether any number of pairs makes a queue for each expert pay."""
-        return self.queues_apart([MOST, MOST])
+        return self.queues_apart([MOST, MOST], busy=0.0)
 
 
 def _first(true: Callable[[int], bool]) -> int:

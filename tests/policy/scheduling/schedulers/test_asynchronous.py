@@ -22,7 +22,7 @@ from moesaic.policy.scheduling.microqueue import (
     MostTokensFirst,
     policy_named,
 )
-from moesaic.policy.scheduling.minimum_batch import Decisions
+from moesaic.policy.scheduling.minimum_batch import Decisions, Load
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
@@ -506,17 +506,17 @@ def test_enough_is_worth_a_run_or_all_decodes() -> None:
         (RunThreshold(999), 512, [True, False, False]),
         (RunThreshold(), 580, [True, True, True]),
     ):
-        assert [rule.alone(ready, decodes, 0.0) for ready in (512, 64, 4)] == wanted
+        assert [rule.alone(ready, Load(decodes, decodes)) for ready in (512, 64, 4)] == wanted
 
 
 def test_a_part_runs_alone_once_the_worker_is_idle_for_long_enough() -> None:
-    """Of four rows the experts answer one after 0.5 s, and the others 4 s later."""
+    """Of four rows the experts answer one after 0.5 s, and the others 40 s later."""
     flat = Curve(((8.0, 0.5), (16.0, 1.0)))
     rule = Decisions(DeviceCurves("x", flat, flat), 4, 1)
     subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), layers=40, top_k=1, gather=rule)
     subject.arrive(*(request(number, [number], max_tokens=2) for number in range(4)))
     gone: list[bool] = []
-    while True:
+    while len(gone) < 10:
         subject.step()
         run, *more = subject.open_runs()
         assert not more
@@ -524,12 +524,33 @@ def test_a_part_runs_alone_once_the_worker_is_idle_for_long_enough() -> None:
         gone.append(subject.action is not None)
         if gone[-1]:
             break
-        subject.now += 4.0
+        subject.now += 40.0
         subject.answer(run, [1, 2, 3])
     assert 1 < len(gone) < 10
     assert requests_under_way(subject) == [0]
     subject.drain()
     subject.check_everybody()
+
+
+def test_where_no_row_goes_on_alone_a_new_request_joins_the_next_step() -> None:
+    """As in lockstep: also the chunk of its prompt runs with the decodes of others."""
+    dear = Curve(((0.0, 1.0), (1.0, 1.0)))
+    rule = Decisions(DeviceCurves("x", dear, dear), 4, 1)
+    subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=rule)
+    subject.arrive(request(0, [1], max_tokens=9), request(1, [2], max_tokens=9))
+    subject.step()
+    subject.arrive(request(2, [3] * 9))
+    assert subject.action is None, "it does not begin while others are with the experts"
+    subject.answer(0, [0])
+    assert subject.action is None, "one decode waits for the other"
+    while subject.scheduler.stats().decode_tokens + subject.scheduler.stats().prefill_tokens < 2:
+        for run in subject.open_runs():
+            subject.answer(run, [0, 1])
+        subject.step()
+    assert requests_under_way(subject) == [0, 1, 2]
+    subject.drain()
+    subject.check_everybody()
+    assert subject.scheduler.stats().partial_runs == 0
 
 
 def test_decodes_and_the_chunk_of_a_prompt_do_not_wait_for_each_other() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -28,11 +28,13 @@ from moesaic.policy.scheduling.microqueue import (
     QueuePolicy,
 )
 from moesaic.policy.scheduling.schedulers.expert_server import (
+    HELD,
     Enough,
     ExpertServerScheduler,
     Run,
     StartRule,
     Waiting,
+    WhileItPays,
     WhileSmall,
 )
 
@@ -93,7 +95,7 @@ def test_queues_of_a_layer_run_together_where_one_alone_costs_too_much() -> None
     """The rule sees the pairs of each queue of the chosen layer. Calls of a joint run have one part each."""
     seen: list[list[int]] = []
 
-    def apart(pairs: Sequence[int]) -> bool:
+    def apart(pairs: Sequence[int], busy: float) -> bool:
         seen.append(sorted(pairs))
         return min(pairs) >= 2
 
@@ -426,3 +428,40 @@ def test_replay_gives_the_same_runs(groups: int, policy: type[QueuePolicy]) -> N
     assert len(runs) > 20 and max(len(run.parts) for run in runs) > 1
     assert replayed(fresh(), recorded.log)
     assert not replayed(fresh(pairs=1), recorded.log)
+
+
+def test_a_server_that_waits_while_it_pays_keeps_what_it_decided_for_some_runs() -> None:
+    asked: list[int] = []
+
+    def pays(waiting: Waiting) -> bool:
+        asked.append(waiting.runs)
+        return not asked[1:]
+
+    rule = WhileItPays(pays, 0.5, 3.0)
+    known = Waiting(8, 8.0, 2, 1)
+    assert not rule.ready(known) and rule.ready(replace(known, waiting_clients=2))
+    assert not rule.ready(replace(known, runs=HELD - 1)) and rule.ready(replace(known, runs=HELD))
+    assert asked == [0, HELD]
+    assert [rule.patience(took) for took in (0.1, 9.0)] == [pytest.approx(0.3), 0.5]
+
+
+def test_what_a_server_knows_of_its_clients_times() -> None:
+    """Two clients are answered together and call again 2 s later, for ten runs of 1 s."""
+    seen: list[Waiting] = []
+
+    class Rule(Enough):
+        def ready(self, waiting: Waiting) -> bool:
+            seen.append(waiting)
+            return super().ready(waiting)
+
+    subject = ExpertServerScheduler(LAYERS, FirstLayerFirst(), Rule(99, 99.0))
+    for client in range(2):
+        subject.client_joined(client)
+    for turn in range(10):
+        for client in range(2):
+            ask(subject, 2 * turn + client, client, 3, [1, 2], now=3.0 * turn)
+        assert subject.next_run(3.0 * turn) is not None
+        assert subject.next_run(3.0 * turn + 1.0) is None
+    assert seen[0].away == 0.0 and seen[-1].away == pytest.approx(2.0)
+    assert seen[-1].in_step and seen[-1].runs == 9
+    assert subject._busy == pytest.approx(1 / 3, abs=0.15)

@@ -28,6 +28,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits, ContinuousBatching
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import QueuePolicy
+from moesaic.policy.scheduling.minimum_batch import Load
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Arrived,
@@ -118,6 +119,7 @@ class AsyncScheduler:
         self._runs = Runs(self._table, top_k)
         self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
+        self._partial_runs = 0
         self._kept = _Kept()
         self._ended: float | None = None
         """When the last run ended. None before the first one, and once nothing was in flight."""
@@ -149,7 +151,8 @@ class AsyncScheduler:
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
         if self._flight is None:
-            actions += self._fill(now)
+            ended = isinstance(event, StepDone | StepFailed)
+            actions += self._fill(now) if ended or self._begins else []
             actions += self._next_run(now)
         return actions
 
@@ -158,6 +161,7 @@ class AsyncScheduler:
             running=len(self._batching.running),
             waiting=len(self._batching.waiting),
             steps=self._runs.count,
+            partial_runs=self._partial_runs,
             preemptions=self._batching.preemptions,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
@@ -216,7 +220,7 @@ class AsyncScheduler:
         kept = self._kept
         if not kept.parts:
             run = self._runs.only(len(self._units)) if self._all_wait else None
-            if run is None or self._gather.some_alone(self._decodes, self._idle):
+            if run is None or self._gather.some_alone(self._load):
                 return parts
             kept.run, kept.lacking = run, self._runs.lacking(run)
         if any(run != kept.run for run, _ in parts):
@@ -315,6 +319,19 @@ class AsyncScheduler:
 
     # ---- the next run
 
+    @property
+    def _load(self) -> Load:
+        return Load(self._rows, self._decodes, self._idle)
+
+    @property
+    def _begins(self) -> bool:
+        """Whether requests without a unit begin now, although others are under way."""
+        batching = self._batching
+        requests = len(batching.running) - len(self._units) + len(batching.waiting)
+        if not self._units or not requests:
+            return True
+        return self._gather.begins(min(requests, self._limits.max_num_seqs), self._load)
+
     def _fill(self, now: float) -> list[Action]:
         """Create units for requests that have none: the row of the next token, or a chunk of the prompt."""
         room = self._limits.max_num_batched_tokens - self._rows
@@ -348,14 +365,15 @@ class AsyncScheduler:
                 self._ended = None
             return []
         if sum(rows for _, rows in waiting) < self._rows:  # experts still compute for other units
-            alone, decodes, idle = self._gather.alone, self._decodes, self._idle
-            waiting = [(segment, rows) for segment, rows in waiting if alone(rows, decodes, idle)]
+            alone, load = self._gather.alone, self._load
+            waiting = [(segment, rows) for segment, rows in waiting if alone(rows, load)]
         segment = self._choice(waiting, now)
         if segment is None:
             return []
         if self._ended is not None:
             self._idle += SMOOTHING * (now - self._ended - self._idle)
         slots = self._ready.take(segment)
+        self._partial_runs += int(self._table.rows[slots].sum()) < self._rows
         action, left = self._runs.begin(segment, slots, last=segment == self._segments - 1)
         self._flight = _Flight(action.plan, slots, now)
         return [action, *left]

@@ -9,6 +9,7 @@ decides when enough pairs wait to begin.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,11 +24,19 @@ from moesaic.policy.scheduling.microqueue import QueuePolicy
 SMOOTHING = 0.1
 """Weight of the newest value in an exponential moving average."""
 
-Apart = Callable[[Sequence[int]], bool]
-"""Whether one queue of a layer runs alone. It is given the pairs of each queue of the layer."""
+HELD = 32
+"""Runs for which a server keeps waiting for its clients, or not."""
+LATELY = 32
+"""Calls of which the shortest time away counts."""
+FORGOTTEN = 1 / 64
+"""Share by which the time of a round falls with each run without some client."""
+
+Apart = Callable[[Sequence[int], float], bool]
+"""Whether one queue of a layer runs alone. It is given the pairs of each queue of the layer, and the share of
+the time that the server computed lately."""
 
 
-def every_queue_apart(pairs: Sequence[int]) -> bool:
+def every_queue_apart(pairs: Sequence[int], busy: float) -> bool:
     """The rule of the paper: each queue runs alone."""
     return True
 
@@ -53,6 +62,12 @@ class Waiting:
     """Number of clients that a start waits for."""
     waiting_clients: int
     """Number of clients with a call that waits."""
+    away: float = 0.0
+    """Seconds from an answer to the next call of the same client, if all clients are answered together."""
+    in_step: bool = False
+    """Whether the last runs had calls of all clients."""
+    runs: int = 0
+    """Runs so far."""
 
 
 class StartRule(Protocol):
@@ -112,6 +127,32 @@ class WhileSmall:
 
 
 @dataclass
+class WhileItPays:
+    """Let clients wait for each other while a run for all of them pays, by the device's curve and the load.
+
+    Clients that are out of step need some runs until they call together. So what was decided holds for a
+    while.
+    """
+
+    pays: Callable[[Waiting], bool]
+    wait: float
+    """Maximum seconds of waiting."""
+    runs: float
+    """Maximum waiting, in mean run times."""
+    _waits: bool = False
+    _until: int = 0
+    """Number of runs up to which `_waits` holds."""
+
+    def ready(self, waiting: Waiting) -> bool:
+        if waiting.runs >= self._until:
+            self._waits, self._until = self.pays(waiting), waiting.runs + HELD
+        return waiting.waiting_clients >= waiting.clients or not self._waits
+
+    def patience(self, took: float) -> float:
+        return min(self.wait, self.runs * took)
+
+
+@dataclass
 class _Queue:
     since: float
     parts: list[tuple[int, IntArray]] = field(default_factory=list)
@@ -155,6 +196,24 @@ class ExpertServerScheduler:
         """Moving average of the seconds of a run."""
         self._mean_call = 0.0
         """Moving average of the pairs of a call."""
+        self._served_now: list[int] = []
+        """Clients whose calls ended with the last run, until that run is over."""
+        self._answered: dict[int, float] = {}
+        """When each client that has not called since then was answered."""
+        self._away: deque[float] = deque(maxlen=LATELY)
+        """Seconds from an answer to the next call of the same client, of the last calls."""
+        self._runs = 0
+        """Runs so far."""
+        self._rounds = 0
+        """Runs one after another that had calls of all clients."""
+        self._round = 0.0
+        """Moving average of the seconds between two such runs. It falls with other runs."""
+        self._busy = 0.0
+        """Moving average of the share of the time from a run's begin to the next one that it took."""
+        self._run_took = 0.0
+        """Seconds of the last run."""
+        self._last_began: float | None = None
+        """When the last run began."""
         self._run_began: float | None = None
         """When the last run began. None once the server has asked for the next run."""
 
@@ -173,6 +232,7 @@ class ExpertServerScheduler:
         """Forget the client and drop its calls."""
         self._clients.discard(client)
         self._waiting.pop(client, None)
+        self._answered.pop(client, None)
         gone = {call for call, owner in self._client.items() if owner == client}
         for key in list(self._queues):
             queue = self._queues[key]
@@ -192,6 +252,8 @@ class ExpertServerScheduler:
         """
         index = self._index[layer]
         self._mean_call += SMOOTHING * (len(experts) - self._mean_call)
+        if client in self._answered:
+            self._away.append(now - self._answered.pop(client))
         self._client[call], self._left[call] = client, len(experts)
         self._waiting[client] = self._waiting.get(client, 0) + 1
         for group, pairs in self._split(experts):
@@ -202,31 +264,51 @@ class ExpertServerScheduler:
     def next_run(self, now: float) -> Run | None:
         """The run to compute now. None when nothing waits, or not enough yet (see `wait`)."""
         if self._run_began is not None:
-            self._mean_run += SMOOTHING * (now - self._run_began - self._mean_run)
+            self._run_took = now - self._run_began
+            self._mean_run += SMOOTHING * (self._run_took - self._mean_run)
             self._run_began = None
+            self._answered.update((client, now) for client in self._served_now)
         if not self._queues:
             return None
-        if not self._rule.ready(
-            Waiting(self.waiting_pairs, self._mean_call, len(self._clients), len(self._waiting))
-        ):
+        clients, waiting = len(self._clients), len(self._waiting)
+        away = max(min(self._away, default=0.0), self._round)  # longer ones were at other servers, too
+        known = Waiting(
+            self.waiting_pairs, self._mean_call, clients, waiting, away, self._rounds > 1, self._runs
+        )
+        if not self._rule.ready(known):
             if self._oldest(now) < self._rule.patience(self._mean_run):
                 return None
             self._clients.intersection_update(self._waiting)  # do not wait again at each layer
-        chosen = self._choice(now)
+        chosen, self._served_now = self._choice(now), []
         queues = self._taken(chosen)
+        self._count_clients(queues, now)
         for queue in queues:
             self.waiting_pairs -= queue.pairs
             for call, pairs in queue.parts:
                 self._served(call, len(pairs))
-        self._run_began = now
+        if self._last_began is not None and now > self._last_began:
+            self._busy += SMOOTHING * (self._run_took / (now - self._last_began) - self._busy)
+        self._run_began = self._last_began = now
+        self._runs += 1
         return Run(self._layers[chosen[0]], queues[0].parts if len(queues) == 1 else _joined(queues))
+
+    def _count_clients(self, queues: list[_Queue], now: float) -> None:
+        """Measure how clients call, at the begin of a run of these queues."""
+        called = {self._client[call] for queue in queues for call, _ in queue.parts}
+        if not len(called) >= len(self._clients) > 1:
+            self._rounds, self._round = 0, self._round * (1 - FORGOTTEN)
+            return
+        self._rounds += 1
+        if self._rounds > 1 and self._last_began is not None:
+            waited = now - self._last_began - self._run_took
+            self._round = _mean(self._round, waited) if self._round else waited
 
     def _taken(self, chosen: tuple[int, int]) -> list[_Queue]:
         """Removes the chosen queue, and the others of its layer where it does not run alone."""
         keys = [chosen]
         if self._shape[1] > 1:
             others = [key for key in self._queues if key[0] == chosen[0]]
-            if len(others) > 1 and not self._apart([self._queues[key].pairs for key in others]):
+            if len(others) > 1 and not self._apart([self._queues[key].pairs for key in others], self._busy):
                 keys = others
         return [self._queues.pop(key) for key in keys]
 
@@ -255,6 +337,7 @@ class ExpertServerScheduler:
         if self._left[call]:
             return
         client = self._client.pop(call)
+        self._served_now.append(client)
         del self._left[call]
         self._waiting[client] -= 1
         if not self._waiting[client]:
@@ -267,6 +350,10 @@ class ExpertServerScheduler:
         order = np.argsort(experts, kind="stable")
         groups, starts = np.unique(experts[order], return_index=True)
         return list(zip(groups.tolist(), np.split(order, starts[1:]), strict=True))
+
+
+def _mean(mean: float, newest: float) -> float:
+    return mean + SMOOTHING * (newest - mean)
 
 
 def _joined(queues: list[_Queue]) -> list[tuple[int, IntArray]]:

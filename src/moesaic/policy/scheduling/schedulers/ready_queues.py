@@ -9,6 +9,7 @@ import numpy as np
 
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.microqueue import FloatArray
+from moesaic.policy.scheduling.minimum_batch import Load
 from moesaic.policy.scheduling.schedulers.unit import UnitTable
 
 
@@ -97,16 +98,22 @@ class GatherRule(Protocol):
     paper never wait. When no expert computes for this worker any more, the run begins in any case.
     """
 
-    def alone(self, part: int, rows: int, idle: float) -> bool:
-        """Whether `part` rows at one segment run before all `rows` decodes in flight are there.
+    def alone(self, part: int, load: Load) -> bool:
+        """Whether `part` rows at one segment run before all rows in flight are there.
 
-        It must be true where part >= rows: decodes do not wait for a prompt chunk.
-        idle: mean seconds for which this worker had nothing to compute before a run.
+        It must be true where `part` is all rows in flight.
         """
         ...
 
-    def some_alone(self, rows: int, idle: float) -> bool:
-        """Whether any part of `rows` rows would run alone."""
+    def begins(self, requests: int, load: Load) -> bool:
+        """Whether so many requests begin while rows of others are under way.
+
+        If not, they begin with the next rows that have passed all layers.
+        """
+        ...
+
+    def some_alone(self, load: Load) -> bool:
+        """Whether any part of the rows would run alone."""
         ...
 
 
@@ -117,14 +124,18 @@ class RunThreshold:
     rows: int = 0
     """Rows from which a run may begin. 0 means any number."""
 
-    def alone(self, part: int, rows: int, idle: float) -> bool:
-        """See GatherRule.
+    def alone(self, part: int, load: Load) -> bool:
+        """See GatherRule. Decodes do not wait for the chunk of a prompt.
 
-        >>> RunThreshold(8).alone(8, 20, 0.0), RunThreshold(8).alone(5, 20, 0.0)
+        >>> RunThreshold(8).alone(8, Load(20, 20)), RunThreshold(8).alone(5, Load(20, 20))
         (True, False)
         """
-        return part >= min(self.rows, rows)
+        return part >= min(self.rows, load.decodes)
 
-    def some_alone(self, rows: int, idle: float) -> bool:
+    def begins(self, requests: int, load: Load) -> bool:
         """See GatherRule."""
-        return rows > max(self.rows, 1)
+        return True
+
+    def some_alone(self, load: Load) -> bool:
+        """See GatherRule."""
+        return load.decodes > max(self.rows, 1)

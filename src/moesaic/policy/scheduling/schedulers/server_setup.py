@@ -10,9 +10,15 @@ from moesaic.policy.scheduling.schedulers.expert_server import (
     Enough,
     ExpertServerScheduler,
     StartRule,
+    Waiting,
+    WhileItPays,
     WhileSmall,
 )
 
+SEPARATE = "async", "auto"
+"""Schedules whose rows may go on without others."""
+IN_ROUNDS = "barrier", "auto"
+"""Schedules whose servers may wait for all workers. Workers also call servers for which they have no rows."""
 EVERYBODY = 1 << 62
 """More pairs than can ever wait, so a run starts only when every client's rows have arrived."""
 BARRIER_SECONDS = 1.0
@@ -43,6 +49,13 @@ def start_rule(
     """
     if schedule == "barrier":
         return Enough(EVERYBODY, BARRIER_SECONDS)
+    if pairs is None and schedule == "auto":
+
+        def pays(waiting: Waiting) -> bool:
+            calls = waiting.mean_call, waiting.clients, waiting.away
+            return decisions.together(*calls, experts, waiting.in_step)
+
+        return WhileItPays(pays, BARRIER_SECONDS, WAITED_RUNS)
     if pairs is None:
         return WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
     return Enough(pairs, wait)
@@ -56,8 +69,8 @@ def queue_policy(schedule: str, name: str, urgency: float | None, history: int) 
 def server_scheduler(
     schedule: str, layers: Sequence[int], policy: QueuePolicy, rule: StartRule, decisions: Decisions
 ) -> ExpertServerScheduler:
-    """The scheduler. With --schedule async it has a queue for each expert where the curves say that it
-    pays."""
-    if schedule != "async" or not decisions.has_expert_queues:
+    """The scheduler. With --schedule async and auto it has a queue for each expert where the curves say that
+    it pays."""
+    if schedule not in SEPARATE or not decisions.has_expert_queues:
         return ExpertServerScheduler(layers, policy, rule)
     return ExpertServerScheduler(layers, policy, rule, decisions.num_experts, decisions.queues_apart)
