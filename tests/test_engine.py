@@ -106,7 +106,7 @@ def test_many_completions_with_a_long_stop_string_are_a_short_message(rig: Rig) 
     for stop, ids in (("a" * 1_000_000, ()), ("a", [5] * 1_000_000)):
         rig.engine.submit([1], SamplingParams(n=4, max_tokens=50, stop=stop, stop_token_ids=ids))
         [message] = rig.sent()
-        assert len(encode(message)) < 2000
+        assert len(encode(message)) < 2_500
 
 
 def test_many_completions_with_much_bias_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moesaic import cli
-from moesaic.commands.options import Plan
+from moesaic.commands.plan_options import Plan
 from moesaic.commands.plan import find_model
 from moesaic.commands.plan import plan as plan_command
 from moesaic.config import ModelConfig, OffloadConfig, WorkerConfig

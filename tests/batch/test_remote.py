@@ -154,7 +154,10 @@ def test_the_key_is_sent_and_a_wrong_one_is_one_line(
         (["--base-url", "http://127.0.0.1:1", "--expert-servers", "2"], "--expert-servers: not allowed"),
         (["--base-url", "http://127.0.0.1:1", "--fast-memory", "2GiB"], "--fast-memory: not allowed"),
         ([], "--model: got nothing; allowed: a checkpoint, or --base-url of a running server"),
-        (["--model", "demo", "--fast-memory", "1GiB", "--expert-servers", "2"], "allowed: 0 with --fast-mem"),
+        (
+            ["--model", "demo", "--fast-memory", "1GiB", "--attention-workers", "2"],
+            "allowed: 1 with --fast-mem",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(

@@ -149,7 +149,7 @@ def test_a_server_on_a_cpu_takes_what_a_worker_on_a_gpu_computes_from(path: Path
     layout = replace(layout_of(config(path, "cpu").model), dtype="float16")
     assert layout.expert_bytes == 3 * layout.hidden * layout.width * 2
     settings = ExpertServerConfig(str(path), layout, "unix:x", kernels=kernels)  # type: ignore[arg-type]
-    arithmetic = _backend(settings)
+    arithmetic, _ = _backend(settings)
     assert arithmetic.name == "reference (torch)"
     arithmetic.take({1: [3]})
     hidden, zero = np.ones((1, layout.hidden), np.float32), np.zeros(1, np.int32)

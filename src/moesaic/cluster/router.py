@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.requests import Entry, Transfer, WorkerRecord, send, until_next, without_scores
-from moesaic.cluster.totals import counters, total
+from moesaic.cluster.totals import as_one, counters, total
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message, WorkerInfo
@@ -209,19 +209,8 @@ class Router:
         """Describes all workers that generate to the engine as one. Without any it keeps what it knows."""
         with self._lock:
             infos = [worker.info for worker in self._workers.values() if not worker.prefill]
-        totals = {
-            name: sum(getattr(info, name) for info in infos)
-            for name in (
-                "num_blocks",
-                "kv_bytes",
-                "max_num_seqs",
-                "state_bytes",
-                "state_seats",
-                "state_snapshots",
-            )
-        }
         if infos:
-            self.tell(messages.Ready(replace(infos[0], **totals)))
+            self.tell(messages.Ready(as_one(infos)))
 
     def loads(self, prefill: bool = False) -> dict[int, WorkerLoad]:
         """Returns the load of each worker that gets new requests. prefill: of prefill workers, or of the

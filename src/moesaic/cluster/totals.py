@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from itertools import zip_longest
 
+from moesaic.core.messages import WorkerInfo
 from moesaic.core.metrics import WorkerStats
+
+
+def as_one(infos: list[WorkerInfo]) -> WorkerInfo:
+    """Describes workers as one, with the seats and memory of all."""
+    names = ("num_blocks", "kv_bytes", "max_num_seqs", "state_bytes", "state_seats", "state_snapshots")
+    return replace(infos[0], **{name: sum(getattr(info, name) for info in infos) for name in names})
 
 
 def counters(stats: WorkerStats) -> WorkerStats:
