@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moesaic import cli
-from moesaic.commands.plan_options import Plan
 from moesaic.commands.plan import find_model
 from moesaic.commands.plan import plan as plan_command
+from moesaic.commands.plan_options import Plan
 from moesaic.config import ModelConfig, OffloadConfig, WorkerConfig
 from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import GIB
