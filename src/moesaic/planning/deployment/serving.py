@@ -57,6 +57,9 @@ def _processes(plan: Deployments, candidate: Candidate) -> Iterator[str]:
         yield f"--slo-ttft {wanted.ttft_ms:g}"
     if wanted.itl_ms is not None:
         yield f"--slo-itl {wanted.itl_ms:g}"
+    here = layout.attention_devices + (0 if layout.beside else layout.servers_here)
+    if layout.pool.on_gpu and here > 1:
+        yield f"--devices {','.join(map(str, range(here)))}"
     if layout.hosts > 1:
         yield f"--cluster-address {ADDRESS} --cluster-secret-file {SECRET}"
 
@@ -76,11 +79,6 @@ def notes(plan: Deployments, candidate: Candidate) -> list[str]:
         found.append(
             f"Write {PLACEMENT} first: moesaic place {file} --ranks {layout.servers} "
             f"--solver {candidate.solver} -o {PLACEMENT}"
-        )
-    if layout.pool.on_gpu and layout.devices > 1:
-        found.append(
-            "The plan gives each process a GPU of its own. Today serve starts attention workers and expert "
-            "servers on the first GPU of a host, and only ranks take one each (docs/gpu.md)."
         )
     if layout.hosts > 1 and layout.pool.on_gpu:
         found.append(
