@@ -70,6 +70,16 @@ def test_experts_have_the_rate_that_was_measured_with_their_rows(rows: float, wa
     assert Processor(100.0, experts=EXPERTS).experts_flops(rows) == pytest.approx(wanted)
 
 
+def test_experts_in_two_types_take_the_seconds_of_both() -> None:
+    """Gate and up are two thirds of the flops. Three flops of each row take 2/6 + 1/2 s with one row."""
+    packed = (("int4_offset", ((1.0, 6.0), (8.0, 12.0))), ("int8_16", ((1.0, 2.0), (8.0, 8.0))))
+    processor = Processor(100.0, experts=EXPERTS, packed=packed)
+    assert processor.experts_flops(1, "int4_offset+int8_16") == pytest.approx(3 / (2 / 6 + 1 / 2))
+    assert processor.experts_flops(8, "int4_offset+int8_16") == pytest.approx(3 / (2 / 12 + 1 / 8))
+    assert processor.rates("int4_offset") == packed[0][1]
+    assert processor.rates("int4_offset+fp8") == EXPERTS, "one of the types was not measured"
+
+
 def test_experts_are_priced_apart_where_they_were_measured() -> None:
     level = Level("RAM", 1e9, 10.0, Processor(100.0))
     beside, routed = Work(flops=1000), Work(flops=200, weights=40)

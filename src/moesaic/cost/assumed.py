@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.core.stored import is_packed
+from moesaic.core.stored import is_packed, of_matrices
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 
@@ -11,7 +11,9 @@ def assumed(model: ModelSizes, hardware: Hardware) -> list[str]:
     """One sentence for each assumption about experts that are quantised or converted."""
     found, processor, kind = [], hardware.fast.processor, model.quantized
     packed = kind is not None and is_packed(kind)
-    if packed and processor is not None and kind not in dict(processor.packed):
+    known = {} if processor is None else dict(processor.packed)
+    measured = kind is not None and all(one in known for one in of_matrices(kind))
+    if packed and processor is not None and not measured:
         rates = "the roofline of their bytes: the machine's file has no rates of experts"
         if processor.experts:
             rates = f"the rates of unquantised ones: the machine's file has none of {kind} (fast.experts)"

@@ -12,11 +12,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.stored import QUANTIZED, of_matrices
 
 GIB = 2.0**30
 CONVERSIONS = (*QUANTIZED, "float32", "columns")
 """What experts in files may be converted from. See ModelSizes.conversion."""
+
+
+Rates = tuple[tuple[float, float], ...]
+"""Measured (rows, flops/s), fewest rows first."""
+
+
+def _at(rates: Rates, rows: float) -> float:
+    """Flops/s with `rows` rows. See `Processor.experts_flops`."""
+    index = bisect_right(rates, rows, key=lambda one: one[0])
+    if index == len(rates):
+        return rates[-1][1]
+    more, after = rates[index]
+    fewer, before = rates[max(index - 1, 0)]
+    part = 0.0 if index == 0 else (rows - fewer) / (more - fewer)
+    return rows / ((1 - part) * fewer / before + part * more / after)
 
 
 @dataclass(frozen=True)
@@ -46,9 +61,18 @@ class Processor:
     """Type of quantised experts (a key of core.stored.QUANTIZED) -> `experts` of experts in this type. Types
     that are left out are priced by `experts`."""
 
-    def rates(self, stored: str | None) -> tuple[tuple[float, float], ...]:
-        """The measured rates of experts. stored: their type if they are quantised."""
-        return dict(self.packed).get(stored or "", self.experts)
+    def rates(self, stored: str | None) -> Rates:
+        """The measured rates of experts. stored: their type if they are quantised.
+
+        Experts whose gate and up have one type, and whose down has another, take the seconds of both.
+        """
+        known, (first, second) = dict(self.packed), of_matrices(stored or "")
+        inner, down = known.get(first), known.get(second)
+        if inner is None or down is None:
+            return self.experts
+        if first == second:
+            return inner
+        return tuple((rows, 3 / (2 / flops + 1 / _at(down, rows))) for rows, flops in inner)
 
     def experts_flops(self, rows: float, stored: str | None = None) -> float:
         """Flops/s of routed experts with a mean of `rows` rows each. Their `rates` must not be empty.
@@ -61,14 +85,7 @@ class Processor:
         Example: 10 flops/s were measured with 1 row and 20 with 4. For one flop in each row, an expert
         takes 0.1 s and 0.2 s. With 2.5 rows it takes 0.15 s, so the rate is 16.7.
         """
-        rates = self.rates(stored)
-        index = bisect_right(rates, rows, key=lambda one: one[0])
-        if index == len(rates):
-            return rates[-1][1]
-        more, after = rates[index]
-        fewer, before = rates[max(index - 1, 0)]
-        part = 0.0 if index == 0 else (rows - fewer) / (more - fewer)
-        return rows / ((1 - part) * fewer / before + part * more / after)
+        return _at(self.rates(stored), rows)
 
     def times(self, factor: float) -> Processor:
         """The same processor, `factor` times as fast."""
@@ -274,9 +291,6 @@ def _level(tables: Mapping[str, Any], key: str) -> Level:
         processor=processor,
         usable=_number(table, key, "usable", 0.9, most=1.0),
     )
-
-
-Rates = tuple[tuple[float, float], ...]
 
 
 def _experts(table: Mapping[str, Any], key: str) -> tuple[Rates, tuple[tuple[str, Rates], ...]]:
