@@ -633,6 +633,11 @@ GPT_OSS_20B = GENERIC | {
     "vocab_size": 201088,
 }
 """Without its quantization_config, as after a conversion to bf16."""
+GPT_OSS_120B = GPT_OSS_20B | {
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 
 LINEAR_ATTENTION = {
     "attention_bias": False,
@@ -775,6 +780,7 @@ DBRX: dict[str, Any] = {
         (DBRX, 40, 16, 32768, 2 * 8 * 128),
         (LFM2_8B_A1B, 22, 32, 128000, 2 * 8 * 64),
         (GPT_OSS_20B, 24, 32, 131072, 2 * 8 * 64),
+        (GPT_OSS_120B, 36, 128, 131072, 2 * 8 * 64),
         (MIXTRAL_8X7B, 32, 8, 32768, 2 * 8 * 128),
         (MIXTRAL_8X22B, 56, 8, 65536, 2 * 8 * 128),
         (QWEN3_30B_A3B, 48, 128, 40960, 2 * 4 * 128),
@@ -808,6 +814,7 @@ DBRX: dict[str, Any] = {
         "dbrx",
         "lfm2-8b-a1b",
         "gpt-oss-20b",
+        "gpt-oss-120b",
         "mixtral-8x7b",
         "mixtral-8x22b",
         "qwen3-30b-a3b",
