@@ -137,7 +137,10 @@ def notes(report: ModelReport) -> Iterator[str]:
     elif report.command is None:
         yield "does not run here: neither the model fits in memory, nor all but its routed experts"
     elif report.streamed is not None:
-        yield "does not fit in memory: experts are read while others are computed (--fast-memory)"
+        yield (
+            "does not fit in memory: experts are read while others are computed (--fast-memory, "
+            "which moesaic serve takes too)"
+        )
         better = next((one for one in report.fits if one.good), None)
         if better is not None:
             yield f"with its experts in {better.format.name} it would fit"
