@@ -20,7 +20,7 @@ from tests.server.conftest import MODEL, NO_TLS, Launch, Live
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra moesaic[otel] is missing")
 pytest.importorskip("opentelemetry.sdk", reason="the extra moesaic[otel] is missing")
 
-from moesaic.server.otlp import MOST_CHILDREN, RequestSpans, parts_of
+from moesaic.server.otlp import MOST_CHILDREN, QUEUE_LOG, RequestSpans, parts_of
 from tests.support.fake_collector import OF_ERROR, OF_NEITHER, Collector, SeenSpan, collecting
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -254,6 +254,24 @@ def test_a_dead_collector_is_one_line_until_it_answers(
     assert len(lines) == 2 and {record.levelno for record in lines} == {logging.WARNING}
     assert f"127.0.0.1:{collector.url.split(':')[2].split('/')[0]} takes no spans" in lines[0].getMessage()
     assert "404" in lines[0].getMessage() and set(collector.paths) == {"/v1/traces"}
+
+
+def test_a_slow_collector_is_one_line(
+    launch: Launch, collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
+    for one in logging.getLogger(QUEUE_LOG).filters:
+        vars(one).clear()  # the library says the same once in 20 s, and another test may have been first
+    with traced(launch, collector.url) as live:
+        for _ in range(2):
+            collector.open.clear()
+            for _ in range(5):
+                assert live.post("/v1/completions", **HELLO).status_code == 200
+            collector.open.set()
+    lines = [record.getMessage() for record in caplog.records if record.name == "moesaic.server.otlp"]
+    assert len(lines) == 1 and "is too slow" in lines[0] and "opentelemetry" not in caplog.text
+    assert len(collector.spans) < 40
 
 
 def test_a_collector_that_never_answers_holds_nothing_up(

@@ -40,6 +40,9 @@ class Collector:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/traces"
         self.answer = 200
+        self.open = threading.Event()
+        """Cleared: nothing is answered."""
+        self.open.set()
         self.paths: list[str] = []
         self.spans: list[SeenSpan] = []
 
@@ -58,6 +61,7 @@ def collecting() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            collector.open.wait()
             if collector.answer == 200:
                 assert self.headers["Content-Type"] == "application/x-protobuf"
                 collector.paths.append(self.path)
@@ -75,6 +79,7 @@ def collecting() -> Iterator[Collector]:
     try:
         yield collector
     finally:
+        collector.open.set()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -29,8 +29,10 @@ CLOSE_SECONDS = 2.0
 """Maximum time at the end of the server to send the last spans."""
 MOST_CHILDREN = 16
 """Maximum number of completions of a request that get child spans."""
-LIBRARY_LOGS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
-"""Loggers of the library that complain about every batch that could not be sent."""
+EXPORTER_LOG = "opentelemetry.exporter"
+"""Logger of the library, which complains about every batch that could not be sent."""
+QUEUE_LOG = "opentelemetry.sdk._shared_internal"
+"""Logger of the library, which complains about a full queue."""
 
 
 class RequestSpans:
@@ -158,18 +160,25 @@ def _latencies(completions: Sequence[Times]) -> Iterator[tuple[str, float]]:
 
 
 class _Complaints(logging.Handler):
-    """Keeps the library's log lines out of the server's log, and remembers the last one."""
+    """Keeps the library's log lines out of the server's log, and remembers what they said."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last = ""
-        self._before = [(logger, logger.propagate) for logger in map(logging.getLogger, LIBRARY_LOGS)]
+        """Why the last batch could not be sent."""
+        self.full = False
+        """Whether a span was dropped because the queue was full."""
+        loggers = map(logging.getLogger, (EXPORTER_LOG, QUEUE_LOG))
+        self._before = [(logger, logger.propagate) for logger in loggers]
         for logger, _ in self._before:
             logger.propagate = False
             logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.last = record.getMessage()
+        if record.name.startswith(EXPORTER_LOG):
+            self.last = record.getMessage()
+        elif "full" in record.getMessage():
+            self.full = True
 
     def close(self) -> None:
         for logger, propagate in self._before:
@@ -179,13 +188,17 @@ class _Complaints(logging.Handler):
 
 
 class _Exporter(SpanExporter):
-    """`inner`, with one log line when the collector stops taking spans and one when it takes them again."""
+    """`inner`, with a log line when the collector stops taking spans and when it takes them again.
+
+    The first time that a queue was full is a line, too.
+    """
 
     def __init__(self, inner: SpanExporter, host: str, complaints: _Complaints) -> None:
         self._inner = inner
         self._host = host
         self._complaints = complaints
         self._taken = True
+        self._told_full = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._complaints.last = ""
@@ -197,6 +210,9 @@ class _Exporter(SpanExporter):
             LOG.warning(what, self._host, why)
         elif taken and not self._taken:
             LOG.warning("traces: %s takes spans again", self._host)
+        elif self._complaints.full and not self._told_full:
+            LOG.warning("traces: %s is too slow; spans that find a full queue are dropped", self._host)
+            self._told_full = True
         self._taken = taken
         return result
 
