@@ -30,7 +30,7 @@ HELLO = {"prompt": "say:hello", "max_tokens": 20, "temperature": 0.5, "top_p": 0
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")  # milliseconds between two batches
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # milliseconds: spans leave at the end
     with collecting() as collector:
         yield collector
 
@@ -201,12 +201,16 @@ def test_a_move_to_another_worker_is_an_event(
         live.worker.open.clear()
         answer = pool.submit(post, live, **HELLO)
         until(lambda: live.worker.seen)
-        live.worker.connection.send(messages.Moved([live.worker.seen[0].request_id, 12345]))
+        request_id = live.worker.seen[0].request_id
+        live.worker.connection.send(messages.Admitted([request_id], [0.5], [3]))
+        live.worker.connection.send(messages.Moved([request_id, 12345]))
         live.worker.open.set()
         assert answer.result(10).status_code == 200
     span = only(collector)
     [(name, moment)] = span.events
     assert name == "moved to another worker" and span.begin < moment < span.end
+    assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 3
+    assert span.attributes["gen_ai.latency.time_in_queue"] == 0.5
 
 
 def test_each_of_several_completions_has_its_children(launch: Launch, collector: Collector) -> None:
@@ -239,6 +243,7 @@ def test_a_dead_collector_is_one_line_until_it_answers(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     collector.answer = 404
     with traced(launch, collector.url.removesuffix("/v1/traces"), max_waiting=64) as live:
         for _ in range(5):
