@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -20,7 +21,7 @@ from tests.server.conftest import MODEL, NO_TLS, Launch, Live
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra moesaic[otel] is missing")
 pytest.importorskip("opentelemetry.sdk", reason="the extra moesaic[otel] is missing")
 
-from moesaic.server.otlp import MOST_CHILDREN, QUEUE_LOG, RequestSpans, parts_of
+from moesaic.server.otlp import EXPORTER_LOG, MOST_CHILDREN, QUEUE_LOG, RequestSpans, parts_of
 from tests.support.fake_collector import OF_ERROR, OF_NEITHER, Collector, SeenSpan, collecting
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -280,10 +281,11 @@ def test_a_slow_collector_is_one_line(
 
 
 def test_a_collector_that_never_answers_holds_nothing_up(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests are answered, and so is the end of the server: without its limit `close` takes 30 s."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
     monkeypatch.setattr("moesaic.server.otlp.CLOSE_SECONDS", 0.01)
@@ -293,3 +295,5 @@ def test_a_collector_that_never_answers_holds_nothing_up(
     ):
         for _ in range(20):
             assert live.post("/v1/completions", **HELLO).status_code == 200
+    until(lambda: "last-spans" not in [thread.name for thread in threading.enumerate()], 30.0)
+    assert logging.getLogger(EXPORTER_LOG).propagate, "as it was before"

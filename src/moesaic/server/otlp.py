@@ -49,8 +49,8 @@ class RequestSpans:
         )
         self._complaints = _Complaints()
         host = parts.hostname if parts.port is None else f"{parts.hostname}:{parts.port}"
-        exporter = _Exporter(OTLPSpanExporter(endpoint=url), str(host), self._complaints)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._exporter = _Exporter(OTLPSpanExporter(endpoint=url), str(host), self._complaints)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("moesaic", version)
 
     def write(self, trace: RequestTrace) -> None:
@@ -87,9 +87,14 @@ class RequestSpans:
 
     def close(self) -> None:
         """Send the last spans. Gives up after CLOSE_SECONDS, when the collector does not answer."""
-        ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        ending = threading.Thread(target=self._end, name="last-spans", daemon=True)
         ending.start()
         ending.join(CLOSE_SECONDS)
+        if ending.is_alive():
+            self._exporter.shutdown()  # no batch is tried again
+
+    def _end(self) -> None:
+        self._provider.shutdown()
         self._complaints.close()
 
 
