@@ -236,7 +236,7 @@ def _check_packages(endpoint: str | None) -> None:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("opentelemetry"):
             raise
-        allowed = f"no such flag, or pip install 'moesaic[otel]' first ({error})"
+        allowed = f"to leave it out, or pip install 'moesaic[otel]' first ({error})"
         raise ConfigError.field("--otlp-traces-endpoint", endpoint, allowed) from error
 
 
