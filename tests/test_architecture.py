@@ -203,6 +203,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "yaml": ("commands.yaml_settings",),
     "llguidance": ("structured",),
     "triton": ("kernels.triton",),
+    "opentelemetry": ("server.otlp",),
 }
 """Foreign library -> the only places that import it."""
 

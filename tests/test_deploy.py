@@ -6,9 +6,11 @@ import configparser
 import json
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,10 +18,12 @@ import yaml
 
 from moesaic import cli
 from moesaic.commands import serve
+from moesaic.commands.flag_groups import GROUPS
+from moesaic.config.values import MetricsPrefix
 from moesaic.core.metrics import WorkerStats
 from moesaic.engine import EngineStats
 from moesaic.server.cluster_metrics import ClusterCollector
-from moesaic.server.metrics import EngineCollector, Meter
+from moesaic.server.metrics import EngineCollector, Meter, Metric
 from tests.support.fake_cluster import FakeCluster
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -27,6 +31,18 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "moesaic.json").read_text())
 CONFIG = "/etc/moesaic/server.yaml"
 """Where unit and container read deploy/server.yaml."""
+WITHOUT_A_PANEL = {
+    *("collective_bytes", "group_pairs", "group_local_pairs", "group_shuffled_rows", "group_kept_rows"),
+    *("kv_received_tokens", "kv_transfer_seconds", "paced_runs", "paced_late_runs", "refused_connections"),
+    *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"),
+    *("spec_decode_break_even_acceptance", "time_per_output_token_seconds"),
+}
+"""Metrics that the dashboard leaves out."""
+SERVICE_KEYS = {
+    *("build", "command", "environment", "healthcheck", "image", "ports", "profiles", "restart"),
+    *("stop_grace_period", "ulimits", "volumes"),
+}
+"""Keys of the Compose specification that the file's services use."""
 
 
 def served(words: list[str], monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[Any, ...]:
@@ -81,33 +97,114 @@ def test_the_files_that_compose_mounts_exist() -> None:
     assert any(f":{folder['path']}/moesaic.json:" in line for line in mounts)
 
 
-def expressions() -> list[str]:
-    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    return [*queries, *(one["query"] for one in DASHBOARD["templating"]["list"])]
+def panels() -> list[dict[str, Any]]:
+    """The panels of the dashboard without the titles of their rows."""
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
-def test_every_metric_of_the_dashboard_exists() -> None:
+def expressions(prefix: str) -> list[str]:
+    """Every query of the dashboard, where `prefix` is chosen for the metrics that vLLM has, too."""
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    found = [*queries, *(one["query"] for one in DASHBOARD["templating"]["list"])]
+    return [text.replace("${prefix}", prefix) for text in found]
+
+
+def exported(prefix: MetricsPrefix) -> list[Metric]:
+    """The metrics of a server with several processes, started with this --metrics-prefix."""
     cluster = FakeCluster(np.ones((2, 4), dtype=np.int64))
-    collectors = (
-        EngineCollector(lambda: EngineStats(0, WorkerStats()), Meter(), "m"),
-        ClusterCollector(cluster, "m"),
-    )
-    families = [family for one in collectors for family in one.collect()]
+    engine = EngineCollector(lambda: EngineStats(0, WorkerStats()), Meter(), "m", prefix)
+    return [*engine.collect(), *ClusterCollector(cluster, "m").collect()]
+
+
+@pytest.mark.parametrize("prefix", get_args(MetricsPrefix))
+def test_every_metric_of_the_dashboard_exists(prefix: MetricsPrefix) -> None:
+    families = exported(prefix)
     known = {sample.name for family in families for sample in family.samples}
     labels = {label for family in families for sample in family.samples for label in sample.labels}
-    named = {name for text in expressions() for name in re.findall(r"moesaic:\w+", text)}
-    assert len(named) > 20 and named - known == set()
-    by = {name for text in expressions() for name in re.findall(r"by \((\w+)\)", text)}
+    texts = expressions(prefix.removesuffix(":"))
+    named = {name for text in texts for name in re.findall(r"[$\w{}]+:\w+", text)}
+    assert len(named) > 50 and named - known == set()
+    assert any(name.startswith(prefix) for name in named)
+    by = {
+        name.strip()
+        for text in texts
+        for found in re.findall(r"by \((.+?)\)", text)
+        for name in found.split(",")
+    }
     shown = set(re.findall(r"\{\{(\w+)\}\}", json.dumps(DASHBOARD)))
     assert by | shown <= labels | {"le"} and by
 
 
+def test_the_dashboard_offers_each_prefix() -> None:
+    [choice] = [one for one in DASHBOARD["templating"]["list"] if one["name"] == "prefix"]
+    offered = [f"{option['value']}:" for option in choice["options"]]
+    assert offered == [f"{name}:" for name in choice["query"].split(",")] == list(get_args(MetricsPrefix))
+
+
+def test_a_new_metric_gets_a_panel_or_is_named_here() -> None:
+    shown = {name for text in expressions("moesaic") for name in re.findall(r"moesaic:(\w+)", text)}
+    missing = {
+        family.name.removeprefix("moesaic:")
+        for family in exported("moesaic:")
+        if not {sample.name.removeprefix("moesaic:") for sample in family.samples} & shown
+    }
+    assert missing == WITHOUT_A_PANEL
+
+
 def test_panels_do_not_overlap_and_use_the_chosen_data_source() -> None:
-    panels = DASHBOARD["panels"]
-    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
-    assert len(places) == len(panels) == len({panel["id"] for panel in panels})
-    assert {panel["datasource"]["uid"] for panel in panels} == {"${datasource}"}
-    assert all(panel["description"] for panel in panels)
+    every = DASHBOARD["panels"]
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in every}
+    assert len(places) == len(every) == len({panel["id"] for panel in every})
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in every)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    assert {panel["datasource"]["uid"] for panel in panels()} == {"${datasource}"}
+    assert all(panel["description"] and panel["targets"] for panel in panels())
+
+
+def test_every_flag_that_the_files_mention_exists() -> None:
+    known = {flag for flags in GROUPS.values() for flag in flags} | {"--help-all"}
+    texts = [
+        (DEPLOY / name).read_text() for name in ("server.yaml", "grafana/moesaic.json", "prometheus.yaml")
+    ]
+    texts.append(unit()["ExecStart"])
+    mentioned = {flag for text in texts for flag in re.findall(r"--[a-z][a-z-]*", text)}
+    assert len(mentioned) > 5 and mentioned - known == set()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    """With another program in the place of the server's, which need not be installed here."""
+    text = (DEPLOY / "moesaic.service").read_text()
+    (tmp_path / "moesaic.service").write_text(re.sub("(?m)^(ExecStart=)[^ ]+", rf"\1{sys.executable}", text))
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "moesaic.service")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    complaints = [line for line in (done.stdout + done.stderr).splitlines() if "moesaic" in line]
+    assert complaints == [] and done.returncode == 0, done.stderr
+
+
+def test_compose_has_only_known_keys() -> None:
+    services = COMPOSE["services"]
+    assert set(COMPOSE) == {"services", "volumes"} and set(COMPOSE["volumes"]) == {"models"}
+    assert {key for service in services.values() for key in service} <= SERVICE_KEYS
+    assert set(services["server"]["build"]) <= {"context", "dockerfile", "args", "target"}
+    assert set(services["server"]["healthcheck"]) <= {
+        "test",
+        "interval",
+        "timeout",
+        "retries",
+        "start_period",
+    }
+    assert all("image" in service or "build" in service for service in services.values())
+    named = [line.split(":")[0] for service in services.values() for line in service.get("volumes", ())]
+    assert {name for name in named if not name.startswith("./")} == set(COMPOSE["volumes"])
+    ports = [port for service in services.values() for port in service["ports"]]
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in ports), "of this host alone"
+    assert "EXPOSE 8000" in (DEPLOY / "Dockerfile").read_text().splitlines()
 
 
 @pytest.mark.slow

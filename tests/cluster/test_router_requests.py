@@ -92,7 +92,7 @@ def test_a_moved_request_is_admitted_only_once() -> None:
     router.send(messages.Submit([asked(1)]))
     assert submitted(end) == [0, 1]
     router.take(1, messages.Admitted([0, 1], [3.0, 0.1], [0, 32]))
-    assert told(router) == [messages.Admitted([1], [0.1], [32])]
+    assert told(router) == [messages.Moved([0]), messages.Admitted([1], [0.1], [32])]
 
 
 def test_tokens_of_every_worker_a_request_had_go_on_together() -> None:
@@ -138,3 +138,17 @@ def test_the_engine_sees_the_end_after_what_was_said_before() -> None:
             router.receive(0.0)
     router.send(messages.Shutdown())
     assert isinstance(told(end)[-1], messages.Shutdown)
+
+
+def test_the_engine_learns_which_requests_moved() -> None:
+    router = Router()
+    for worker in range(2):
+        joined(router, worker)
+    router.send(messages.Submit([asked(0), asked(1)]))
+    router.leave(0)
+    assert told(router) == [messages.Moved([0])]
+    router.take(1, token(0, 5, FinishReason.STOP))
+    router.take(1, token(1, 5, FinishReason.STOP))
+    told(router)
+    router.leave(1)
+    assert told(router) == [], "nothing ran there"

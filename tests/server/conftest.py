@@ -20,6 +20,7 @@ from moesaic.server.elastic import admin_paths
 from moesaic.server.guard import Access
 from moesaic.server.hosts import Hosts
 from moesaic.server.listener import bind
+from moesaic.server.request_trace import RequestTrace
 from moesaic.server.run import serve
 from moesaic.server.service import Cluster, Service
 from moesaic.server.unknown_fields import UnknownFields
@@ -113,6 +114,7 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         tokenizer_info: bool = False,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        traced: Callable[[RequestTrace], None] | None = None,
         **sizes: int,
     ) -> Live:
         """closed: as on an address that is no loopback address. sizes: see fake_worker.info."""
@@ -138,6 +140,7 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
             body_seconds=body_seconds,
             cors=cors,
             tokenizer_info=tokenizer_info,
+            traced=traced,
         )
         listener = bind("127.0.0.1", 0)
         errors: list[BaseException] = []

@@ -66,6 +66,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Loading(3, 10),
     messages.Ready(INFO),
     messages.Admitted([7], [0.25], [16]),
+    messages.Moved([0, 7]),
     messages.Tokens([7, 8], [11, 12], [None, FinishReason.STOP], [LOGPROB, None]),
     messages.PromptLogprobs(7, 1, [TokenLogprob(2, -1.0, [])]),
     messages.Stats(WorkerStats(running=1, blocks=BlockStats(total=8, free=8))),

@@ -175,6 +175,8 @@ class Router:
                 self._break_off(entry)
                 entry.worker, entry.blocks, entry.moved = None, {}, True
             self.moved_requests += len(orphans)
+            if orphans:
+                self._outbox.put(messages.Moved(orphans))
             self._place(orphans)
             for entry in list(self._entries.values()):
                 if entry.transfer is not None and entry.transfer.to == worker:

@@ -76,6 +76,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--access-log",
             "--disable-log-stats",
             "--metrics-prefix",
+            "--otlp-traces-endpoint",
             "--trace",
             "--record-routing",
             "--record-routing-share",

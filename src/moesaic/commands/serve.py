@@ -7,7 +7,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection as PipeConnection
 from pathlib import Path
 from socket import socket
@@ -26,7 +26,7 @@ from moesaic.config import (
     WorkerConfig,
 )
 from moesaic.core.cluster_status import ClusterStatus
-from moesaic.core.errors import EngineDeadError, MoesaicError
+from moesaic.core.errors import ConfigError, EngineDeadError, MoesaicError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
 from moesaic.parsers.table import check_parsers, formats_of
@@ -36,7 +36,10 @@ from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
 
 if TYPE_CHECKING:
+    from moesaic.server.async_engine import AsyncEngine
     from moesaic.server.guard import Access
+    from moesaic.server.otlp import RequestSpans
+    from moesaic.server.service import Service
 
 
 class Observed:
@@ -77,6 +80,7 @@ def run(
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     logs.set_up("server", config.log_level)
     check_parsers(server.tool_call_parser, server.reasoning_parser)
+    _check_packages(server.otlp_traces_endpoint)
     processes: ClusterConfig | None = None
     if offload.fast_memory is None or cluster.resolved().expert_servers:
         config, processes = without_plan(config, cluster, offload)
@@ -175,34 +179,25 @@ def _serve(
     from moesaic.server.app import create_app  # slow imports, during which the worker already loads
     from moesaic.server.async_engine import AsyncEngine
     from moesaic.server.run import serve
-    from moesaic.server.service import Service
-    from moesaic.server.unknown_fields import UnknownFields
 
     host, port = listener.getsockname()[:2]
     new_key = secrets.token_hex(24) if launched.supervisor and server.admin_key is None else None
     template = launched.engine.tokenizer.chat_template
     formats = formats_of(template, server.tool_call_parser, server.reasoning_parser)
-    with Announcer(names[0], host, port, as_json, formats, reported(launched), new_key) as announcer:
+    with (
+        _spans(server.otlp_traces_endpoint, names[0]) as spans,
+        Announcer(names[0], host, port, as_json, formats, reported(launched), new_key) as announcer,
+    ):
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
-        service = Service(
-            engine,
-            names[0],
-            launched.default_sampling,
-            __version__,
-            tool_call_parser=server.tool_call_parser,
-            reasoning_parser=server.reasoning_parser,
-            cluster=launched.supervisor,
-            fields=UnknownFields(server.strict_fields),
-            other_names=names[1:],
-        )
         app = create_app(
-            service,
+            _service(engine, launched, names, server),
             access=_access(server, host, server.admin_key or new_key, launched),
             body_seconds=limits.timeout_body,
             cors=cors,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
             metrics_prefix=server.metrics_prefix,
+            traced=None if spans is None else spans.write,
         )
         try:
             logged = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
@@ -210,6 +205,48 @@ def _serve(
         except EngineDeadError as error:
             ended = launched.how_it_ended()
             raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
+
+
+def _service(
+    engine: AsyncEngine, launched: Launched, names: tuple[str, ...], server: ServerConfig
+) -> Service:
+    """The served model, as the routes see it."""
+    from moesaic.server.service import Service  # slow imports
+    from moesaic.server.unknown_fields import UnknownFields
+
+    return Service(
+        engine,
+        names[0],
+        launched.default_sampling,
+        __version__,
+        tool_call_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+        cluster=launched.supervisor,
+        fields=UnknownFields(server.strict_fields),
+        other_names=names[1:],
+    )
+
+
+def _check_packages(endpoint: str | None) -> None:
+    """Raise ConfigError if spans are wanted and OpenTelemetry's packages are not installed."""
+    if endpoint is None:
+        return
+    try:
+        from moesaic.server import otlp  # noqa: F401 # only wanted with the flag
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("opentelemetry"):
+            raise
+        allowed = f"to leave it out, or pip install 'moesaic[otel]' first ({error})"
+        raise ConfigError.field("--otlp-traces-endpoint", endpoint, allowed) from error
+
+
+def _spans(endpoint: str | None, model: str) -> AbstractContextManager[RequestSpans | None]:
+    """Sends spans of requests until it is closed. None without --otlp-traces-endpoint."""
+    if endpoint is None:
+        return nullcontext()
+    from moesaic.server.otlp import RequestSpans  # only wanted with the flag
+
+    return closing(RequestSpans(endpoint, model, __version__))
 
 
 def _access(server: ServerConfig, host: str, admin_key: str | None, launched: Launched) -> Access:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from moesaic.config.environment import admin_key, api_key
-from moesaic.config.values import LogLevel, MetricsPrefix, at_least, check_key, check_names, one_of
+from moesaic.config.values import LogLevel, MetricsPrefix, at_least, check_key, check_names, check_url, one_of
 from moesaic.core.errors import ConfigError
 
 _HOST = re.compile(r"\*|[A-Za-z0-9._:%-]+")
@@ -78,6 +78,9 @@ class ServerConfig:
     metrics_prefix: MetricsPrefix = "moesaic:"
     """Prefix of the metrics that vLLM has, too. With `vllm:` dashboards for vLLM show this server. Metrics
     that vLLM does not have keep `moesaic:`."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces, for a span of each request.
+    It is spoken to with OTLP over HTTP. Needs `pip install 'moesaic[otel]'`."""
     disable_log_stats: bool = False
     """Write no line about the throughput every ten seconds while requests run."""
 
@@ -86,6 +89,8 @@ class ServerConfig:
             raise ConfigError.field("--port", self.port, "0 to 65535")
         at_least("--max-queue", self.max_queue, 0)
         one_of("--metrics-prefix", self.metrics_prefix, get_args(MetricsPrefix))
+        if self.otlp_traces_endpoint is not None:
+            check_url("--otlp-traces-endpoint", self.otlp_traces_endpoint)
         if self.api_key is not None:
             check_key("--api-key", self.api_key)
         if self.admin_key is not None:

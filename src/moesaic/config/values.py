@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from typing import Literal
+from urllib.parse import urlsplit
 
 from moesaic.core.errors import ConfigError
 
@@ -107,3 +108,14 @@ def check_key(name: str, key: str) -> None:
     """Raises ConfigError for a key that an HTTP header cannot carry. The error does not repeat the key."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{name}: this key cannot be sent; allowed: ASCII characters, no spaces, not empty")
+
+
+def check_url(flag: str, url: str) -> None:
+    """Raise ConfigError unless `url` is one of HTTP with a host."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a wrong port or IPv6 address
+        good = False
+    if not good:
+        raise ConfigError.field(flag, url, "a URL of HTTP, such as http://localhost:4318/v1/traces")

@@ -147,6 +147,16 @@ class Admitted:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """The worker of these requests has died or left. Other workers go on with them.
+
+    The router sends it, which keeps the requests of all workers.
+    """
+
+    request_ids: list[int]
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The new tokens of one step. Parallel lists, with one entry per request that got a token or ended."""
 
@@ -324,6 +334,7 @@ ToEngine = (
     Loading
     | Ready
     | Admitted
+    | Moved
     | Tokens
     | PromptLogprobs
     | Stats

@@ -27,6 +27,7 @@ from moesaic.engine import Engine
 from moesaic.logs import REQUEST, of_request
 from moesaic.server.errors import NotServingError
 from moesaic.server.metrics import Meter
+from moesaic.server.request_trace import TRACE
 
 LOG = logging.getLogger(__name__)
 
@@ -233,7 +234,10 @@ class AsyncEngine:
         stream.expect(group, params.n)
         self._routes[group] = _Route(stream, number, params.n, name)
         self._idle.clear()
-        self.meter.arrived(group, params.n, self._clock())
+        times = self.meter.arrived(group, params.n, self._clock())
+        trace = TRACE.get()
+        if trace is not None:
+            trace.submitted(len(prompt), params, times)
         LOG.debug("request %d: %d prompt tokens, n %d", group, len(prompt), params.n)
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:

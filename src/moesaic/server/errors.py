@@ -23,6 +23,7 @@ from moesaic.core.errors import (
     ScalingError,
 )
 from moesaic.server.anthropic import errors as anthropic
+from moesaic.server.request_trace import TRACE
 
 _SHOWN = 80
 """Maximum number of characters of a wrong value that a message repeats."""
@@ -91,7 +92,18 @@ class Problem(HTTPException):
 
 
 def problem_of(error: Exception) -> Problem:
-    """The answer to an exception. An unknown exception is a bug in moesaic: status 500 without details."""
+    """The answer to an exception, which the trace of the request notes.
+
+    An unknown exception is a bug in moesaic: status 500 without details.
+    """
+    problem = _problem_of(error)
+    trace = TRACE.get()
+    if trace is not None:
+        trace.failed(problem.status_code, problem.body.error.code or problem.body.error.type)
+    return problem
+
+
+def _problem_of(error: Exception) -> Problem:
     match error:
         case Problem():
             return error

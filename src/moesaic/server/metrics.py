@@ -101,14 +101,24 @@ class Distribution:
 
 
 @dataclass
-class _Times:
+class Times:
     """Times of one completion, in seconds on the meter's clock."""
 
     arrival: float
-    queued: float = 0.0
+    queued: float | None = None
+    """Seconds until it was admitted. None until then."""
     tokens: int = 0
+    """Tokens that it has generated."""
     first: float | None = None
+    """Time of its first token."""
     last: float = 0.0
+    """Time of its latest token."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache. Set with the first token."""
+    moved: list[float] = field(default_factory=list)
+    """Times at which it was moved to another worker, because its own had died or left."""
+    finish: FinishReason | None = None
+    """Why it ended. None until then."""
 
 
 class Meter:
@@ -129,18 +139,24 @@ class Meter:
         self.decode_time = Distribution(REQUEST_SECONDS)
         self.request_prompt_tokens = Distribution(REQUEST_TOKENS)
         self.request_generation_tokens = Distribution(REQUEST_TOKENS)
-        self._times: dict[int, dict[int, _Times]] = {}
+        self._times: dict[int, dict[int, Times]] = {}
         self._groups: dict[int, int] = {}
 
-    def arrived(self, group: int, completions: int, now: float) -> None:
-        self._times[group] = {index: _Times(now) for index in range(completions)}
+    def arrived(self, group: int, completions: int, now: float) -> list[Times]:
+        """Begin to measure a request. Returns its completions' times, which change until these have ended."""
+        self._times[group] = {index: Times(now) for index in range(completions)}
         self._groups.update((group + index, group) for index in range(completions))
+        return list(self._times[group].values())
 
     def received(self, message: messages.ToEngine, outputs: Iterable[RequestOutput], now: float) -> None:
         """Count a message of the worker, and the outputs that the engine made from it."""
         if isinstance(message, messages.Admitted):
             for request_id, seconds in zip(message.request_ids, message.queue_seconds, strict=True):
                 self._admitted(request_id, seconds)
+        elif isinstance(message, messages.Moved):
+            for group, request_id in ((self._groups.get(one), one) for one in message.request_ids):
+                if group is not None:
+                    self._times[group][request_id - group].moved.append(now)
         for output in outputs:
             times = self._times.get(output.request_id, {}).get(output.index)
             if times is not None:
@@ -150,7 +166,8 @@ class Meter:
         """Count the unfinished completions of a request as aborted."""
         left = self._times.pop(group, {})
         self.finished[FinishReason.ABORT] += len(left)
-        for index in left:
+        for index, times in left.items():
+            times.finish = FinishReason.ABORT
             del self._groups[group + index]
 
     def _admitted(self, request_id: int, seconds: float) -> None:
@@ -159,12 +176,13 @@ class Meter:
         if group is not None:
             self._times[group][request_id - group].queued = seconds
 
-    def _produced(self, output: RequestOutput, times: _Times, now: float) -> None:
+    def _produced(self, output: RequestOutput, times: Times, now: float) -> None:
         if times.first is None:
             times.first = now
+            times.cached_tokens = output.num_cached_tokens
             self.prompt_tokens += output.num_prompt_tokens
             self.time_to_first_token.observe(now - times.arrival)
-            self.prefill_time.observe(max(0.0, now - times.arrival - times.queued))
+            self.prefill_time.observe(max(0.0, now - times.arrival - (times.queued or 0.0)))
         else:
             self.inter_token_latency.observe(now - times.last)
         times.last = now
@@ -173,7 +191,8 @@ class Meter:
         if output.finish_reason is not None:
             self._finished(output, output.finish_reason, times, times.first)
 
-    def _finished(self, output: RequestOutput, reason: FinishReason, times: _Times, first: float) -> None:
+    def _finished(self, output: RequestOutput, reason: FinishReason, times: Times, first: float) -> None:
+        times.finish = reason
         self.finished[reason] += 1
         self.e2e_latency.observe(times.last - times.arrival)
         self.decode_time.observe(times.last - first)

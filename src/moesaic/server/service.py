@@ -19,6 +19,7 @@ from moesaic.parsers.table import AUTO, Formats, formats_of
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.chat_threads import IN_TOKENIZER, ChatThreads
 from moesaic.server.errors import UnknownModelError
+from moesaic.server.request_trace import TRACE
 from moesaic.server.unknown_fields import UnknownFields
 
 CHATS_AT_ONCE = 4
@@ -136,6 +137,9 @@ class Service:
         if name is not None and name not in self.names:
             served = ", ".join(map(repr, self.names))
             raise UnknownModelError(f"model: got {name!r}; this server serves {served}")
+        trace = TRACE.get()
+        if trace is not None:
+            trace.model = name
 
 
 def _service_of(request: Request) -> Service:
