@@ -198,7 +198,9 @@ def test_little_s_law_holds_for_the_servers_queues(schedule: dict[str, Any]) -> 
     pairs = sum(figures.expert_load)
     waited = sum(server.pair_seconds for server in run.fleet.servers.values())
     assert waited > 0
-    if schedule["kind"] != "barrier":  # empty calls count as a pair in a queue, and as none in the mean
+    if schedule["kind"] == "async":  # a call may run in parts, and its mean ends with the first
+        assert waited >= pairs * figures.call.queue * (1 - 1e-6)
+    elif schedule["kind"] != "barrier":  # empty calls count as a pair in a queue, and as none in the mean
         assert waited == pytest.approx(pairs * figures.call.queue, rel=1e-6)
 
 

@@ -294,7 +294,7 @@ class ServiceMachine(RuleBasedStateMachine):
         rule = WhileSmall(pairs, wait, runs=2.0) if small else Enough(pairs, wait)
         self.groups = groups if alone < 2 else 1
         self.subject = ExpertServerScheduler(
-            LAYERS, MostTokensFirst(), rule, groups, lambda queues: min(queues) >= alone
+            LAYERS, MostTokensFirst(), rule, groups, lambda queues, busy: min(queues) >= alone
         )
         self.now, self.calls, self.clients = 0.0, dict[int, Asked](), set[int]()
 
