@@ -256,7 +256,7 @@ def test_a_memory_without_room_for_two_experts_is_refused(
 ) -> None:
     given = ["--fast-memory", "100KiB", "--expert-servers", "2", "--port", "0", "--threads", "1"]
     assert cli.main(["serve", str(saved("qwen3")), *given]) == 2
-    assert "--fast-memory: got '0.1MiB'; allowed: at least 1MiB" in capfd.readouterr().err
+    assert "--fast-memory: got '102400 bytes'; allowed: at least 1MiB" in capfd.readouterr().err
 
 
 def test_servers_keep_their_limit_beside_two_workers_that_draft(large: Path) -> None:
