@@ -175,6 +175,24 @@ def test_a_server_leaves_when_the_others_have_its_experts_and_nobody_asks_it(spa
     assert any(isinstance(message, messages.Shutdown) for message in scene.said(leaves.name))
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_only_servers_that_live_through_a_move_tell_how_fast_experts_are_loaded(
+    dies: bool, spawning: list[Scene]
+) -> None:
+    """Otherwise the seconds of a restart would make every later move look too dear, for ever."""
+    scene = Scene(2)
+    spawning.append(scene)
+    [stays, leaves] = scene.members.servers
+    guess = scene.changes.copy_bandwidth
+    change = scene.changes.remove_server(leaves)
+    assert advance(change)
+    scene.now = 8.0
+    stays.incarnation += dies
+    scene.holds(stays)
+    assert advance(change)
+    assert scene.changes.copy_bandwidth == (guess if dies else 2 * LAYOUT.expert_bytes / 8.0)
+
+
 def test_while_it_changes_a_restarted_server_holds_what_both_placements_give_it() -> None:
     before = Placement(0, 6, {0: {0: [1, 2], 1: [0, 3, 4, 5]}, 3: {0: [0, 1, 2, 3, 4, 5]}})
     after = Placement(1, 6, {0: {0: [2, 5], 1: [0, 1, 3, 4]}, 3: {1: [0, 1, 2, 3, 4, 5]}})

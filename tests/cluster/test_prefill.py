@@ -210,6 +210,18 @@ def test_without_a_prefill_worker_the_others_compute_prompts(monkeypatch: pytest
 
 
 @pytest.mark.slow
+def test_the_statistics_of_each_worker_have_its_name() -> None:
+    with prefill_cluster(expert_servers=0) as served:
+        served.submit(*workload())
+        served.finish()
+        served.until(lambda: served.stats.transfers.received == 6)
+        workers = served.supervisor.worker_stats()
+        assert set(workers) == {"attention worker 0", "prefill worker 0"}
+        assert workers["attention worker 0"].transfers.received == 6
+        assert workers["prefill worker 0"].transfers.received == 0
+
+
+@pytest.mark.slow
 def test_cancelled_requests_leave_nothing() -> None:
     with prefill_cluster(expert_servers=0, attention_workers=2) as served:
         for _ in range(3):

@@ -76,6 +76,16 @@ def test_the_prefill_worker_gets_one_token_to_sample_and_a_place_to_send_to() ->
     assert workers.open_requests == {0: 1, PREFILL: 1} and workers.router.transfers == [(1, 0)]
 
 
+def test_prefill_workers_do_not_count_as_room_for_answers() -> None:
+    """--autoscale adds workers that generate once these are full, however idle the prefill workers are."""
+    workers = Workers()
+    seats = info(max_model_len=1024).max_num_seqs
+    short = [Request(number, PROMPT[:5], SamplingParams(max_tokens=8)) for number in range(2 * seats)]
+    workers.router.send(messages.Submit(short))
+    assert workers.open_requests == {0: seats, 1: seats}
+    assert workers.router.occupied() == 1.0
+
+
 @pytest.mark.parametrize("token_first", [True, False])
 def test_the_other_worker_goes_on_once_token_and_kv_are_there(token_first: bool) -> None:
     workers = Workers()

@@ -146,12 +146,13 @@ class Router:
         return replace(found, waiting=found.waiting + len(self._held_back))
 
     def occupied(self) -> float:
-        """Share of the seats or KV blocks that open requests take, whichever is larger: 0 to 1.
+        """Share of the seats or KV blocks that open requests take at workers that generate, whichever is
+        larger: 0 to 1.
 
         Example: 3 requests for 4 seats with 10 of 100 blocks -> 0.75. Waiting requests count too.
         """
         with self._lock:
-            workers = [worker for worker in self._workers.values() if not worker.draining]
+            workers = [one for one in self._workers.values() if not (one.draining or one.prefill)]
             seats = sum(worker.info.max_num_seqs for worker in workers)
             blocks = sum(worker.info.num_blocks for worker in workers)
             taken = sum(worker.requests for worker in workers) / max(1, seats)

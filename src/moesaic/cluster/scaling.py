@@ -241,11 +241,12 @@ class Changes:
         try:
             if joining is not None:
                 yield from self._join(joining, process)
-            begun = self._clock()
+            begun, processes = self._clock(), [member.incarnation for member in takers]
             for member in takers:
                 publisher.hold(member)
             yield from self._wait(lambda: holding(takers), self._limits.taking, takers)
-            self._time_copies(old, new, takers, self._clock() - begun)
+            if processes == [member.incarnation for member in takers]:  # else the time is that of a restart
+                self._time_copies(old, new, takers, self._clock() - begun)
         except Exception:
             publisher.coming = None
             for member in takers:

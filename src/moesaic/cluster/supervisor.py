@@ -149,8 +149,9 @@ class Supervisor:
         kill(self._members.all, name, self._clock(), self._rule)
 
     def worker_stats(self) -> dict[str, WorkerStats]:
-        """Returns the statistics of each attention worker that serves, by its name."""
-        return {f"{Role.WORKER.value} {number}": stats for number, stats in self._router.each().items()}
+        """Returns the statistics of each worker of either role that serves, by its name."""
+        found = self._router.each()
+        return {one.name: found[one.worker] for one in self._members.clients if one.worker in found}
 
     def how_it_ended(self) -> str:
         """How the cluster ended, in words for people. Called once the router's connection is lost."""

@@ -43,6 +43,9 @@ def without_plan(
                 raise ConfigError.field(flag, value, allowed)
         if offload.fast_memory == "auto":
             raise ConfigError.field("--fast-memory", "auto", "a size with --expert-servers, such as 2GiB")
+        if cluster.devices is not None:
+            allowed = "nothing with --fast-memory and --expert-servers, which compute on the CPU"
+            raise ConfigError.field("--devices", cluster.devices, allowed)
         if worker.model.device == "cuda":
             raise ConfigError.field("--device", "cuda", "cpu with --fast-memory and --expert-servers")
         worker = replace(worker, server_memory=parse_bytes("--fast-memory", offload.fast_memory))

@@ -115,8 +115,8 @@ class ClusterConfig(ParallelConfig):
     processes run anywhere."""
     devices: str | None = None
     """GPUs that processes take in turn, by CUDA's numbers or UUIDs with commas between: attention workers
-    first, then expert servers. A group of ranks takes as many as it has ranks. Implies --device cuda. None:
-    those of CUDA_VISIBLE_DEVICES, or all."""
+    first, then prefill workers, then expert servers. A group of ranks takes as many as it has ranks. Implies
+    --device cuda. None: those of CUDA_VISIBLE_DEVICES, or all."""
     paced: str | None = None
     """TOML file of modelled devices. Workers and servers compute as always, and hold each result until the
     modelled device would have finished. A test instrument: it makes everything slower."""

@@ -45,7 +45,8 @@ class ExpertPool:
         if count < LEAST:
             least = -(-(LEAST * size + whole_blocks(staging)) // MIB)
             allowed = f"at least {least}MiB: an expert server needs room for {LEAST} experts"
-            raise ConfigError.field("--fast-memory", f"{fast_memory / MIB:.1f}MiB", allowed)
+            got = f"{fast_memory / MIB:.1f}MiB" if fast_memory >= MIB else f"{fast_memory} bytes"
+            raise ConfigError.field("--fast-memory", got, allowed)
         self._layout = layout
         self._files = Files(plan.files, direct)
         arena = Arena(whole_blocks(count * size) + whole_blocks(staging))

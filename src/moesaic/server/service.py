@@ -68,7 +68,7 @@ class Cluster(Protocol):
         ...
 
     def worker_stats(self) -> dict[str, WorkerStats]:
-        """The statistics of each attention worker, by the name of its process."""
+        """The statistics of each attention and prefill worker, by the name of its process."""
         ...
 
     def kill(self, name: str) -> None:
