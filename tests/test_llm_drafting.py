@@ -121,6 +121,7 @@ def test_every_token_and_logprob_is_the_same(
         assert llm.stats().preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 def test_ngrams_are_accepted(temperature: float) -> None:
     asked = replace(params("sampled", "none"), temperature=temperature)

@@ -283,6 +283,7 @@ def test_weights_that_are_not_finite_are_refused(
     assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_numbers_that_only_the_wanted_type_makes_infinite(tmp_path: Path) -> None:
     save_file({"x": torch.tensor([1.0, 1e6])}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)

@@ -32,6 +32,8 @@ from tests.models.test_quantized import FORMATS
 from tests.support import gguf_files, model_configs, quantizers, tiny_models
 from tests.test_planning import HARDWARE, JOB, MIB, SIZES
 
+pytestmark = pytest.mark.slow
+
 FORMS = ("fp8 blocks", "packed int4", "gptq v2, act order", "mxfp4", "columns", "gguf", "mxfp4 in gguf")
 CAPS = {"fp8 blocks": 3.8, "packed int4": 2.5, "gptq v2, act order": 10, "mxfp4": 2.5, "columns": 7}
 CAPS |= {"gguf": 3.1, "mxfp4 in gguf": 2.6}

@@ -227,6 +227,7 @@ def test_what_templates_use_of_transformers_is_there(tmp_path: Path, template: s
     assert tokenizer.render([{"role": "user", "content": "é"}]) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", [None, [{"name": "f"}]])
 @pytest.mark.parametrize("tool_use", ["\n [{{ tools | length }}]\n", "{% set x = 1 %}  \n{{ x }}", None])
 @pytest.mark.parametrize("default", ["  {{ messages[0].content }}  \n\n", "{{ 2 }}", None])
@@ -251,6 +252,7 @@ def test_a_named_template_is_that_of_requests_with_tools(
     assert tokenizer.render(messages, **more) == alone.render(messages, **more)
 
 
+@pytest.mark.slow
 def test_the_template_file_wins_over_the_config_and_the_flag_over_both(tmp_path: Path) -> None:
     path = write_byte_tokenizer(tmp_path, chat_template="config")
     (path / "chat_template.jinja").write_text("file")

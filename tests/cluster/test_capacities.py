@@ -160,6 +160,7 @@ def test_who_joins_gets_what_its_weight_is_worth(expected: list[Answer], door: d
 # ---- the first word
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "word", [messages.Alive(), messages.Enlist(0.0), messages.Enlist(float("inf")), messages.Enlist(-2.0)]
 )

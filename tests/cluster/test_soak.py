@@ -266,6 +266,7 @@ def test_what_a_process_that_goes_on_did_not_give_back_is_found() -> None:
     assert held_by(folder) == {"sockets": 0, "segments": 0}, "it has ended"
 
 
+@pytest.mark.slow
 def test_leaks_are_true_only_when_something_is_left() -> None:
     assert not Leaks({"threads": []})
     assert leaked({"threads": frozenset("a")}, {"threads": frozenset("ab")}) == Leaks({"threads": ["b"]})

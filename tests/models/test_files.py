@@ -113,6 +113,7 @@ def test_a_gguf_file_of_a_hub_is_named_by_its_type(repository: Path, tmp_path: P
     assert files.read_config(found)["model_type"] == "qwen3_moe"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [REPOSITORY, f"{REPOSITORY}:Q4_K_M"])
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_no_network_is_told_in_one_line(offline: str, name: str, tmp_path: Path) -> None:

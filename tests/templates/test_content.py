@@ -16,6 +16,8 @@ from moesaic.templates.content import SpecialTokens, masked, shown
 from moesaic.testing import byte_tokenizer
 from moesaic.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 SPECIAL = ["<|im_start|>", "<|im_end|>", "</s>"]
 START, END, EOS = 256, 257, 258
 CHATML = (

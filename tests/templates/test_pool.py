@@ -22,6 +22,8 @@ from moesaic.core.errors import RendererError, RequestError, TemplateError
 from moesaic.templates.pool import AT_ONCE, Renderers
 from moesaic.templates.renderer import Limits
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(seconds=60.0, memory=48 * 2**20, characters=2**20)
 QUICK = Limits(seconds=0.1)
 PATIENT = Limits(seconds=100.0)

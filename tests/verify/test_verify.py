@@ -26,6 +26,8 @@ from moesaic.models.quantization import mxfp4
 from moesaic.verify.compare import Verdict, compare, verify
 from moesaic.verify.reference import Reference
 
+pytestmark = pytest.mark.slow
+
 PROMPT = tiny_models.prompt(21, model_configs.VOCAB)
 FIRST = {kind: name for name, (kind, _) in reversed(model_configs.CASES.items())}
 """The first case of each family."""
