@@ -22,7 +22,10 @@ from tests.models.test_quantized import CASES, FORMATS
 from tests.support import model_configs, paged_steps, pairs, quantizers, tiny_models
 from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, Launches, operations
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
+]
 FAMILIES = (
     "qwen3-window-yarn",
     "deepseek-full",

@@ -24,6 +24,8 @@ from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.headers import Headers
 from moesaic.models.shard import Shard
 
+pytestmark = pytest.mark.slow
+
 CASES = (
     "mixtral",
     "qwen3-bias-dense-layers",

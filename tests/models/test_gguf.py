@@ -28,6 +28,8 @@ from moesaic.models.gguf.architectures import ARCHITECTURES
 from moesaic.models.gguf.blocks import BLOCKS, decoded
 from moesaic.models.gguf.metadata import Metadata
 
+pytestmark = pytest.mark.slow
+
 kernels = table.pick("cpu", "auto")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{

@@ -24,6 +24,8 @@ from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.headers import Headers
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": (
         "qwen3_moe",

@@ -43,7 +43,6 @@ def test_of_equal_experts_and_groups_the_first_is_taken() -> None:
     same(rows, weight, Gating(4, groups=3, groups_kept=2, scores="sigmoid", group_scores="two best"), None)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 def test_nan_chooses_experts_that_exist() -> None:
     rows = torch.full((2, 4), torch.nan, device=DEVICE)
     ids, weights = TRITON.gate(rows, torch.randn(6, 4, device=DEVICE), Gating(3), None)
