@@ -21,7 +21,7 @@ from moesaic.kernels.triton.product import product
 LINES = 16
 """Lines of a tile: rows times query heads of a key head. Tensor cores take at least 16."""
 MANY_LINES = 64
-"""Lines of a tile where the step has sequences with several rows."""
+"""Lines of a tile where the step has sequences with several rows, and products take 16 bits."""
 KEYS = 32
 """Cached tokens that are attended to at a time."""
 WIDE, FEW_KEYS, KEY_STEP = 256, 16, 128
@@ -202,7 +202,8 @@ def paged_attention(
         return out
     step, key_heads = batch.on_device, keys.shape[2]
     group = heads // key_heads
-    lines = LINES if step.single or width > WIDE else MANY_LINES
+    few = step.single or width > WIDE or keys.element_size() != 2
+    lines = LINES if few else MANY_LINES
     tile_heads = min(group, lines)
     splits = block(triton.cdiv(step.longest, SPLIT)) if step.single and sliding_window is None else 1
     shape = (count, heads, splits)

@@ -13,12 +13,12 @@ from moesaic.kernels.reference import dense
 from moesaic.kernels.triton.launching import block, launch
 from moesaic.kernels.triton.product import product
 from moesaic.kernels.triton.rows import silu_times
-from moesaic.kernels.triton.weights import weight_tile
+from moesaic.kernels.triton.weights import step_of, weight_tile
 
 TILE_ROWS, MANY_ROWS = 16, 64
 """Rows of a tile of few rows, and of MANY_ROWS rows or more."""
-TILE_COLUMNS, STEP = 64, 64
-"""Columns of a tile, and numbers of a row that are multiplied at a time."""
+TILE_COLUMNS = 64
+"""Columns of a tile."""
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None)
         BIASED=bias is not None,
         ROWS=tile,
         COLUMNS=TILE_COLUMNS,
-        STEP=STEP,
+        STEP=step_of(weight.kind),
     )
     return out
 

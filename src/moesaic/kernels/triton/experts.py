@@ -14,7 +14,7 @@ import triton.language as tl
 
 from moesaic.kernels.triton.launching import block, launch
 from moesaic.kernels.triton.product import product
-from moesaic.kernels.triton.weights import weight_tile
+from moesaic.kernels.triton.weights import step_of, weight_tile
 from moesaic.kernels.weights import DeviceTable, ExpertWeights
 
 TILE_ROWS = 16
@@ -22,8 +22,6 @@ TILE_ROWS = 16
 MANY_ROWS = 64
 """Rows of a tile from MANY_ROWS pairs an expert on."""
 TILE_COLUMNS = 64
-STEP = 64
-"""Numbers of a row that are multiplied at a time."""
 SCAN = 1024
 """Pairs that a program of `_group` reads at a time."""
 
@@ -181,10 +179,22 @@ def experts(
     if pairs:
         order, tiles, tile_rows = grouped(expert_ids.reshape(-1), weights.num_experts)
         wide = _wide(weights, table, hidden, order, tiles, top_k, tile_rows)
-        common = {"BIASED": bool(weights.gate_bias), "ROWS": tile_rows, "COLUMNS": TILE_COLUMNS, "STEP": STEP}
+        common = {"BIASED": bool(weights.gate_bias), "ROWS": tile_rows, "COLUMNS": TILE_COLUMNS}
         lines = (weights.num_experts, width, size, table.down_line)
         grid = len(tiles), triton.cdiv(size, TILE_COLUMNS)
-        launch(_down, grid, wide, table.addresses, order, tiles, rows, *lines, KIND=table.kinds[1], **common)
+        launch(
+            _down,
+            grid,
+            wide,
+            table.addresses,
+            order,
+            tiles,
+            rows,
+            *lines,
+            KIND=table.kinds[1],
+            STEP=step_of(table.kinds[1]),
+            **common,
+        )
     return rows.view(tokens, top_k, size)
 
 
@@ -222,7 +232,7 @@ def _wide(
         LIMITED=activation.limit is not None,
         ROWS=tile_rows,
         COLUMNS=TILE_COLUMNS,
-        STEP=STEP,
+        STEP=step_of(table.kinds[0]),
     )
     return wide
 
