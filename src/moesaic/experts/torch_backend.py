@@ -56,8 +56,9 @@ class TorchBackend:
         rows = np.concatenate([part.hidden[part.rows] for part in parts])
         experts = np.concatenate([part.experts for part in parts])
         held = self._weights[layer].held
-        for expert in np.setdiff1d(experts, held):
-            raise KeyError(f"expert {expert} is not held here")
+        missing = np.setdiff1d(experts, held)
+        if len(missing):
+            raise KeyError(f"expert {missing[0]} is not held here")
         hidden = torch.from_numpy(rows).to(self._device)
         ids = torch.from_numpy(experts).to(self._device)[:, None]
         with torch.inference_mode():

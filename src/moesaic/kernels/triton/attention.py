@@ -48,6 +48,47 @@ def _cached(base, slot, inside, columns, width, heads, head, size, INT8: tl.cons
 
 
 @triton.jit
+def _scores(
+    read,
+    rows,
+    used,
+    keys,
+    slot,
+    inside,
+    stored_width,
+    heads,
+    head,
+    key_width,
+    INT8: tl.constexpr,
+    SCALE: tl.constexpr,
+    LINES: tl.constexpr,
+    KEYS: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+):
+    """Products of query lines with keys [lines, keys], KEY_STEP numbers at a time.
+
+    read: where the lines are. rows: their first KEY_STEP numbers.
+    """
+    columns = tl.arange(0, KEY_STEP)
+    key, factor = _cached(keys, slot, inside, columns, stored_width, heads, head, key_width, INT8, SCALE)
+    scores = product(rows, key, tl.zeros([LINES, KEYS], tl.float32))
+    for step in range(KEY_STEP, key_width, KEY_STEP):
+        more, there = columns + step, used[:, None] & (columns + step < key_width)[None, :]
+        key, factor = _cached(keys, slot, inside, more, stored_width, heads, head, key_width, INT8, SCALE)
+        scores = product(tl.load(read + step, mask=there, other=0.0), key, scores)
+    return scores * factor[None, :]
+
+
+@triton.jit
+def _with_sink(sinks, which, used, peak, total, mixed):
+    """The sum and the mixed values, after each line's sink has taken its part of the softmax."""
+    sink = tl.load(sinks + which, mask=used, other=0.0)
+    higher = tl.maximum(peak, sink)
+    shrink = tl.exp(peak - higher)
+    return total * shrink + tl.exp(sink - higher), mixed * shrink[:, None]
+
+
+@triton.jit
 def _weigh(scores, seen, peak, total):
     """The running softmax after more scores [lines, keys]: weights, the new peak and sum, and the old
     ones' factor."""
@@ -120,14 +161,9 @@ def _attend(
             seen = seen & (token[None, :] > (before + row - window)[:, None])
         block = tables + sequence.to(tl.int64) * table_width + token // BLOCK_SIZE
         slot = tl.load(block, mask=inside, other=0) * BLOCK_SIZE + token % BLOCK_SIZE
-        key, of_key = _cached(keys, slot, inside, columns, stored_width, heads, head, key_width, INT8, SCALE)
-        scores = product(rows, key, tl.zeros([LINES, KEYS], tl.float32))
-        for step in range(KEY_STEP, key_width, KEY_STEP):
-            more, there = columns + step, used[:, None] & (columns + step < key_width)[None, :]
-            key, of_key = _cached(keys, slot, inside, more, stored_width, heads, head, key_width, INT8, SCALE)
-            scores = product(tl.load(read + step, mask=there, other=0.0), key, scores)
-        scores = scores * (of_key * scale)[None, :]
-        weights, peak, total, shrink = _weigh(scores, seen, peak, total)
+        where = keys, slot, inside, stored_width, heads, head, key_width
+        scores = _scores(read, rows, used, *where, INT8, SCALE, LINES, KEYS, KEY_STEP)
+        weights, peak, total, shrink = _weigh(scores * scale, seen, peak, total)
         base, size = (keys, stored_width) if IN_KEY else (values, value_width)
         value, of_value = _cached(base, slot, inside, places, size, heads, head, value_width, INT8, SCALE)
         weights = tl.where(seen, weights * of_value[None, :], 0.0)
@@ -139,10 +175,7 @@ def _attend(
         tl.store(sums + to, total, mask=used)
     else:
         if SINKS:
-            sink = tl.load(sinks + which, mask=used, other=0.0)
-            shrink = tl.exp(peak - tl.maximum(peak, sink))
-            mixed = mixed * shrink[:, None]
-            total = total * shrink + tl.exp(sink - tl.maximum(peak, sink))
+            total, mixed = _with_sink(sinks, which, used, peak, total, mixed)
         mixed = mixed / tl.where(used, total, 1.0)[:, None]
     write = out + to[:, None] * value_width + places[None, :]
     tl.store(write, mixed, mask=used[:, None] & (places < value_width)[None, :])
