@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -133,14 +134,21 @@ def test_gpus_of_the_host(tmp_path: Path) -> None:
     assert gpus("3, 1", {"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == ("3", "1")
 
 
+def _environment(pid: int) -> list[str]:
+    """The variables of a process, which has none for a moment while it begins its program."""
+    file = Path(f"/proc/{pid}/environ")
+    while not (found := file.read_bytes()):
+        time.sleep(0.001)
+    return found.decode().split("\0")
+
+
 def test_a_process_is_started_with_its_gpu_alone() -> None:
     config = ExpertServerConfig("nowhere", LAYOUT, "unix:@", devices=("6",))
     assert ExpertServerConfig.from_json(config.to_json()).devices == ("6",)
     assert WorkerConfig.from_json(replace(CUDA, devices=("1", "2")).to_json()).devices == ("1", "2")
     child = spawn_server(config)
     try:
-        environment = Path(f"/proc/{child.pid}/environ").read_bytes().decode().split("\0")
-        assert "CUDA_VISIBLE_DEVICES=6" in environment
+        assert "CUDA_VISIBLE_DEVICES=6" in _environment(child.pid)
     finally:
         child.stop()
     assert gone(child.pid)
