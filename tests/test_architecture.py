@@ -34,6 +34,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
         *("config", "core", "cost.curves", "kernels", "logs", "models", "policy.fleet.replicas"),
+        "policy.fleet.silence",  # when a server that joined gives up the cluster
         "offload.pool",  # a server with more experts than memory
         "policy.scheduling.microqueue",
         *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),
@@ -52,6 +53,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "cluster": (
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
+        "policy.fleet.silence",
         *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
         *("trace.parts", "transport"),
         # placements from live routing: the verdict, what a process is asked, and what it answers

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import Deadline, prove_as_server
@@ -97,7 +98,7 @@ class JoinListener:
         host, port = sock.getpeername()[:2]
         _, keys = prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
         with contextlib.ExitStack() as undo:
-            connection = StreamConnection(wire(sock, keys))
+            connection = StreamConnection(wire(sock, keys), silent_limit=RULE.gone_while_starting)
             undo.callback(connection.close)
             word = connection.receive(HANDSHAKE_SECONDS)
             if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:

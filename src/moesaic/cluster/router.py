@@ -118,6 +118,13 @@ class Router:
             if worker in self._workers:
                 self._workers[worker].draining = True
 
+    def suspect(self, worker: int, suspected: bool) -> None:
+        """Gives this worker no new requests while nothing is heard of it."""
+        with self._lock:
+            if worker in self._workers:
+                self._workers[worker].suspected = suspected
+                self._place([])
+
     def drained(self, worker: int) -> bool:
         """Whether all its requests have ended."""
         with self._lock:
@@ -221,7 +228,7 @@ class Router:
         return {
             worker: WorkerLoad(record.info.num_blocks, record.blocks, record.requests)
             for worker, record in self._workers.items()
-            if not record.draining and record.prefill == prefill
+            if not (record.draining or record.suspected) and record.prefill == prefill
         }
 
     # ---- internal, with the lock held

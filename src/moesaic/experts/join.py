@@ -18,6 +18,7 @@ from moesaic.core.errors import CheckpointError, ConfigError, ConnectionLost, Mo
 from moesaic.experts.process import serve
 from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
+from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
@@ -163,4 +164,4 @@ def _connect(joining: JoinOptions, wakeup: Wakeup) -> tuple[StreamConnection, st
         kind = Refused if isinstance(error, Refused) else ConnectionLost
         raise kind(f"no connection to {joining.cluster}: {error}") from error
     here = str(sock.getsockname()[0])
-    return StreamConnection(wire(sock, keys), on_message=wakeup.ring), here
+    return StreamConnection(wire(sock, keys), on_message=wakeup.ring, silent_limit=RULE.lost_supervisor), here
