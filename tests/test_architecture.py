@@ -34,7 +34,6 @@ EDGES: dict[str, tuple[str, ...]] = {
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
         *("config", "core", "cost.curves", "kernels", "logs", "models", "policy.fleet.replicas"),
-        "policy.fleet.silence",  # when a server that joined gives up the cluster
         "offload.pool",  # a server with more experts than memory
         "policy.scheduling.microqueue",
         *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),
@@ -59,7 +58,12 @@ EDGES: dict[str, tuple[str, ...]] = {
         # placements from live routing: the verdict, what a process is asked, and what it answers
         *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
         *("solving.job", "trace.live_routing"),
-        "models.fingerprint",  # whether a server that joins has the same checkpoint
+        "models.fingerprint",  # whether a process that joins has the same checkpoint
+    ),
+    # joins a cluster as one role or the other
+    "joining": (
+        *("config", "core", "experts.process", "logs", "models.fingerprint", "models.gguf.header"),
+        *("policy.fleet.silence", "runtime.process", "transport"),
     ),
     "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),
@@ -149,7 +153,7 @@ EDGES: dict[str, tuple[str, ...]] = {
             "client",
             "config",
             "core",
-            "experts.join",
+            "joining",
             "kernels.table",
             "launch",
             "logs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from moesaic.core import messages
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import BlockStats, ExpertServerStats, WorkerStats
@@ -20,7 +22,7 @@ from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLog
 from moesaic.transport.base import Connection
 from moesaic.transport.codec import decode
 from moesaic.transport.local import local_pair
-from moesaic.transport.sealed_socket import SealedSocket
+from moesaic.transport.sealed_socket import SealedSocket, Wire
 from moesaic.transport.sealing import Keys
 from moesaic.transport.stream import MAX_FRAME, StreamConnection, stream_pair
 
@@ -42,29 +44,30 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Cancel([1, 2**40]),
     messages.Submit([REQUEST, REQUEST], [[4, 5], []]),
     messages.Shutdown(),
-    messages.Serving(Directory(3, [ServerEntry(0, 2, "unix:/a")], {0: {1: [5, 6]}}), b"\0secret"),
+    messages.Serving(
+        Directory(3, [ServerEntry(0, 2, Endpoint("unix:/a", "tcp:10.0.0.1:1", "one"))], {0: {1: [5, 6]}}),
+        b"\0secret",
+    ),
     messages.Layout(ExpertLayout({1: "a.1"}, "g", "u", "d", 8, 4, 16, 2, "bfloat16")),
-    messages.Submit([REQUEST], [[]], {1: messages.KVTarget(7, "unix:@a", b"\0secret")}),
+    messages.Submit([REQUEST], [[]], {1: messages.KVTarget(7, Endpoint("unix:@a"), b"\0secret")}),
     messages.Submit([REQUEST], [[4]], received={1: 7}),
-    messages.ReceivesKV("unix:@a", b"\0secret"),
+    messages.ReceivesKV(Endpoint("unix:@a"), b"\0secret"),
     messages.KVReceived(7),
     messages.KVNotSent([7, 8]),
     messages.DropKV([2**40]),
     messages.Alive(),
     messages.Settled(4),
-    messages.Enlist(2.5),
-    messages.Enlisted(
-        ExpertLayout({0: "a.0"}, "g", "u", "d", 8, 4, 16, 2, "float32"),
-        *("m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5),
-    ),
+    messages.Enlist("expert-server", 2.5, "one", "t"),
+    messages.Enlisted("m", "a.b.c", "{}"),
     messages.Hold(2, {1: [0, 3]}, b"secret"),
-    messages.Holds(2, "tcp:127.0.0.1:80", "native", 1, "a.b.c"),
+    messages.Holds(2, Endpoint("tcp:127.0.0.1:80"), "native", 1, "a.b.c"),
     messages.Digests({1: {0: "ab", 3: "cd"}}),
     messages.Refuse("other weights"),
     messages.FaultyServer(2, 1, "answered NaN"),
     messages.ServerReport(ExpertServerStats(clients=1), [[1, 2]]),
     messages.Loading(3, 10),
     messages.Ready(INFO),
+    messages.Ready(INFO, "a.b.c"),
     messages.Admitted([7], [0.25], [16]),
     messages.Moved([0, 7]),
     messages.Tokens([7, 8], [11, 12], [None, FinishReason.STOP], [LOGPROB, None]),
@@ -330,3 +333,60 @@ def test_a_message_with_a_refused_value_ends_the_connection() -> None:
         connection.receive(5.0)
     connection.close()
     sender.close()
+
+
+# ---- signs of life
+
+
+def sealed_pair() -> tuple[SealedSocket, SealedSocket]:
+    one, two = stream_pair()
+    keys = Keys(b"a" * 32, b"b" * 32)
+    return SealedSocket(one, keys), SealedSocket(two, keys.swapped())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [stream_pair, sealed_pair])
+def test_ends_with_nothing_to_say_keep_a_connection_that_has_a_limit(
+    ends: Callable[[], tuple[Wire, Wire]],
+) -> None:
+    """And no sign of life is received, which `receive` would return at once."""
+    one, two = ends()
+    near, far = StreamConnection(one, silent_limit=0.6), StreamConnection(two, silent_limit=0.6)
+    assert near.receive(1.5) is None and far.receive(0.1) is None
+    far.send(messages.Cancel([1]))
+    assert near.receive(5.0) == messages.Cancel([1])
+    near.close()
+    far.close()
+    assert near.silence == 0.0
+
+
+def test_a_peer_that_is_silent_is_given_up() -> None:
+    ours, theirs = stream_pair()
+    lost = threading.Event()
+    connection = StreamConnection(ours, on_lost=lost.set, silent_limit=0.2)
+    with pytest.raises(ConnectionLost, match="sent nothing for 0.2 s"):
+        connection.receive(30.0)
+    assert lost.wait(30.0) and connection.silence >= 0.2
+    connection.close()
+    theirs.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_itself_accuses_nobody() -> None:
+    """What arrived meanwhile waits in the socket."""
+    ours, theirs = stream_pair()
+    program = "import socket, sys; from moesaic.transport.stream import StreamConnection as C;"
+    program += "c = C(socket.socket(fileno=int(sys.argv[1])), silent_limit=1.0); print('up', flush=True);"
+    program += "print(type(c.receive(None)).__name__)"
+    command = [sys.executable, "-c", program, str(theirs.fileno())]
+    far = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True)
+    theirs.close()
+    assert far.stdout is not None and far.stdout.readline() == "up\n"
+    connection = StreamConnection(ours, silent_limit=60.0)
+    far.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    far.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    connection.send(messages.Shutdown())
+    assert far.communicate(timeout=60)[0] == "Shutdown\n"
+    connection.close()

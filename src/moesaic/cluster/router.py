@@ -173,8 +173,7 @@ class Router:
     def leave(self, worker: int) -> None:
         """Removes a worker. Its requests go to others, or wait for one. Its late messages are ignored."""
         with self._lock:
-            gone = self._workers.pop(worker, None)
-            if gone is None:
+            if (gone := self._workers.pop(worker, None)) is None:
                 return
             self._past = total([self._past, counters(gone.stats)])
             orphans = [key for key, entry in self._entries.items() if entry.worker == worker]
@@ -210,8 +209,7 @@ class Router:
                 case messages.Admitted():
                     message = self._first_time(message)
                 case messages.Stats(stats):
-                    if worker in self._workers:  # otherwise it has just started, or was given up
-                        self._workers[worker].stats = stats
+                    self._workers[worker].stats = stats
                     message = messages.Stats(self._total())
             self._outbox.put(message)
 
@@ -223,8 +221,7 @@ class Router:
             self.tell(messages.Ready(as_one(infos)))
 
     def loads(self, prefill: bool = False) -> dict[int, WorkerLoad]:
-        """Returns the load of each worker that gets new requests. prefill: of prefill workers, or of the
-        others."""
+        """Returns the load of each worker that gets new requests. prefill: of prefill workers."""
         return {
             worker: WorkerLoad(record.info.num_blocks, record.blocks, record.requests)
             for worker, record in self._workers.items()
@@ -331,7 +328,7 @@ class Router:
         entry.transfer = Transfer(next(self._numbers), to)
         self._transfers[entry.transfer.number] = entry.request.request_id
         self._enter(entry, to)
-        return messages.KVTarget(entry.transfer.number, kv.address, kv.secret)
+        return messages.KVTarget(entry.transfer.number, kv.endpoint, kv.secret)
 
     def _goes_on(self, entry: Entry, tokens: int | None = None) -> bool:
         """Whether the request may have another token. tokens: it has so many, with its prompt; None: now."""

@@ -7,24 +7,14 @@ nobody: what arrived meanwhile counts first.
 from __future__ import annotations
 
 import logging
-from typing import Protocol, runtime_checkable
 
+from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.member import Member, Role
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
 from moesaic.policy.fleet.silence import RULE, Verdict
 
 LOG = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Heard(Protocol):
-    """A connection with signs of life."""
-
-    @property
-    def silence(self) -> float:
-        """Seconds since something arrived."""
-        ...
 
 
 class Suspicion:
@@ -38,10 +28,9 @@ class Suspicion:
 
         now: time on the clock of `member.last_seen`.
         """
-        connection = None if member.child is None else member.child.connection
-        if not isinstance(connection, Heard):
+        if not isinstance(member.child, RemoteProcess):
             return None
-        silence = connection.silence
+        silence = member.child.connection.silence
         member.last_seen = max(member.last_seen, now - silence)
         verdict = RULE.judge(silence, member.in_service)
         if verdict is Verdict.GONE:

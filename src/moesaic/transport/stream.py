@@ -121,8 +121,10 @@ class StreamConnection:
 
     @property
     def silence(self) -> float:
-        """Seconds since something arrived, in steps of HEARTBEAT_SECONDS. 0 without a `silent_limit`, and once
-        this end is closed."""
+        """Seconds since something arrived, in steps of HEARTBEAT_SECONDS.
+
+        0 without a `silent_limit`, and once this end is closed.
+        """
         return self._silent_turns * HEARTBEAT_SECONDS
 
     def ended(self, timeout: float) -> bool:
@@ -215,7 +217,7 @@ class StreamConnection:
         return buffer
 
     def _receive_into(self, view: memoryview) -> int:
-        """Fill the beginning of `view`, and send signs of life meanwhile. Returns 0 at the end of the stream."""
+        """Fill the beginning of `view`, and send signs of life meanwhile. Returns 0 at the stream's end."""
         if self._silent_limit is None:
             return self._socket.recv_into(view)
         while True:

@@ -105,8 +105,20 @@ class Replicas:
         """
         self.stats = ReplicaStats()
 
-    def place(self, experts: Mapping[int, Mapping[int, Iterable[int]]], num_experts: int) -> None:
-        """Set a new placement: server -> layer -> experts."""
+    def place(
+        self,
+        experts: Mapping[int, Mapping[int, Iterable[int]]],
+        num_experts: int,
+        suspected: Collection[int] = (),
+    ) -> None:
+        """Set a new placement: server -> layer -> experts.
+
+        suspected: the servers of it that the supervisor suspects. `late` names each of them once. A suspected
+        server that the next placement leaves out was given up.
+        """
+        new = set(suspected) - self._suspected
+        self._due = {one for one in self._due if one in suspected or one not in experts} | new
+        self._suspected = frozenset(suspected)
         found: dict[int, list[list[int]]] = {}
         for server in sorted(experts):
             for layer, ids in experts[server].items():
@@ -151,15 +163,6 @@ class Replicas:
             self._masked[server] = self._allowed(server, state)
             self._count(failovers=1, silent_failovers=1)
         self._spare.clear()
-
-    def suspect(self, servers: Collection[int], listed: Collection[int]) -> None:
-        """Record which servers the supervisor suspects, of those that its directory lists now.
-
-        `late` names each of them once. A suspected server that is not listed any more was given up.
-        """
-        new = set(servers) - self._suspected
-        self._due = {one for one in self._due if one in servers or one not in listed} | new
-        self._suspected = frozenset(servers)
 
     def replaced(self, server: int) -> None:
         """Record that another process has this id now. So the process that was masked really died."""
