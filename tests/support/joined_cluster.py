@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.cluster_driver import Cluster, cluster
+from moesaic import SamplingParams
+from tests.support.cluster_driver import Answer, Cluster, cluster
 from tests.support.hosts import Host, Hosts
 
 SERVER, WORKER, PREFILL = "expert server", "attention worker", "prefill worker"
 """Roles, as the status names them."""
+
+
+def nothing(tokens: int) -> None:
+    """Disturbs nobody."""
+
+
+class After:
+    """Does something once when so many tokens are there, and when `moment` holds."""
+
+    def __init__(
+        self, tokens: int, act: Callable[[], object], moment: Callable[[], object] = lambda: True
+    ) -> None:
+        self._tokens, self._act, self._moment, self.done = tokens, act, moment, False
+
+    def __call__(self, tokens: int) -> None:
+        if not self.done and tokens >= self._tokens and self._moment():
+            self.done = True
+            self._act()
 
 
 class JoinedCluster:
@@ -33,6 +52,22 @@ class JoinedCluster:
         with (self._folder / f"log-{len(self.joined)}").open("w") as log:
             self.joined.append(host.popen(command, stdout=log, stderr=log))
         return self.joined[-1]
+
+    def bring(self, host: Host, roles: Sequence[str]) -> None:
+        """Starts a process for each of these roles on a host, and waits until they serve."""
+        before = {role: len(self.numbers(role)) for role in roles}
+        for role in roles:
+            self.join(host, role)
+        for role in before:
+            self.until(before[role] + list(roles).count(role), role)
+
+    def answers(
+        self, prompts: list[list[int]], params: list[SamplingParams], disturb: Callable[[int], None] = nothing
+    ) -> list[Answer]:
+        """The answers to these requests, which are sent now. `disturb` gets the number of their tokens."""
+        before, told = len(self.served.running.answers), self.served.running.tokens
+        self.served.submit(prompts, params)
+        return self.served.finish(lambda tokens: disturb(tokens - told))[before:]
 
     def numbers(self, role: str) -> set[int]:
         """The numbers of the processes of this role that serve. No number is used again."""
