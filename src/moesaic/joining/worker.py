@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 
 from moesaic.core import messages
@@ -10,7 +11,6 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.joining import enlisting
 from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.runtime.process import serve
-from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
 
@@ -23,10 +23,10 @@ def serve_once(
     middle of a step.
     """
     wakeup = Wakeup()
-    joined: list[StreamConnection] = []
+    serving = threading.Event()
 
     def end() -> None:
-        if joined:
+        if serving.is_set():
             on_lost(f"{joining.cluster}: the connection is lost")
             os._exit(1)
 
@@ -35,7 +35,7 @@ def serve_once(
         enlisted = enlisting.enlist(cluster, joining)
         on_joined(enlisted)
         config = enlisting.worker_config(joining, enlisted, here)
-        joined.append(cluster)
+        serving.set()
         return serve(cluster, config, wakeup, enlisted.weights)
     except ConfigError as error:
         cluster.send(messages.Failed(str(error), user_error=True))
