@@ -60,8 +60,12 @@ class RemoteProcess:
     """Capacity weight of a server."""
     host_id: str = ""
     """See `transport.host`."""
+    instruction_sets: tuple[str, ...] = ()
+    """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """See `messages.Enlist`."""
+    killed: bool = False
+    """True once `kill` was called. The end of its connection is reported a moment later."""
 
     @property
     def host(self) -> str:
@@ -79,6 +83,7 @@ class RemoteProcess:
 
     def kill(self) -> None:
         """Closes the connection. The process joins again when it notices."""
+        self.killed = True
         self.connection.close()
 
     def refuse(self, reason: str) -> None:
@@ -137,4 +142,7 @@ class JoinListener:
             if role is None:
                 raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
             undo.pop_all()
-            return RemoteProcess(connection, f"{host}:{port}", role, word.capacity, word.host, word.ticket)
+            sets = tuple(word.instruction_sets)
+            return RemoteProcess(
+                connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket
+            )

@@ -28,7 +28,7 @@ class Suspicion:
 
         now: time on the clock of `member.last_seen`.
         """
-        if not isinstance(member.child, RemoteProcess):
+        if not isinstance(member.child, RemoteProcess) or member.child.killed:
             return None
         silence = member.child.connection.silence
         member.last_seen = max(member.last_seen, now - silence)

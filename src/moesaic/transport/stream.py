@@ -121,10 +121,7 @@ class StreamConnection:
 
     @property
     def silence(self) -> float:
-        """Seconds since something arrived, in steps of HEARTBEAT_SECONDS.
-
-        0 without a `silent_limit`, and once this end is closed.
-        """
+        """Seconds since something arrived, in steps of HEARTBEAT_SECONDS. 0 without a `silent_limit`."""
         return self._silent_turns * HEARTBEAT_SECONDS
 
     def ended(self, timeout: float) -> bool:
@@ -136,7 +133,6 @@ class StreamConnection:
         """Close the socket and drop the outbox, which a frozen peer would never empty."""
         self._shut()
         self._socket.close()
-        self._silent_turns = 0
 
     def _shut(self) -> None:
         """Shut the socket down, which wakes both threads."""
