@@ -162,7 +162,8 @@ class Replicas:
         if layer in self._only:
             return [(self._only_one(layer), None)] if len(experts) else []
         servers = self.route(layer, experts)
-        return [(server, servers == server) for server in set(servers.tolist())]
+        found = np.flatnonzero(np.bincount(servers - NOBODY)) + NOBODY
+        return [(server, servers == server) for server in found.tolist()]
 
     def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
         """[p] the server for each pair of `experts` [p] of a layer, or NOBODY when no server that holds it is
@@ -176,7 +177,9 @@ class Replicas:
             return np.full(len(experts), self._only_one(layer), dtype=np.int64)
         if table.shape[1] == 1:
             return self._only_holder(table[experts, 0])
-        wanted, counts = np.unique(experts, return_counts=True)
+        asked = np.bincount(experts, minlength=len(table))
+        wanted = np.flatnonzero(asked)
+        counts = asked[wanted]
         chosen = np.full(len(table), NOBODY, dtype=np.int64)
         load = {server: float(state.outstanding) for server, state in self._servers.items()}
         for at in np.argsort(-counts, kind="stable").tolist():
@@ -229,8 +232,11 @@ class Replicas:
         The servers that are not named hold all experts of the named ones.
         """
         named: list[int] = []
+        soonest = now - self._patience.floor  # no timeout is shorter
         for server, state in self._servers.items():
-            overdue = state.outstanding and now > state.since + self._allowed(server, state)
+            if not state.outstanding or state.since >= soonest:
+                continue
+            overdue = now > state.since + self._allowed(server, state)
             if overdue and self._replaceable(server, named):
                 named.append(server)
         return named
