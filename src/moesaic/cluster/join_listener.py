@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from moesaic.cluster.member import Role
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import Deadline, prove_as_server
@@ -63,6 +64,8 @@ class RemoteProcess:
     """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """See `messages.Enlist`."""
+    killed: bool = False
+    """True once `kill` was called. The end of its connection is reported a moment later."""
 
     @property
     def host(self) -> str:
@@ -80,6 +83,7 @@ class RemoteProcess:
 
     def kill(self) -> None:
         """Closes the connection. The process joins again when it notices."""
+        self.killed = True
         self.connection.close()
 
     def refuse(self, reason: str) -> None:
@@ -129,7 +133,7 @@ class JoinListener:
         host, port = sock.getpeername()[:2]
         _, keys = prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
         with contextlib.ExitStack() as undo:
-            connection = StreamConnection(wire(sock, keys))
+            connection = StreamConnection(wire(sock, keys), silent_limit=RULE.gone_while_starting)
             undo.callback(connection.close)
             word = connection.receive(HANDSHAKE_SECONDS)
             if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:

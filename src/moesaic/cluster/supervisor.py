@@ -33,6 +33,7 @@ from moesaic.cluster.placing import first_placement, read_placement
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
+from moesaic.cluster.suspicion import Suspicion
 from moesaic.cluster.weight_check import WeightCheck
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core import messages, paced
@@ -48,7 +49,7 @@ from moesaic.transport.secret import create_secret
 TICK = 0.1
 """Maximum seconds between two checks of the processes."""
 FROZEN_SECONDS = 5.0
-"""Seconds without a message after which a process is killed and restarted."""
+"""Seconds without a message after which a process of this host is killed and restarted."""
 UNSUPERVISED = "the supervisor has stopped, so processes are not restarted any more"
 
 
@@ -86,6 +87,7 @@ class Supervisor:
         )
         self._members = Members(member, router, self._receive, clock, cluster)
         self._publisher = Publisher(self._members, self._secret)
+        self._suspicion = Suspicion(self._publisher, router)
         self._failures = Failures()
         self._note = self._failures.note
         live: LivePlacement | None = None
@@ -310,7 +312,11 @@ class Supervisor:
     def _check(self, member: Member, heard_all: bool, now: float) -> None:
         if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
             self._spawn(member)
-        silent = heard_all and now - member.last_seen > FROZEN_SECONDS
+        gone = self._suspicion.look(member, now) if member.elsewhere else None
+        if gone is not None and member.child is not None:
+            self._note(gone)
+            member.child.kill()
+        silent = heard_all and not member.elsewhere and now - member.last_seen > FROZEN_SECONDS
         if member.in_service and silent and member.child is not None:
             self._note(f"{member.name} sent nothing for {FROZEN_SECONDS:g} s: killing it")
             member.child.kill()

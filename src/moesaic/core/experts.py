@@ -194,3 +194,6 @@ class Directory:
     servers: list[ServerEntry]
     experts: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     """Server -> layer -> its logical experts."""
+    suspected: list[int] = field(default_factory=list)
+    """Servers of other hosts that the supervisor has not heard for a while. They may be asked if no other
+    server has the experts."""

@@ -294,3 +294,38 @@ def test_pairs_that_are_sent_again_are_counted() -> None:
     subject.sent(1, 3, now=0.0, again=True)
     subject.sent(1, 2, now=0.0, again=True)
     assert subject.stats == ReplicaStats(resent_pairs=5)
+
+
+# ---- suspicion by the supervisor
+
+
+def test_a_suspected_server_is_named_once_if_others_hold_its_experts() -> None:
+    subject = replicas(BOTH)
+    subject.place(BOTH, 4, [0])
+    assert subject.late(0.0) == [0]
+    subject.mask(0)
+    subject.place(BOTH, 4, [0])
+    subject.joined(0)
+    assert subject.late(0.0) == [], "a client that reaches it again may use it"
+    subject.place(BOTH, 4, [])
+    subject.place(BOTH, 4, [0])
+    assert subject.late(0.0) == [0], "this is another suspicion"
+
+
+def test_the_only_holder_is_asked_while_it_is_suspected_and_named_once_it_left() -> None:
+    """Example: a host with all copies of expert 0 is silent. Its rows wait there until it is given up."""
+    subject = replicas({0: {5: [0]}, 1: {5: [1]}})
+    subject.place({0: {5: [0]}, 1: {5: [1]}}, 4, [0])
+    subject.sent(0, 3, now=0.0)
+    assert subject.late(0.1) == [] and route(subject, [0, 1]) == [0, 1]
+    subject.place({1: {5: [0, 1]}}, 4)
+    assert subject.late(0.1) == [0], "however short it was silent"
+    assert route(subject, [0, 1]) == [1, 1]
+
+
+def test_a_server_that_is_trusted_again_stays() -> None:
+    subject = replicas({0: {5: [0]}, 1: {5: [1]}})
+    subject.place({0: {5: [0]}, 1: {5: [1]}}, 4, [0])
+    assert subject.late(0.1) == []
+    subject.place(BOTH, 4)
+    assert subject.late(0.1) == []

@@ -15,6 +15,8 @@ requests. The paper leaves some points open. We decide them so:
   silence of a false failover counts too. Quick answers let this value decay.
 - A late server is masked only if other servers hold all of its experts. Without a replica nothing is gained:
   the rows wait for this server or for the one that replaces it.
+- A server that the supervisor suspects, because its host is silent, is masked at once. That also takes effect
+  while nothing is outstanding, so no request has to find it out.
 - If the same process of a masked server answers again, it had not died. That is counted as a false failover.
 """
 
@@ -93,6 +95,9 @@ class Replicas:
         """Servers given up because of a timeout -> that timeout in seconds."""
         self._silence: dict[int, float] = {}
         """Server -> the longest silence in seconds that it survived, decayed with each answer."""
+        self._suspected: frozenset[int] = frozenset()
+        self._due: set[int] = set()
+        """Suspected servers that are still connected, since no others hold all of their experts."""
         self._spare: dict[int, bool] = {}
         """Server -> whether other servers hold all of its experts.
 
@@ -100,8 +105,20 @@ class Replicas:
         """
         self.stats = ReplicaStats()
 
-    def place(self, experts: Mapping[int, Mapping[int, Iterable[int]]], num_experts: int) -> None:
-        """Set a new placement: server -> layer -> experts."""
+    def place(
+        self,
+        experts: Mapping[int, Mapping[int, Iterable[int]]],
+        num_experts: int,
+        suspected: Collection[int] = (),
+    ) -> None:
+        """Set a new placement: server -> layer -> experts.
+
+        suspected: the servers of it that the supervisor suspects. `late` names each of them once. A suspected
+        server that the next placement leaves out was given up.
+        """
+        new = set(suspected) - self._suspected
+        self._due = {one for one in self._due if one in suspected or one not in experts} | new
+        self._suspected = frozenset(suspected)
         found: dict[int, list[list[int]]] = {}
         for server in sorted(experts):
             for layer, ids in experts[server].items():
@@ -126,6 +143,7 @@ class Replicas:
         if server in self._masked:
             self._silence[server] = self._masked.pop(server)
             self._count(false_failovers=1)
+        self._due.discard(server)
         self._servers[server] = _Server()
         self._spare.clear()
 
@@ -227,18 +245,18 @@ class Replicas:
         state.since = now
 
     def late(self, now: float) -> list[int]:
-        """Servers that were silent for too long.
+        """Servers that were silent for too long, or that are suspected.
 
         The servers that are not named hold all experts of the named ones.
         """
         named: list[int] = []
         soonest = now - self._patience.floor  # no timeout is shorter
         for server, state in self._servers.items():
-            if not state.outstanding or state.since >= soonest:
-                continue
-            overdue = now > state.since + self._allowed(server, state)
-            if overdue and self._replaceable(server, named):
+            pending = state.outstanding and state.since < soonest
+            overdue = pending and now > state.since + self._allowed(server, state)
+            if (overdue or server in self._due) and self._replaceable(server, named):
                 named.append(server)
+        self._due.difference_update(named)
         return named
 
     def next_deadline(self) -> float | None:
