@@ -22,7 +22,7 @@ def test_equal_links_count_local_pairs() -> None:
 
 def test_rows_pairs_and_rows_once_a_host() -> None:
     found = np.array([[[0, 2, 3, 3]]], dtype=np.int16)
-    loads = link_loads(found, np.array([[0]], dtype=np.int16), np.array([0, 0, 1, 1]), 4)
+    loads = link_loads(found, np.array([[0]], dtype=np.int16), np.array([0, 0, 1, 1]), 2)
     assert (loads.pairs[0, 1], loads.rows[0, 1], loads.once[0, 1]) == (3, 2, 1)
     assert loads.pairs.sum() == 3
     assert loads.sizes(8.0).tolist() == [[0, 16], [24, 0]]
@@ -37,8 +37,7 @@ def test_loads_are_those_of_a_loop(seed: int, ranks: int, count: int) -> None:
     found = rng.integers(0, ranks, (tokens, layers, k)).astype(np.int16)
     own = rng.integers(0, ranks, (tokens, layers)).astype(np.int16)
     places = rng.integers(0, count, ranks)
-    size = int(places.max()) + 1
-    pairs, rows, once = np.zeros((size, size)), np.zeros((size, size)), np.zeros((size, size))
+    pairs, rows, once = np.zeros((count, count)), np.zeros((count, count)), np.zeros((count, count))
     for token in range(tokens):
         for layer in range(layers):
             rank = int(own[token, layer])
@@ -51,7 +50,7 @@ def test_loads_are_those_of_a_loop(seed: int, ranks: int, count: int) -> None:
                 once[places[rank], host] += 1
             near = [server for server in set(others) if places[server] == places[rank]]
             once[places[rank], places[rank]] += len(near)
-    loads = link_loads(found, own, places, ranks)
+    loads = link_loads(found, own, places, count)
     assert np.allclose(loads.pairs * tokens, pairs)
     assert np.allclose(loads.rows * tokens, rows)
     assert np.allclose(loads.once * tokens, once)

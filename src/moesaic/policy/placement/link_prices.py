@@ -62,23 +62,21 @@ class LinkLoads:
         return float((self.sizes(row_bytes, once) * prices).sum())
 
 
-def link_loads(
-    found: SmallArray, own: SmallArray, places: npt.NDArray[np.integer], servers: int
-) -> LinkLoads:
+def link_loads(found: SmallArray, own: SmallArray, places: npt.NDArray[np.integer], count: int) -> LinkLoads:
     """The loads of the links for some tokens, at least one.
 
     found: [t, layers, k] server of each pair. own: [t, layers] rank of each token, whose own server has the
-    same number. places: [R] the index of each server's host. servers: R.
+    same number. places: [R] the index of each server's host. count: number of hosts.
 
     Example: a token on rank 0 has experts on ranks 0, 2, 3, 3. Ranks 2 and 3 are on host 1. Then 3 pairs and
     2 rows go from host 0 to host 1, and with `once` 1 row.
     """
     tokens, layers, _ = found.shape
-    asked = np.zeros((tokens, layers, servers), dtype=np.int64)
+    asked = np.zeros((tokens, layers, len(places)), dtype=np.int64)
     token, layer = np.arange(tokens)[:, None, None], np.arange(layers)[None, :, None]
     np.add.at(asked, (token, layer, found), 1)
     np.put_along_axis(asked, own[:, :, None].astype(np.int64), 0, axis=2)
-    on_host = np.eye(int(places.max()) + 1)[places]
+    on_host = np.eye(count)[places]
     here = on_host[own]
     pairs, rows = asked @ on_host, (asked > 0) @ on_host
     inside = here > 0

@@ -24,6 +24,7 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes, SmallArray, TokenArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.dispatch import AHEAD, EXACT
+from moesaic.policy.placement.link_prices import worth_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -306,13 +307,31 @@ def token_level(clusters: Coclusters, routes: Routes, nearest: TokenArray | None
     return measure(routes.experts, homes_of(clusters), own, clusters.ranks)
 
 
+def request_owners(
+    profile: Profile,
+    homes: SmallArray,
+    ranks: int,
+    routes: Routes,
+    rule: Rule = "affinity",
+    prices: FloatArray | None = None,
+) -> SmallArray:
+    """[t] the rank of each token with attention-DP. See `request_level`."""
+    scores = request_scores(token_scores(profile, homes, ranks), routes)
+    worth = None if prices is None else worth_of(prices)
+    return request_ranks(scores, np.diff(routes.starts), rule, worth)[routes.owners]
+
+
 def request_level(
-    profile: Profile, homes: SmallArray, ranks: int, routes: Routes, rule: Rule = "affinity"
+    profile: Profile,
+    homes: SmallArray,
+    ranks: int,
+    routes: Routes,
+    rule: Rule = "affinity",
+    prices: FloatArray | None = None,
 ) -> Locality:
     """Locality with attention-DP.
 
-    `profile` scores the prompts. homes: [layers, E, copies] ranks of each expert.
+    `profile` scores the prompts. homes: [layers, E, copies] ranks of each expert. prices: see `hosts`.
     """
-    scores = request_scores(token_scores(profile, homes, ranks), routes)
-    own = request_ranks(scores, np.diff(routes.starts), rule)
-    return measure(routes.experts, homes, own[routes.owners], ranks)
+    own = request_owners(profile, homes, ranks, routes, rule, prices)
+    return measure(routes.experts, homes, own, ranks, prices)
