@@ -33,6 +33,7 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import balance
+from moesaic.policy.placement.dispatch import Worth
 from moesaic.policy.placement.locality import Rule
 from moesaic.policy.placement.online import Traffic, judge
 from moesaic.policy.placement.online_solution import Fleet, Solution
@@ -64,9 +65,10 @@ class ChangeQueue:
         clock: Callable[[], float],
         note: Callable[[str], None],
         live: LivePlacement | None = None,
+        worth: Worth | None = None,
     ) -> None:
-        """note: records a failure. live: solves placements, with --rebalance routing. Raises ConfigError for
-        an --autoscale that is not possible."""
+        """note: records a failure. live: solves placements, with --rebalance routing. worth: see
+        `dispatch_of`. Raises ConfigError for an --autoscale that is not possible."""
         self._autoscaling = Autoscaling(cluster, clock())
         router.objectives = Objectives.of(cluster, clock)
         self.balancing: Balancing | None = None
@@ -74,6 +76,7 @@ class ChangeQueue:
         self.changes = Changes(members, publisher, router, cluster, self._load, clock)
         self.rebalances = 0
         self.live = live
+        self._worth = worth
         self._members = members
         self._publisher = publisher
         self._router = router
@@ -262,7 +265,7 @@ class ChangeQueue:
             raise
         workers = [member.number for member in self._members.workers]
         ranks = {worker: rank for rank, worker in enumerate(workers)}
-        self._router.dispatch = by_tables(self._cluster, found.tables, ranks)
+        self._router.dispatch = by_tables(self._cluster, found.tables, ranks, self._worth)
         self.balancing.homes = found.homes
         self.rebalances += 1
         live.swapped(found, workers)

@@ -26,6 +26,7 @@ from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.killing import kill
+from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
@@ -41,6 +42,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.placement import Placement
+from moesaic.core.topology import FloatArray
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
 
@@ -67,7 +69,8 @@ class Supervisor:
         self._cluster = cluster
         self._router = router
         self._placement_file = read_placement(cluster)
-        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file)
+        worth = None if cluster.topology is None else self._worth
+        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, worth)
         self._clock = clock
         self._rule = RestartRule()
         secret_file = cluster.cluster_secret_file
@@ -83,7 +86,8 @@ class Supervisor:
             transport=transport,
         )
         self._members = Members(member, router, self._receive, clock, cluster)
-        self._publisher = Publisher(self._members, self._secret)
+        self._links = Links(self._members, cluster)
+        self._publisher = Publisher(self._members, self._secret, self._links.ways)
         self._failures = Failures()
         self._note = self._failures.note
         live: LivePlacement | None = None
@@ -91,7 +95,9 @@ class Supervisor:
             tables = tables_of(cluster, self._placement_file)
             workers = range(cluster.attention_workers)
             live = LivePlacement(routing, cluster.rebalance_interval, clock(), tables, workers)
-        self._changes = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note, live)
+        self._changes = ChangeQueue(
+            self._members, self._publisher, router, cluster, clock, self._note, live, worth
+        )
         self._announced = False
         file = cluster.paced
         self._paced = None if file is None else f"{file}: {paced.read(Path(file)).source}"
@@ -263,6 +269,10 @@ class Supervisor:
             case messages.Loading() if member.number == 0 and member.role is Role.WORKER:
                 self._router.tell(message)
         self._announce()
+
+    def _worth(self, worker: int) -> FloatArray:
+        """See `Links.worth`."""
+        return self._links.worth(worker)
 
     def _holds(self, member: Member, message: messages.Holds) -> None:
         member.address, member.confirmed_hold = message.address, message.version

@@ -118,6 +118,8 @@ class ClusterCounters:
     """Steps of attention workers, or runs of a layer with --schedule async and auto."""
     partial_runs: int = 0
     """Runs of them that computed only some of their worker's rows, while others were with experts."""
+    far_bytes: int = 0
+    """Bytes of rows and answers between attention workers and expert servers of different hosts."""
     refused_connections: int = 0
     """Connections to --cluster-address that did not become a server: strangers, or servers with another
     secret or version."""

@@ -92,6 +92,7 @@ class ClusterCollector(Collector):
                 counters.moved_requests,
             ),
             ("rebalances", "Changes of the placement that balance the load.", counters.rebalances),
+            ("far_bytes", "Bytes between workers and expert servers of different hosts.", counters.far_bytes),
             ("paced_runs", "Runs with the timing of modelled devices (--paced).", counters.paced_runs),
             ("paced_late_runs", "Runs of these that took longer here.", counters.paced_late),
             (
