@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.tables import Tables
+from moesaic.core.topology import FloatArray
 from moesaic.policy.placement.dispatch import (
     Affinity,
     Dispatch,
     RoundRobin,
     Rounds,
     WorkerLoad,
-    Worth,
     least_loaded,
 )
 
@@ -37,16 +37,30 @@ class Ranked:
         return self._dispatch(numbered, prompt)
 
 
+LinkWorth = Callable[[int, Sequence[int]], FloatArray]
+"""Returns [S] what a pair that each server computes is worth for a worker: see `Links.worth`."""
+
+
 def by_tables(
-    cluster: ClusterConfig, tables: Tables, ranks: Mapping[int, int], worth: Worth | None = None
+    cluster: ClusterConfig,
+    tables: Tables,
+    ranks: Mapping[int, int],
+    worth: LinkWorth | None = None,
+    servers: Sequence[int] = (),
 ) -> Dispatch:
-    """The rule of --dispatch, by other tables. ranks: worker -> rank. worth: see `dispatch_of`."""
-    return Ranked(_affinity(cluster, tables, worth), ranks)
+    """The rule of --dispatch, by other tables. ranks: worker -> rank.
+
+    worth: None: a worker's score counts the pairs of its own rank alone. servers: those of the tables' ranks.
+    """
+    return Ranked(_affinity(cluster, tables, worth, servers), ranks)
 
 
-def _affinity(cluster: ClusterConfig, tables: Tables, worth: Worth | None) -> Affinity | Rounds:
+def _affinity(
+    cluster: ClusterConfig, tables: Tables, worth: LinkWorth | None, servers: Sequence[int]
+) -> Affinity | Rounds:
+    by_worker = None if worth is None else lambda worker: worth(worker, servers)
     rounds = cluster.dispatch == "affinity-rounds"
-    return Rounds(tables, worth) if rounds else Affinity(tables, worth=worth)
+    return Rounds(tables, by_worker) if rounds else Affinity(tables, worth=by_worker)
 
 
 def tables_of(cluster: ClusterConfig, placement: Placement | None) -> Tables | None:
@@ -57,11 +71,11 @@ def tables_of(cluster: ClusterConfig, placement: Placement | None) -> Tables | N
 
 
 def dispatch_of(
-    cluster: ClusterConfig, placement: Placement | None, worth: Worth | None = None
+    cluster: ClusterConfig, placement: Placement | None, worth: LinkWorth | None = None
 ) -> tuple[DispatchName, Dispatch]:
     """Returns the name of the dispatch rule, and the rule itself.
 
-    placement: what the file of --placement specifies. worth: what the links leave of a pair, if they differ.
+    placement: what the file of --placement specifies. worth: see `by_tables`.
     Without --dispatch the rule is affinity if the placement has tables, and each worker has a server of its
     own rank or --topology says which servers are near; otherwise it is least-loaded. A worker's rank is its
     number, which a restarted worker keeps. With --rebalance routing tables come later. With --rebalance load
@@ -79,7 +93,7 @@ def dispatch_of(
     if file is not None and placement is not None and cluster.rebalance != "load":
         tables = Tables.beside(file, placement)
     if tables is not None:
-        return name or "affinity", _affinity(cluster, tables, worth)
+        return name or "affinity", _affinity(cluster, tables, worth, range(tables.ranks))
     if name in ("affinity", "affinity-rounds") and cluster.rebalance != "routing":
         allowed = "least-loaded, round-robin; affinity with expert servers and a --placement that has tables"
         allowed += ", without --rebalance load" if cluster.rebalance == "load" else ""

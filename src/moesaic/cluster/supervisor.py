@@ -24,7 +24,7 @@ from moesaic.cluster.change_queue import ChangeQueue
 from moesaic.cluster.dispatching import dispatch_of, tables_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
-from moesaic.cluster.join_listener import JoinListener, RemoteProcess
+from moesaic.cluster.join_listener import JoinListener, RemoteProcess, own_door
 from moesaic.cluster.killing import kill
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
@@ -42,7 +42,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.placement import Placement
-from moesaic.core.topology import FloatArray
+from moesaic.models import fingerprint
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
 
@@ -69,8 +69,6 @@ class Supervisor:
         self._cluster = cluster
         self._router = router
         self._placement_file = read_placement(cluster)
-        worth = None if cluster.topology is None else self._worth
-        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, worth)
         self._clock = clock
         self._rule = RestartRule()
         secret_file = cluster.cluster_secret_file
@@ -84,30 +82,34 @@ class Supervisor:
             attention_workers=cluster.attention_workers,
             supervised=True,
             transport=transport,
+            remote_address=None if cluster.cluster_address is None else own_door(cluster.cluster_address),
         )
         self._members = Members(member, router, self._receive, clock, cluster)
         self._links = Links(self._members, cluster)
+        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, self._links.worth)
         self._publisher = Publisher(self._members, self._secret, self._links.ways)
         self._failures = Failures()
         self._note = self._failures.note
-        live: LivePlacement | None = None
-        if routing is not None:
-            tables = tables_of(cluster, self._placement_file)
-            workers = range(cluster.attention_workers)
-            live = LivePlacement(routing, cluster.rebalance_interval, clock(), tables, workers)
+        live = None if routing is None else self._live(routing)
         self._changes = ChangeQueue(
-            self._members, self._publisher, router, cluster, clock, self._note, live, worth
+            self._members, self._publisher, router, cluster, clock, self._note, live, self._links.worth
         )
         self._announced = False
         file = cluster.paced
         self._paced = None if file is None else f"{file}: {paced.read(Path(file)).source}"
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        path, later = Path(worker.model.model), self._members.inbox.put
-        self._weights = WeightCheck(path, later, self._holds, self._refuse, clock)
+        self._model, later = Path(worker.model.model), self._members.inbox.put
+        self._weights = WeightCheck(self._model, later, self._holds, self._refuse, clock)
         self._join_listener: JoinListener | None = None
         if cluster.cluster_address is not None:
             self._join_listener = JoinListener(cluster.cluster_address, self._secret, self._welcome)
+
+    def _live(self, routing: LiveRouting) -> LivePlacement:
+        """What solves placements by what the workers record."""
+        cluster = self._cluster
+        tables, workers = tables_of(cluster, self._placement_file), range(cluster.attention_workers)
+        return LivePlacement(routing, cluster.rebalance_interval, self._clock(), tables, workers)
 
     def start(self) -> None:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""
@@ -186,6 +188,8 @@ class Supervisor:
             locality=layer_locality(placement, self._router.stats().experts),
             placement_solve=None if live is None else live.status,
             paced=self._paced,
+            hosts=self._links.hosts(),
+            links=self._links.links(),
             watched=members.watched,
         )
 
@@ -242,6 +246,8 @@ class Supervisor:
                 self._lost(member)
             case messages.Layout(layout):
                 self._lay_out(layout)
+            case messages.Ready(_, weights) if weights != member.weights:
+                self._refuse(member, "its checkpoint has another fingerprint than this cluster's")
             case messages.Ready(info):
                 member.stage = Stage.SERVING
                 assert member.child is not None
@@ -270,12 +276,8 @@ class Supervisor:
                 self._router.tell(message)
         self._announce()
 
-    def _worth(self, worker: int) -> FloatArray:
-        """See `Links.worth`."""
-        return self._links.worth(worker)
-
     def _holds(self, member: Member, message: messages.Holds) -> None:
-        member.address, member.confirmed_hold = message.address, message.version
+        member.endpoint, member.confirmed_hold = message.endpoint, message.version
         member.kernels, member.threads = message.kernels, message.threads
         others = {other.kernels for other in self._members.servers if other.kernels}
         if len(others) > 1 and member.stage is Stage.STARTING:
@@ -329,9 +331,16 @@ class Supervisor:
             self._router.tell_ready()
 
     def _welcome(self, process: RemoteProcess) -> None:
-        """Adds a server that has joined. Called in a thread of the join listener."""
-        if self._members.watched:
-            self._members.inbox.put(lambda: self._changes.join(process))
+        """Adds a process that has joined. Called in a thread of the join listener."""
+        if process.link is not None:
+            self._links.measured(process.host_id, process.link)
+        why_not = self._members.why_not(process.role)
+        if why_not is not None:
+            self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {why_not}"))
+            process.refuse(why_not)
+        elif self._members.watched:
+            weights = fingerprint.of(self._model)
+            self._members.inbox.put(lambda: self._changes.join(process, weights))
         else:
             process.stop()
 

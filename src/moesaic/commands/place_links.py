@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from moesaic.core.topology import Topology
-from moesaic.policy.placement.link_prices import FloatArray, LinkLoads
+from moesaic.policy.placement.link_prices import LinkLoads
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,6 @@ class LinkReport:
     after: LinkLoads
     """With the placement that prices the links."""
 
-    @property
-    def _prices(self) -> FloatArray:
-        """[H, H] seconds of a byte between two hosts, or inside of one."""
-        names = [host.name for host in self.topology.hosts]
-        return np.array([[1 / self.topology.link(a, b).bandwidth for b in names] for a in names])
-
     def as_json(self, row_bytes: int) -> dict[str, Any]:
         """Bytes of a token on each link, both directions together, and seconds on all links.
 
@@ -39,7 +32,7 @@ class LinkReport:
         found: dict[str, Any] = {"unit": "bytes" if row_bytes else "rows", "links": self._links(size)}
         if row_bytes:
             for name, loads in (("before", self.before), ("after", self.after)):
-                found[f"seconds_{name}"] = loads.seconds(self._prices, size)
+                found[f"seconds_{name}"] = loads.seconds(self.topology.host_prices, size)
         return found
 
     def _links(self, size: int) -> list[dict[str, Any]]:
@@ -71,7 +64,7 @@ class LinkReport:
             shown.add_row(name, *(f"{one[key]:,.1f}" for key in ("before", "after", "once_per_host")))
         if row_bytes:
             cells = [
-                f"{1e6 * loads.seconds(self._prices, row_bytes, once):,.2f}"
+                f"{1e6 * loads.seconds(self.topology.host_prices, row_bytes, once):,.2f}"
                 for loads, once in ((self.before, False), (self.after, False), (self.after, True))
             ]
             shown.add_row("µs on all links", *cells)

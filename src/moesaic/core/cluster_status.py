@@ -30,6 +30,8 @@ class ProcessStatus:
     last_failure: str | None
     silent_seconds: float
     """Seconds since its last sign of life."""
+    host: str = ""
+    """The address of its machine. Empty: it was started on the machine of `moesaic serve`."""
     address: str = ""
     """The address at which clients reach an expert server."""
     layers: int = 0
@@ -45,6 +47,31 @@ class ProcessStatus:
     capacity: float = 0.0
     """Weight of an expert server's share of experts and load, relative to the other servers."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """A host of the cluster."""
+
+    name: str
+    """As in --topology, or its address. Empty: the host of `moesaic serve`."""
+    processes: list[str]
+    """Names of the members there."""
+
+
+@dataclass(frozen=True)
+class LinkStatus:
+    """The link between two hosts."""
+
+    one: str
+    other: str
+    """Names of the hosts."""
+    latency_seconds: float
+    """Seconds of one way."""
+    bytes_per_second: float
+    """Bytes/s of one direction."""
+    source: str
+    """"file" (--topology), "measured" when a process of the other host joined, or "assumed"."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +211,10 @@ class ClusterStatus:
     """None without --rebalance routing."""
     paced: str | None = None
     """The file of modelled devices whose timing the processes have, and where its figures are from."""
+    hosts: list[HostStatus] = field(default_factory=list)
+    """The hosts of the processes. The first one is that of `moesaic serve`."""
+    links: list[LinkStatus] = field(default_factory=list)
+    """The links between any two of the hosts."""
     watched: bool = True
     """False once the supervisor itself has failed.
 

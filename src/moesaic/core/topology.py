@@ -121,6 +121,12 @@ class Topology:
         np.fill_diagonal(found, 0.0)
         return found
 
+    @property
+    def host_prices(self) -> FloatArray:
+        """[H, H] seconds that a byte takes between two hosts, or between two processes of one."""
+        names = [host.name for host in self.hosts]
+        return np.array([[1 / self.link(a, b).bandwidth for b in names] for a in names])
+
     def places(self, ranks: int) -> npt.NDArray[np.int64]:
         """[R] the index of each rank's host. Raises ConfigError if a rank has its worker elsewhere."""
         names = [host.name for host in self.hosts]
