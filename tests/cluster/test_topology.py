@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.paced import LinkModel
 from tests.cluster.test_identity import alone, workload
-from tests.support.cluster_driver import cluster
+from tests.support.cluster_driver import Cluster, cluster
 
 HOSTS = """
 [links]
@@ -201,3 +205,57 @@ def test_the_same_bits_by_near_replicas(hosts: Path, settings: dict[str, Any]) -
         served.until(lambda: bool(served.supervisor.worker_stats()))
         assert all(stats.experts.pairs for stats in served.supervisor.worker_stats().values())
         assert served.supervisor.report().counters.far_bytes == 0
+
+
+ELSEWHERE = """
+import sys
+from pathlib import Path
+from moesaic.transport import host
+
+host.this_host = lambda: "another boot:1"  # before any other module takes it from there
+from moesaic.joining import member
+from moesaic.joining.options import JoinOptions
+from moesaic.transport.secret import read_secret
+
+secret = read_secret(Path(sys.argv[2]), "secret")
+member.server(JoinOptions(sys.argv[1], threads=1), secret, lambda enlisted: None)
+"""
+
+
+@contextmanager
+def far_server(served: Cluster, secret_file: str) -> Iterator[subprocess.Popen[bytes]]:
+    """An expert server that joins and says that it is on another host."""
+    address = served.supervisor.report().join_address
+    assert address is not None
+    command = [sys.executable, "-c", ELSEWHERE, address, secret_file]
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [0, 24], ids=["each expert once", "all experts on both hosts"])
+def test_a_host_that_joins_is_measured_and_asked_only_for_what_is_not_here(
+    door: dict[str, Any], copies: int
+) -> None:
+    with (
+        cluster(**door, redundant_experts=copies) as served,
+        far_server(served, door["cluster_secret_file"]) as far_one,
+    ):
+        served.until(lambda: len(served.supervisor.report().hosts) == 2 or far_one.poll() is not None)
+        served.until(lambda: served.supervisor.report().change is None)
+        served.connected()
+        report = served.supervisor.report()
+        assert report.hosts[1].processes == ["expert server 1"]
+        [link] = report.links
+        assert (link.one, link.other, link.source) == ("", "127.0.0.1", "measured")
+        assert link.bytes_per_second > 0
+        before = report.counters.far_bytes
+        served.submit(*workload(8, 24))
+        assert served.finish() == alone(*workload(8, 24))
+        served.until(lambda: served.stats.experts.pairs > 0)
+        far = served.supervisor.report().counters.far_bytes - before
+        assert (far == 0) == bool(copies)
