@@ -61,6 +61,8 @@ class RemoteProcess:
     """Capacity weight of a server."""
     host_id: str = ""
     """See `transport.host`."""
+    instruction_sets: tuple[str, ...] = ()
+    """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """See `messages.Enlist`."""
     link: LinkModel | None = None
@@ -142,5 +144,7 @@ class JoinListener:
                 raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
             link = self._link_tests.link(word.host, connection)
             undo.pop_all()
-            peer = f"{host}:{port}"
-            return RemoteProcess(connection, peer, role, word.capacity, word.host, word.ticket, link)
+            sets = tuple(word.instruction_sets)
+            return RemoteProcess(
+                connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket, link
+            )
