@@ -66,6 +66,13 @@ class Links:
         mine = dict(zip((server.number for server in found), rows.get(worker, ()), strict=False))
         return np.array([1.0 - mine.get(number, highest) / highest for number in servers])
 
+    def prices(self, workers: Sequence[Member], servers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+        """[W][S] seconds of a byte from each worker to each server. Empty if all are on one host."""
+        known = {member.number: member for member in self._members.servers}
+        if not any(self.ways(worker) for worker in workers):
+            return ()
+        return tuple(tuple(self._price(worker, known[number]) for number in servers) for worker in workers)
+
     # ---- the status
 
     def hosts(self) -> list[HostStatus]:

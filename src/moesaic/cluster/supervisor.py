@@ -92,7 +92,7 @@ class Supervisor:
         self._note = self._failures.note
         live = None if routing is None else self._live(routing)
         self._changes = ChangeQueue(
-            self._members, self._publisher, router, cluster, clock, self._note, live, self._links.worth
+            self._members, self._publisher, router, cluster, clock, self._note, live, self._links
         )
         self._announced = False
         file = cluster.paced
