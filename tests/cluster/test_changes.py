@@ -34,6 +34,7 @@ class FakeProcess:
     pid: int | None = 1
     stopped: bool = False
     host: str = ""
+    host_id: str = ""
     role: Role = Role.SERVER
     capacity: float = 1.0
 

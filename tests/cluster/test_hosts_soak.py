@@ -22,7 +22,7 @@ WORK = workload(8, 48)
 KINDS = ("kill", "cut", "blip", "slow", "lossy")
 """A blip is a cut that may be too short to give anybody up."""
 SCHEDULES = ("lockstep", "barrier", "async", "auto")
-ROLES = ((SERVER,), (WORKER, SERVER), (WORKER, PREFILL), (SERVER, SERVER))
+ROLES: tuple[tuple[str, ...], ...] = ((SERVER,), (WORKER, SERVER), (WORKER, PREFILL), (SERVER, SERVER))
 
 
 class Troublemaker:

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from moesaic.cluster.member import Role
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.paced import LinkModel
 from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import Deadline, prove_as_server
+from moesaic.transport.link_test import LinkTests
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.stream import StreamConnection
 
@@ -66,6 +68,8 @@ class RemoteProcess:
     """See `messages.Enlist`."""
     killed: bool = False
     """True once `kill` was called. The end of its connection is reported a moment later."""
+    link: LinkModel | None = None
+    """The link to its host, if it was measured."""
 
     @property
     def host(self) -> str:
@@ -110,6 +114,7 @@ class JoinListener:
         Raises ConfigError if it cannot listen there.
         """
         self._secret = secret
+        self._link_tests = LinkTests()
         try:
             listening, where = addresses.bind(addresses.parse(address))
         except ConfigError as error:
@@ -141,8 +146,9 @@ class JoinListener:
             role = _ROLES.get(word.role)
             if role is None:
                 raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
+            link = self._link_tests.link(word.host, connection)
             undo.pop_all()
             sets = tuple(word.instruction_sets)
             return RemoteProcess(
-                connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket
+                connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket, link
             )

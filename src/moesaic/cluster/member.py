@@ -95,6 +95,8 @@ class Member:
     """The address of the machine from which it joined. Empty: the supervisor's own machine."""
     suspected: bool = False
     """True while it is on another host and was silent for a while. See `policy.fleet.silence`."""
+    host_id: str = ""
+    """Host of its process (`transport.host`), if that is not the supervisor's own."""
     last_seen: float = 0.0
     """Time of the last message, on the supervisor's clock."""
     deaths: list[float] = field(default_factory=list)

@@ -26,6 +26,7 @@ from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess, own_door
 from moesaic.cluster.killing import kill
+from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
@@ -69,7 +70,6 @@ class Supervisor:
         self._cluster = cluster
         self._router = router
         self._placement_file = read_placement(cluster)
-        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file)
         self._clock = clock
         self._rule = RestartRule()
         secret_file = cluster.cluster_secret_file
@@ -86,16 +86,16 @@ class Supervisor:
             remote_address=None if cluster.cluster_address is None else own_door(cluster.cluster_address),
         )
         self._members = Members(member, router, self._receive, clock, cluster)
-        self._publisher = Publisher(self._members, self._secret)
+        self._links = Links(self._members, cluster)
+        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, self._links.worth)
+        self._publisher = Publisher(self._members, self._secret, self._links.ways)
         self._suspicion = Suspicion(self._publisher, router)
         self._failures = Failures()
         self._note = self._failures.note
-        live: LivePlacement | None = None
-        if routing is not None:
-            tables = tables_of(cluster, self._placement_file)
-            workers = range(cluster.attention_workers)
-            live = LivePlacement(routing, cluster.rebalance_interval, clock(), tables, workers)
-        self._changes = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note, live)
+        live = None if routing is None else self._live(routing)
+        self._changes = ChangeQueue(
+            self._members, self._publisher, router, cluster, clock, self._note, live, self._links
+        )
         self._announced = False
         file = cluster.paced
         self._paced = None if file is None else f"{file}: {paced.read(Path(file)).source}"
@@ -106,6 +106,12 @@ class Supervisor:
         self._join_listener: JoinListener | None = None
         if cluster.cluster_address is not None:
             self._join_listener = JoinListener(cluster.cluster_address, self._secret, self._welcome)
+
+    def _live(self, routing: LiveRouting) -> LivePlacement:
+        """What solves placements by what the workers record."""
+        cluster = self._cluster
+        tables, workers = tables_of(cluster, self._placement_file), range(cluster.attention_workers)
+        return LivePlacement(routing, cluster.rebalance_interval, self._clock(), tables, workers)
 
     def start(self) -> None:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""
@@ -184,6 +190,8 @@ class Supervisor:
             locality=layer_locality(placement, self._router.stats().experts),
             placement_solve=None if live is None else live.status,
             paced=self._paced,
+            hosts=self._links.hosts(),
+            links=self._links.links(),
             watched=members.watched,
         )
 
@@ -330,6 +338,8 @@ class Supervisor:
 
     def _welcome(self, process: RemoteProcess) -> None:
         """Adds a process that has joined. Called in a thread of the join listener."""
+        if process.link is not None:
+            self._links.measured(process.host_id, process.link)
         why_not = self._members.why_not(process.role)
         if why_not is not None:
             self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {why_not}"))

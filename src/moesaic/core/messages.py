@@ -275,6 +275,13 @@ class Enlist:
 
 
 @dataclass(frozen=True)
+class LinkTest:
+    """Sent between Enlist and Enlisted, and sent back as it is. How long that takes is measured."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True)
 class Enlisted:
     """The answer to Enlist: the checkpoint that is served, and the settings of the process."""
 
@@ -354,4 +361,4 @@ ToEngine = (
 )
 ToServer = Hold | Enlisted | Refuse
 FromServer = Enlist | Holds | ServerReport | Digests
-Message = ToWorker | ToEngine | ToServer | FromServer
+Message = ToWorker | ToEngine | ToServer | FromServer | LinkTest

@@ -54,7 +54,7 @@ def connect(
 
 
 def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlisted:
-    """Say what this process is. Returns what the cluster answers.
+    """Say what this process is, and send back what measures the link. Returns what the cluster answers.
 
     Raises SentAway if the cluster does not want it, and ConnectionLost.
     """
@@ -62,6 +62,9 @@ def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlis
     sets = [] if joining.kernels is not None else list(instruction_sets())
     connection.send(messages.Enlist(joining.role, capacity, this_host(), sets, joining.ticket))
     answer = connection.receive(None)
+    while isinstance(answer, messages.LinkTest):
+        connection.send(answer)
+        answer = connection.receive(None)
     match answer:
         case messages.Enlisted():
             return answer
