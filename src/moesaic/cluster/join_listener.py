@@ -149,6 +149,5 @@ class JoinListener:
             link = self._link_tests.link(word.host, connection)
             undo.pop_all()
             sets = tuple(word.instruction_sets)
-            return RemoteProcess(
-                connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket, link
-            )
+            parts = connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket
+            return RemoteProcess(*parts, link=link)
