@@ -88,6 +88,9 @@ class ChangeQueue:
         self._queue: deque[_QueuedChange] = deque()
         self._current: _QueuedChange | None = None
         self._quiet_until = -math.inf
+        self._gone: list[str] = []
+        """Names of the servers that the last attempt to remove lost servers knew. Another loss does not wait
+        until that attempt may be repeated."""
 
     @property
     def layout(self) -> ExpertLayout | None:
@@ -193,11 +196,10 @@ class ChangeQueue:
         if left_workers:
             change = self.changes.remove_worker(left_workers[0])
             return _QueuedChange(f"{left_workers[0].name} is gone", change)
-        gone = [member for member in self._members.servers if member.stage is Stage.STOPPED]
-        if gone and now >= self._quiet_until:
-            left = len(self._members.servers) - 1
-            change = self.changes.remove_server(gone[0], max(1, min(self._cluster.min_replicas, left)))
-            return _QueuedChange(f"{gone[0].name} is gone", change)
+        gone = [member.name for member in self._members.servers if member.stage is Stage.STOPPED]
+        if gone and (now >= self._quiet_until or gone != self._gone):
+            self._gone = gone
+            return _QueuedChange(f"{', '.join(gone)}: gone", self.changes.remove_gone())
         if self._queue:
             return self._queue.popleft()
         return self._by_load(now) if now >= self._quiet_until else None

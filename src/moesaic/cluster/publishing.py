@@ -87,6 +87,7 @@ class Publisher:
             self.version,
             [ServerEntry(member.number, member.incarnation, member.endpoint) for member in serving],
             {member.number: union(member.number, (placement,)) for member in serving},
+            [member.number for member in serving if member.suspected],
         )
 
     def settled(self, version: int) -> bool:

@@ -195,5 +195,8 @@ class Directory:
     servers: list[ServerEntry]
     experts: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     """Server -> layer -> its logical experts."""
+    suspected: list[int] = field(default_factory=list)
+    """Servers of other hosts that the supervisor has not heard for a while. They may be asked if no other
+    server has the experts."""
     ways: dict[int, Way] = field(default_factory=dict)
     """Server -> the way from the worker that gets this directory. Servers without one count as near."""

@@ -232,7 +232,7 @@ class KVNotSent:
 class Alive:
     """Sent several times a second by a thread outside the computing loop.
 
-    Without it the process counts as frozen.
+    Without it the process counts as frozen. Between hosts both ends of a connection send it.
     """
 
 

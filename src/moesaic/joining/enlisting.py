@@ -13,6 +13,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.joining.options import JoinOptions
 from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
+from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
@@ -49,7 +50,7 @@ def connect(
         kind = Refused if isinstance(error, Refused) else ConnectionLost
         raise kind(f"no connection to {joining.cluster}: {error}") from error
     here = str(sock.getsockname()[0])
-    return StreamConnection(wire(sock, keys), on_lost, on_message), here
+    return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), here
 
 
 def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlisted:

@@ -110,7 +110,7 @@ class SimulatedExperts:
         """Use these servers from now on. experts: server -> layer -> its experts."""
         known, self._entries = self._entries, dict(entries)
         ways = {} if self._way is None else {server: self._way(server) for server in entries}
-        self.replicas.place(experts, self._num_experts, ways)
+        self.replicas.place(experts, self._num_experts, ways=ways)
         for server, end in entries.items():
             if server not in known:
                 self._connect(server)

@@ -298,6 +298,41 @@ def test_pairs_that_are_sent_again_are_counted() -> None:
     assert subject.stats == ReplicaStats(resent_pairs=5)
 
 
+# ---- suspicion by the supervisor
+
+
+def test_a_suspected_server_is_named_once_if_others_hold_its_experts() -> None:
+    subject = replicas(BOTH)
+    subject.place(BOTH, 4, [0])
+    assert subject.late(0.0) == [0]
+    subject.mask(0)
+    subject.place(BOTH, 4, [0])
+    subject.joined(0)
+    assert subject.late(0.0) == [], "a client that reaches it again may use it"
+    subject.place(BOTH, 4, [])
+    subject.place(BOTH, 4, [0])
+    assert subject.late(0.0) == [0], "this is another suspicion"
+
+
+def test_the_only_holder_is_asked_while_it_is_suspected_and_named_once_it_left() -> None:
+    """Example: a host with all copies of expert 0 is silent. Its rows wait there until it is given up."""
+    subject = replicas({0: {5: [0]}, 1: {5: [1]}})
+    subject.place({0: {5: [0]}, 1: {5: [1]}}, 4, [0])
+    subject.sent(0, 3, now=0.0)
+    assert subject.late(0.1) == [] and route(subject, [0, 1]) == [0, 1]
+    subject.place({1: {5: [0, 1]}}, 4)
+    assert subject.late(0.1) == [0], "however short it was silent"
+    assert route(subject, [0, 1]) == [1, 1]
+
+
+def test_a_server_that_is_trusted_again_stays() -> None:
+    subject = replicas({0: {5: [0]}, 1: {5: [1]}})
+    subject.place({0: {5: [0]}, 1: {5: [1]}}, 4, [0])
+    assert subject.late(0.1) == []
+    subject.place(BOTH, 4)
+    assert subject.late(0.1) == []
+
+
 # ---- links
 
 
@@ -308,7 +343,7 @@ SLOW = Way(LinkModel(100e-6, 1e8), near=False)
 def on_links(ways: Mapping[int, Way], own: int | None = None) -> Replicas:
     """Servers that all hold both experts of layer 5."""
     subject = Replicas(PATIENCE, own, pair_bytes=1000)
-    subject.place({server: {5: [0, 1]} for server in ways}, 4, ways)
+    subject.place({server: {5: [0, 1]} for server in ways}, 4, ways=ways)
     for server in ways:
         subject.joined(server)
     return subject
@@ -345,7 +380,7 @@ def test_equal_links_choose_as_none(experts: list[int], loads: list[int]) -> Non
     for ways in ({}, dict.fromkeys(range(3), NEAR), dict.fromkeys(range(3), FAR)):
         subject = replicas({server: {5: [0, 1]} for server in range(3)})
         subject._pair_bytes = 1000
-        subject.place({server: {5: [0, 1]} for server in range(3)}, 4, ways)
+        subject.place({server: {5: [0, 1]} for server in range(3)}, 4, ways=ways)
         for server, load in enumerate(loads[:3]):
             subject.sent(server, load, now=0.0)
         found.append(route(subject, experts))

@@ -17,6 +17,8 @@ requests. The paper leaves some points open. We decide them so:
   silence of a false failover counts too. Quick answers let this value decay.
 - A late server is masked only if other servers hold all of its experts. Without a replica nothing is gained:
   the rows wait for this server or for the one that replaces it.
+- A server that the supervisor suspects, because its host is silent, is masked at once. That also takes effect
+  while nothing is outstanding, so no request has to find it out.
 - If the same process of a masked server answers again, it had not died. That is counted as a false failover.
 """
 
@@ -101,6 +103,9 @@ class Replicas:
         """Servers given up because of a timeout -> that timeout in seconds."""
         self._silence: dict[int, float] = {}
         """Server -> the longest silence in seconds that it survived, decayed with each answer."""
+        self._suspected: frozenset[int] = frozenset()
+        self._due: set[int] = set()
+        """Suspected servers that are still connected, since no others hold all of their experts."""
         self._spare: dict[int, bool] = {}
         """Server -> whether other servers hold all of its experts.
 
@@ -112,12 +117,18 @@ class Replicas:
         self,
         experts: Mapping[int, Mapping[int, Iterable[int]]],
         num_experts: int,
+        suspected: Collection[int] = (),
         ways: Mapping[int, Way] | None = None,
     ) -> None:
         """Set a new placement: server -> layer -> experts.
 
+        suspected: the servers of it that the supervisor suspects. `late` names each of them once. A suspected
+        server that the next placement leaves out was given up.
         ways: server -> the way from this client to it. Servers that it does not have count as near.
         """
+        new = set(suspected) - self._suspected
+        self._due = {one for one in self._due if one in suspected or one not in experts} | new
+        self._suspected = frozenset(suspected)
         self._ways = ways or {}
         found: dict[int, list[list[int]]] = {}
         for server in sorted(experts):
@@ -147,6 +158,7 @@ class Replicas:
         if server in self._masked:
             self._silence[server] = self._masked.pop(server)
             self._count(false_failovers=1)
+        self._due.discard(server)
         self._servers[server] = _Server()
         self._spare.clear()
 
@@ -183,7 +195,8 @@ class Replicas:
         if layer in self._only:
             return [(self._only_one(layer), None)] if len(experts) else []
         servers = self.route(layer, experts)
-        return [(server, servers == server) for server in set(servers.tolist())]
+        found = np.flatnonzero(np.bincount(servers - NOBODY)) + NOBODY
+        return [(server, servers == server) for server in found.tolist()]
 
     def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
         """[p] the server for each pair of `experts` [p] of a layer, or NOBODY when no server that holds it is
@@ -198,7 +211,9 @@ class Replicas:
             return np.full(len(experts), self._only_one(layer), dtype=np.int64)
         if table.shape[1] == 1:
             return self._only_holder(table[experts, 0])
-        wanted, counts = np.unique(experts, return_counts=True)
+        asked = np.bincount(experts, minlength=len(table))
+        wanted = np.flatnonzero(asked)
+        counts = asked[wanted]
         chosen = np.full(len(table), NOBODY, dtype=np.int64)
         load = {server: float(state.outstanding) for server, state in self._servers.items()}
         for at in np.argsort(-counts, kind="stable").tolist():
@@ -255,15 +270,18 @@ class Replicas:
         state.since = now
 
     def late(self, now: float) -> list[int]:
-        """Servers that were silent for too long.
+        """Servers that were silent for too long, or that are suspected.
 
         The servers that are not named hold all experts of the named ones.
         """
         named: list[int] = []
+        soonest = now - self._patience.floor  # no timeout is shorter
         for server, state in self._servers.items():
-            overdue = state.outstanding and now > state.since + self._allowed(server, state)
-            if overdue and self._replaceable(server, named):
+            pending = state.outstanding and state.since < soonest
+            overdue = pending and now > state.since + self._allowed(server, state)
+            if (overdue or server in self._due) and self._replaceable(server, named):
                 named.append(server)
+        self._due.difference_update(named)
         return named
 
     def next_deadline(self) -> float | None:
