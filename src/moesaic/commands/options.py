@@ -102,9 +102,9 @@ class Place:
     redundant_experts: int = 0
     """Number of additional expert copies in each layer, placed where they are needed most."""
     topology: Path | None = None
-    """File of hosts and the links between them (.toml or .json), with the host of each rank. Experts are then
-    placed so that rows take few seconds on the links, and the bytes on each link are predicted. None: all
-    links are alike."""
+    """File of hosts and the links between them (.toml or .json), with the hosts of the attention workers and
+    of each rank's server. Experts are then placed so that rows take few seconds on the links, and the bytes
+    on each link are predicted. None: all links are alike."""
     share: float = 0.2
     """Share of the recorded requests that solvers see for the measurement. They are measured on all others.
     The written placement is then solved on the whole profile."""
