@@ -219,6 +219,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
     for typed, expected in (
         (["moesaic", "ser"], "serve"),
+        (["moesaic", "clu"], "cluster"),
+        (["moesaic", "cluster", "in"], "init"),
         (["moesaic", "serve", "--max-num-s"], "--max-num-seqs"),
         (["moesaic", "serve", "--log-level", "de"], "debug"),
     ):
