@@ -46,3 +46,10 @@ def test_a_group_may_read_a_file_of_root(tmp_path: Path, monkeypatch: pytest.Mon
     file.chmod(0o444)
     with pytest.raises(ConfigError, match="mode 444"):
         read_secret(link, "--secret-file")
+
+
+def test_a_place_where_no_file_can_be_created(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place, why in (("none/secret", "No such file or directory"), ("file/secret", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"^--cluster-secret-file: .*{place}: {why}$"):
+            create_secret(tmp_path / place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -11,10 +10,18 @@ from moesaic.core.errors import ConfigError
 
 
 def create_secret(file: Path) -> bytes:
-    """Read the cluster's secret. A missing file is created first, readable by this user only."""
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
+    """Read the cluster's secret. A missing file is created first, readable by this user only.
+
+    Raises ConfigError like `read_secret`, and if the file cannot be created.
+    """
+    flag = "--cluster-secret-file"
+    try:
         write_new_secret(file)
-    return read_secret(file, "--cluster-secret-file")
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"{flag}: {file}: {error.strerror}") from error
+    return read_secret(file, flag)
 
 
 def write_new_secret(file: Path) -> None:
@@ -48,8 +55,8 @@ def is_private(mode: int, owner: int, user: int) -> bool:
     """Whether a file with these permission bits holds a secret safely for `user`, a user id.
 
     Group and others must have no access, with one exception: the group may read a file of root, if the user
-    is not root. Kubernetes mounts secrets so for a container with fsGroup. PostgreSQL has the same rule for
-    its private keys.
+    is not root. Kubernetes mounts secrets so for a container with fsGroup, and systemd's LoadCredential shows
+    the same bits where an access control list names the user. PostgreSQL has this rule for its private keys.
     """
     allowed = 0o740 if owner == 0 != user else 0o700
     return mode & ~allowed == 0
