@@ -57,7 +57,12 @@ EDGES: dict[str, tuple[str, ...]] = {
         # placements from live routing: the verdict, what a process is asked, and what it answers
         *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
         *("solving.job", "trace.live_routing"),
-        "models.fingerprint",  # whether a server that joins has the same checkpoint
+        "models.fingerprint",  # whether a process that joins has the same checkpoint
+    ),
+    # joins a cluster as one role or the other
+    "joining": (
+        *("config", "core", "experts.process", "logs", "models.fingerprint", "models.gguf.header"),
+        *("runtime.process", "transport"),
     ),
     "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),
@@ -147,7 +152,7 @@ EDGES: dict[str, tuple[str, ...]] = {
             "client",
             "config",
             "core",
-            "experts.join",
+            "joining",
             "kernels.table",
             "launch",
             "logs",

@@ -15,6 +15,7 @@ from moesaic.cluster.member import Role
 from moesaic.cluster.members import Members
 from moesaic.cluster.placing import first_placement
 from moesaic.cluster.router import Router
+from moesaic.cluster.scaling import Joined
 from moesaic.commands.options import Join
 from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
@@ -111,7 +112,8 @@ def test_so_does_a_change(spawning: list[Scene]) -> None:  # noqa: F811
     spawning.append(scene)
     scene.members.servers[0].capacity = 2.0
     process = scene.process("expert server 1")
-    change = scene.changes.add_server(process, capacity=6.0)
+    process.capacity = 6.0
+    change = scene.changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
     assert advance(change)
     [held] = scene.told_to_hold("expert server 1")
     assert len(held[0]) == 3
@@ -162,7 +164,13 @@ def test_who_joins_gets_what_its_weight_is_worth(expected: list[Answer], door: d
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "word", [messages.Alive(), messages.Enlist(0.0), messages.Enlist(float("inf")), messages.Enlist(-2.0)]
+    "word",
+    [
+        messages.Alive(),
+        messages.Enlist("expert-server", 0.0),
+        messages.Enlist("expert-server", float("inf")),
+        messages.Enlist("expert-server", -2.0),
+    ],
 )
 def test_whoever_says_something_else_first_is_dropped(
     word: messages.Message, monkeypatch: pytest.MonkeyPatch

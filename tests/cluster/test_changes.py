@@ -33,6 +33,9 @@ class FakeProcess:
     far: LocalConnection
     pid: int | None = 1
     stopped: bool = False
+    host: str = ""
+    role: Role = Role.SERVER
+    capacity: float = 1.0
 
     def how_it_ended(self) -> str:
         return "ended"
@@ -299,7 +302,7 @@ def test_ranks_pair_by_place_and_share_its_cores(monkeypatch: pytest.MonkeyPatch
     members = Members(worker, Router(), lambda member, message: None, lambda: 0.0, RANKS)
     for _ in range(2):
         members.add(Role.WORKER), members.add(Role.SERVER)
-    members.adopt(members.add(Role.SERVER), FakeProcess(*local_pair()), LAYOUT)
+    members.adopt(members.add(Role.SERVER), FakeProcess(*local_pair()), "w", LAYOUT)  # type: ignore[arg-type]
     for role in Role:  # places whose numbers are gone
         members.remove(members.add(role))
         members.add(role)

@@ -120,7 +120,7 @@ def test_the_flag_comes_before_the_variable(started: Started, fleet: Callable[..
 
 def test_a_server_of_another_host_has_none_of_these(started: Started, fleet: Callable[..., Members]) -> None:
     members = fleet(CUDA, 1, 0)
-    members.adopt(members.add(Role.SERVER, capacity=4.0), FakeProcess(*local_pair()), LAYOUT)
+    members.adopt(members.add(Role.SERVER, capacity=4.0), FakeProcess(*local_pair()), "w", LAYOUT)  # type: ignore[arg-type]
     assert members.servers[0].devices == ()
 
 

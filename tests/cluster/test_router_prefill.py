@@ -9,6 +9,7 @@ import pytest
 
 from moesaic.cluster.router import Router
 from moesaic.core import messages
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.messages import Message
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.transport.local import LocalConnection, local_pair
@@ -30,7 +31,7 @@ class Workers:
 
     def join(self, number: int) -> None:
         ours, self.ends[number] = local_pair()
-        kv = messages.ReceivesKV(f"unix:@{number}", b"secret") if number < PREFILL else None
+        kv = messages.ReceivesKV(Endpoint(f"unix:@{number}"), b"secret") if number < PREFILL else None
         self.router.join(number, ours, info(max_model_len=1024), prefill=number >= PREFILL, kv=kv)
 
     def submit(self, request_id: int = 0, **params: Any) -> messages.Submit:
@@ -71,7 +72,7 @@ def test_the_prefill_worker_gets_one_token_to_sample_and_a_place_to_send_to() ->
     submit = workers.submit(min_tokens=4)
     [request] = submit.requests
     assert (request.params.max_tokens, request.params.min_tokens) == (1, 1)
-    assert submit.targets == {0: messages.KVTarget(1, "unix:@0", b"secret")}
+    assert submit.targets == {0: messages.KVTarget(1, Endpoint("unix:@0"), b"secret")}
     assert workers.got(0) == []
     assert workers.open_requests == {0: 1, PREFILL: 1} and workers.router.transfers == [(1, 0)]
 
@@ -174,7 +175,7 @@ def test_a_dead_receiver_is_replaced_once_the_token_is_there(sampled: bool) -> N
     [again] = workers.got(PREFILL)
     to = 1 if sampled else 0
     assert isinstance(again, messages.Submit) and again.generated == [[50]]
-    assert again.targets == {0: messages.KVTarget(2, f"unix:@{to}", b"secret")}
+    assert again.targets == {0: messages.KVTarget(2, Endpoint(f"unix:@{to}"), b"secret")}
     assert workers.open_requests == {to: 1, PREFILL: 1}
 
 

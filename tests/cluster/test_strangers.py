@@ -12,7 +12,8 @@ import pytest
 
 from moesaic.cluster.join_listener import MAX_PENDING
 from moesaic.core import messages
-from moesaic.experts.join import JoinOptions, _connect
+from moesaic.joining import enlisting
+from moesaic.joining.options import JoinOptions
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import MAGIC, NONCE
 from moesaic.transport.wakeup import Wakeup
@@ -80,8 +81,8 @@ def stranger(address: str, says: bytes, stack: ExitStack) -> None:
 def joins(found: Door) -> None:
     """A server comes in, at the first attempt."""
     wakeup = Wakeup()
-    connection, _ = _connect(JoinOptions(found.address, SECRET), wakeup)
-    connection.send(messages.Enlist(1.0))
+    connection, _ = enlisting.connect(JoinOptions(found.address), SECRET, None, wakeup.ring)
+    connection.send(messages.Enlist("expert-server"))
     assert found.line() == "welcome"
     connection.close()
     wakeup.close()

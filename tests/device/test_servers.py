@@ -17,6 +17,7 @@ from tests.support.gpu_sanitizer import sanitized
 
 from moesaic.config import CacheConfig, ExpertServerConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core import messages
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.request import Request, SamplingParams
@@ -69,7 +70,7 @@ def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield Directory(1, [ServerEntry(0, 1, address)], {0: held})
+        yield Directory(1, [ServerEntry(0, 1, Endpoint(address))], {0: held})
     finally:
         stopped.set()
         thread.join()

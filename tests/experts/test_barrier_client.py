@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ServerEntry
 from moesaic.experts.barrier_client import BarrierClient
@@ -38,7 +39,7 @@ class Recording:
 
 def end(server: int = 0, incarnation: int = 1) -> tuple[ServerConnection, Recording]:
     caller = Recording()
-    return ServerConnection(ServerEntry(server, incarnation, "unix:x"), caller), caller  # type: ignore[arg-type]
+    return ServerConnection(ServerEntry(server, incarnation, Endpoint("unix:x")), caller), caller  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])

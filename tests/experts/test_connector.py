@@ -32,7 +32,7 @@ def test_the_way_to_a_server(
 ) -> None:
     listener, wakeup = Listener(address.format(tmp_path), SECRET), Wakeup()
     connector = Connector(1 << 16, wakeup, transport)
-    entry = ServerEntry(3, 1, listener.address)
+    entry = ServerEntry(3, 1, listener.endpoint)
     try:
         connector.start(entry, SECRET)
         assert wait([], [wakeup.fileno()], PATIENCE)

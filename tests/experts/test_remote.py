@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.experts import wire
@@ -108,7 +109,7 @@ class Cluster:
             )
             for number in range(2)
         ]
-        self.entries = [ServerEntry(number, 1, f"unix:{folder}/{number}") for number in range(2)]
+        self.entries = [ServerEntry(number, 1, Endpoint(f"unix:{folder}/{number}")) for number in range(2)]
         wakeup = Wakeup()
         self.connector = Dialling(wakeup)
         self.replicas = Replicas(ReplicaTimeout(unknown=1e9, floor=1e9))
@@ -508,7 +509,7 @@ def test_a_successor_of_a_server_that_had_not_left(cluster: Cluster) -> None:
     cluster.client.arrivals()
     handle, wanted = cluster.submit()
     cluster.publish()
-    cluster.publish(0, names=[ServerEntry(0, 2, cluster.entries[1].address)])
+    cluster.publish(0, names=[ServerEntry(0, 2, cluster.entries[1].endpoint)])
     torch.testing.assert_close(cluster.rows(handle, 1), wanted, rtol=0, atol=0)
 
 
@@ -526,7 +527,7 @@ def test_a_second_connection_to_one_server_is_closed(cluster: Cluster) -> None:
 def test_a_directory_that_names_a_server_twice(cluster: Cluster) -> None:
     """The later line counts."""
     entry = cluster.entries[0]
-    cluster.publish(0, names=[ServerEntry(0, 0, "unix:/nowhere"), entry])
+    cluster.publish(0, names=[ServerEntry(0, 0, Endpoint("unix:/nowhere")), entry])
     handle, wanted = cluster.submit()
     torch.testing.assert_close(cluster.rows(handle, 0), wanted, rtol=0, atol=0)
 

@@ -11,6 +11,7 @@ import pytest
 
 from moesaic.config import HostTransport
 from moesaic.core import messages
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kvcache.images import Bytes
@@ -60,9 +61,9 @@ class Pair:
         self.receiver = KVReceiver(self.there, BLOCK, self.reports.append)
         self.sender = KVSender(self.here, BLOCK, self.reports.append, transport, most_queued)
 
-    def begin(self, transfer: int = 1, tokens: int = 10, address: str | None = None) -> None:
+    def begin(self, transfer: int = 1, tokens: int = 10, endpoint: Endpoint | None = None) -> None:
         """Request 5 of so many tokens, one of which is generated, arrives at the sender."""
-        target = messages.KVTarget(transfer, address or self.receiver.address, self.receiver.secret)
+        target = messages.KVTarget(transfer, endpoint or self.receiver.endpoint, self.receiver.secret)
         request = Request(5, [1] * (tokens - 1), SamplingParams())
         self.sender.expect(messages.Submit([request], [[9]], {5: target}))
 
@@ -166,10 +167,10 @@ def test_a_request_that_ends_before_it_is_admitted_leaves_nothing(pair: Pair) ->
 
 
 def test_a_worker_that_is_not_there_is_reported(pair: Pair) -> None:
-    pair.begin(address="unix:@nobody")
+    pair.begin(endpoint=Endpoint("unix:@nobody"))
     pair.step(10)
     pair.wait(lambda: messages.KVNotSent([1]) in pair.reports)
-    pair.begin(transfer=2, address="unix:@nobody")
+    pair.begin(transfer=2, endpoint=Endpoint("unix:@nobody"))
     pair.step(10)
     pair.wait(lambda: messages.KVNotSent([2]) in pair.reports)
     assert pair.sender.stats().failed == 2
@@ -186,7 +187,7 @@ def test_requests_are_given_up_while_too_much_waits() -> None:
 
 
 def by_hand(pair: Pair) -> Caller:
-    return connect(pair.receiver.address, pair.receiver.secret, "shm", 1 << 20)
+    return connect(pair.receiver.endpoint.address, pair.receiver.secret, "shm", 1 << 20)
 
 
 def post(caller: Caller, *parts: bytes) -> None:

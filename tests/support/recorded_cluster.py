@@ -95,7 +95,7 @@ def _serving(
         service = RecordedService(layout.layers, policy_named("defrag"), rule)
         server = ExpertServer(layout, backend, listener, service, time.monotonic)
         services.append(service)
-        entries.append(ServerEntry(number, 1, listener.address))
+        entries.append(ServerEntry(number, 1, listener.endpoint))
 
         def turn(server: ExpertServer = server) -> None:
             while not stopped.is_set():

@@ -95,7 +95,7 @@ def test_a_bad_peer_is_one_line_in_the_log(
         except OSError:
             pass  # dropped before it was done
         until(lambda: caplog.records)
-        until(lambda: not listener._acceptor._pending)
+        until(lambda: not listener._acceptors[0]._pending)
     assert len(caplog.records) == 1
     message = caplog.records[0].getMessage()
     peer = "tcp:{}:{}".format(*host_and_port) if host_and_port else f"process {os.getpid()}"
@@ -147,7 +147,7 @@ def test_memory_that_cannot_be_trusted(
     handed = make()
     with raw(listener) as sock:
         hand_over(*handed)(sock)
-        until(lambda: caplog.records and not listener._acceptor._pending)
+        until(lambda: caplog.records and not listener._acceptors[0]._pending)
     for descriptor in handed:
         os.close(descriptor)
     assert len(caplog.records) == 1 and why in caplog.text
@@ -180,7 +180,7 @@ def test_handshakes_have_a_limit(
 def test_closing_ends_open_handshakes(tmp_path: Path) -> None:
     listener = Listener(f"unix:{tmp_path}/s", SECRET, handshake_seconds=1e6)
     with raw(listener) as sock:
-        until(lambda: listener._acceptor._pending)
+        until(lambda: listener._acceptors[0]._pending)
         listener.close()
         listener.close()
         assert len(sock.recv(100)) == 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from moesaic.core import messages
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import BlockStats, ExpertServerStats, WorkerStats
@@ -42,29 +43,30 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Cancel([1, 2**40]),
     messages.Submit([REQUEST, REQUEST], [[4, 5], []]),
     messages.Shutdown(),
-    messages.Serving(Directory(3, [ServerEntry(0, 2, "unix:/a")], {0: {1: [5, 6]}}), b"\0secret"),
+    messages.Serving(
+        Directory(3, [ServerEntry(0, 2, Endpoint("unix:/a", "tcp:10.0.0.1:1", "one"))], {0: {1: [5, 6]}}),
+        b"\0secret",
+    ),
     messages.Layout(ExpertLayout({1: "a.1"}, "g", "u", "d", 8, 4, 16, 2, "bfloat16")),
-    messages.Submit([REQUEST], [[]], {1: messages.KVTarget(7, "unix:@a", b"\0secret")}),
+    messages.Submit([REQUEST], [[]], {1: messages.KVTarget(7, Endpoint("unix:@a"), b"\0secret")}),
     messages.Submit([REQUEST], [[4]], received={1: 7}),
-    messages.ReceivesKV("unix:@a", b"\0secret"),
+    messages.ReceivesKV(Endpoint("unix:@a"), b"\0secret"),
     messages.KVReceived(7),
     messages.KVNotSent([7, 8]),
     messages.DropKV([2**40]),
     messages.Alive(),
     messages.Settled(4),
-    messages.Enlist(2.5),
-    messages.Enlisted(
-        ExpertLayout({0: "a.0"}, "g", "u", "d", 8, 4, 16, 2, "float32"),
-        *("m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5),
-    ),
+    messages.Enlist("expert-server", 2.5, "one", "t"),
+    messages.Enlisted("m", "a.b.c", "{}"),
     messages.Hold(2, {1: [0, 3]}, b"secret"),
-    messages.Holds(2, "tcp:127.0.0.1:80", "native", 1, "a.b.c"),
+    messages.Holds(2, Endpoint("tcp:127.0.0.1:80"), "native", 1, "a.b.c"),
     messages.Digests({1: {0: "ab", 3: "cd"}}),
     messages.Refuse("other weights"),
     messages.FaultyServer(2, 1, "answered NaN"),
     messages.ServerReport(ExpertServerStats(clients=1), [[1, 2]]),
     messages.Loading(3, 10),
     messages.Ready(INFO),
+    messages.Ready(INFO, "a.b.c"),
     messages.Admitted([7], [0.25], [16]),
     messages.Moved([0, 7]),
     messages.Tokens([7, 8], [11, 12], [None, FinishReason.STOP], [LOGPROB, None]),

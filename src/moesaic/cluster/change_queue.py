@@ -20,12 +20,12 @@ from moesaic.cluster.balancing import Balancing
 from moesaic.cluster.dispatching import by_tables
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.live_placement import LivePlacement
-from moesaic.cluster.member import Member, Stage
+from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes
+from moesaic.cluster.scaling import Change, Changes, Joined
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -119,13 +119,18 @@ class ChangeQueue:
             return
         self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers), future))
 
-    def join(self, process: RemoteProcess) -> None:
-        """Adds a change for a server that joins from another machine."""
-        if self.layout is None or self._cluster.expert_servers == 0:
+    def join(self, process: RemoteProcess, weights: str) -> None:
+        """Adds a change for a process that joins from another machine.
+
+        weights: fingerprint that its checkpoint must have.
+        """
+        server = process.role is Role.SERVER
+        if server and self.layout is None:
             process.kill()  # it will try again
             return
-        what = f"an expert server joins from {process.peer}"
-        self._queue.append(_QueuedChange(what, self.changes.add_server(process, process.capacity)))
+        joined = Joined(process, weights)
+        change = self.changes.add_server(joined) if server else self.changes.add_worker(joined)
+        self._queue.append(_QueuedChange(f"an {process.role.value} joins from {process.peer}", change))
 
     def add_report(self, member: Member, load: list[list[int]]) -> None:
         """Adds a server's report. load: [L][E] pairs, see `Loads.add_report`."""
@@ -174,6 +179,10 @@ class ChangeQueue:
             wanted.future.set_exception(error)
 
     def _next(self, now: float) -> _QueuedChange | None:
+        left_workers = [one for one in self._members.clients if one.elsewhere and one.stage is Stage.STOPPED]
+        if left_workers:
+            change = self.changes.remove_worker(left_workers[0])
+            return _QueuedChange(f"{left_workers[0].name} is gone", change)
         gone = [member for member in self._members.servers if member.stage is Stage.STOPPED]
         if gone and now >= self._quiet_until:
             left = len(self._members.servers) - 1

@@ -1,6 +1,6 @@
-"""The socket through which expert servers of other machines join the cluster.
+"""The socket through which processes of other machines join the cluster.
 
-A server that knows the cluster's secret may join. Both sides prove that they know it
+A process that knows the cluster's secret may join. Both sides prove that they know it
 (`transport.authentication`). Everything after that is encrypted (`transport.sealing`). A peer that stalls or
 does not know the secret is disconnected. The log has one line about it, or one about many.
 """
@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moesaic.cluster.member import Role
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
@@ -23,23 +24,48 @@ from moesaic.transport.stream import StreamConnection
 
 HANDSHAKE_SECONDS = 10.0
 STOP_SECONDS = 5.0
-"""Seconds that a server has to leave after it was asked to."""
+"""Seconds that a process has to leave after it was asked to."""
 MAX_PENDING = 64
 """Maximum number of handshakes at the same time.
 
-A further peer replaces the oldest one. So a server is kept out only if so many strangers come while it does
+A further peer replaces the oldest one. So a process is kept out only if so many strangers come while it does
 its handshake, and then it tries again.
 """
 
 
+def own_door(address: str) -> str:
+    """The address, with any free port, at which another process of this machine listens for other machines.
+
+    address: of the cluster, tcp:HOST:PORT. Raises ConfigError.
+    """
+    where = addresses.parse(address)
+    if where.path:
+        raise ConfigError.field("--cluster-address", address, "tcp:HOST:PORT")
+    return str(where._replace(port=0))
+
+
+_ROLES = {role.flag: role for role in Role}
+
+
 @dataclass
 class RemoteProcess:
-    """An expert server on another machine. Only its connection is known."""
+    """A process on another machine. Only its connection is known, and what it said."""
 
     connection: StreamConnection
     peer: str
+    """tcp address of its end of the connection, without the tcp:"""
+    role: Role = Role.SERVER
     capacity: float = 1.0
-    """Capacity weight that the server sent."""
+    """Capacity weight of a server."""
+    host_id: str = ""
+    """See `transport.host`."""
+    ticket: str = ""
+    """See `messages.Enlist`."""
+
+    @property
+    def host(self) -> str:
+        """The address of its machine."""
+        return self.peer.rpartition(":")[0]
 
     @property
     def pid(self) -> int | None:
@@ -51,11 +77,18 @@ class RemoteProcess:
         return f"the connection to {self.peer} is lost{why}"
 
     def kill(self) -> None:
-        """Closes the connection. The server joins again when it notices."""
+        """Closes the connection. The process joins again when it notices."""
+        self.connection.close()
+
+    def refuse(self, reason: str) -> None:
+        """Tells the process why it cannot join. It ends."""
+        with contextlib.suppress(ConnectionLost):
+            self.connection.send(messages.Refuse(reason))
+            self.connection.ended(STOP_SECONDS)
         self.connection.close()
 
     def stop(self) -> None:
-        """Asks the server to leave, and waits until it has."""
+        """Asks the process to leave, and waits until it has."""
         with contextlib.suppress(ConnectionLost):
             self.connection.send(messages.Shutdown())
             self.connection.ended(STOP_SECONDS)  # an immediate close could arrive before the message
@@ -66,16 +99,13 @@ class JoinListener:
     """Listens at `address`, tcp:HOST:PORT."""
 
     def __init__(self, address: str, secret: bytes, welcome: Callable[[RemoteProcess], None]) -> None:
-        """welcome: called with each server that has passed the handshake, in a thread of its own.
+        """welcome: called with each process that has passed the handshake, in a thread of its own.
 
         Raises ConfigError if it cannot listen there.
         """
         self._secret = secret
         try:
-            where = addresses.parse(address)
-            if where.path:
-                raise ConfigError.field("address", address, "tcp:HOST:PORT")
-            listening, where = addresses.bind(where)
+            listening, where = addresses.bind(addresses.parse(address))
         except ConfigError as error:
             raise ConfigError(f"--cluster-address: {error}") from error
         self.address = str(where)
@@ -92,8 +122,8 @@ class JoinListener:
         self._acceptor.close()
 
     def _enlisted(self, sock: socket.socket) -> RemoteProcess:
-        """Authenticates a peer and reads its first message. Raises for anything that is not an expert
-        server."""
+        """Authenticates a peer and reads its first message. Raises for anything that is no process of
+        moesaic."""
         host, port = sock.getpeername()[:2]
         _, keys = prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
         with contextlib.ExitStack() as undo:
@@ -102,5 +132,8 @@ class JoinListener:
             word = connection.receive(HANDSHAKE_SECONDS)
             if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:
                 raise ConnectionLost(f"it sent {type(word).__name__}, not Enlist with a positive capacity")
+            role = _ROLES.get(word.role)
+            if role is None:
+                raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
             undo.pop_all()
-            return RemoteProcess(connection, f"{host}:{port}", word.capacity)
+            return RemoteProcess(connection, f"{host}:{port}", role, word.capacity, word.host, word.ticket)

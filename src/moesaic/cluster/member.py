@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moesaic.core.endpoint import NOWHERE, Endpoint
 from moesaic.core.messages import ReceivesKV
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.policy.fleet.devices import Devices
@@ -20,6 +21,11 @@ class Role(enum.Enum):
     PREFILL = "prefill worker"
     """An attention worker that computes prompts for the others."""
     SERVER = "expert server"
+
+    @property
+    def flag(self) -> str:
+        """The role in `--role` of `moesaic join`, such as "attention-worker"."""
+        return self.value.replace(" ", "-")
 
 
 class Stage(enum.Enum):
@@ -85,6 +91,8 @@ class Member:
     """True while it is being added. If it keeps dying, the change has failed, not the service."""
     elsewhere: bool = False
     """True if it joined from another machine. The supervisor cannot restart it."""
+    host: str = ""
+    """The address of the machine from which it joined. Empty: the supervisor's own machine."""
     last_seen: float = 0.0
     """Time of the last message, on the supervisor's clock."""
     deaths: list[float] = field(default_factory=list)
@@ -94,8 +102,8 @@ class Member:
     last_failure: str | None = None
     complaint: str | None = None
     """Why it could not carry out its last message; None if it could."""
-    address: str = ""
-    """For a server: address for its clients, once it is known."""
+    endpoint: Endpoint = NOWHERE
+    """For a server: where its clients connect, once it is known."""
     last_hold: int = -1
     """For a server: number of the last Hold that was sent to it."""
     confirmed_hold: int = -1
@@ -106,6 +114,8 @@ class Member:
     """For a worker: no call under way was routed by a version of the directory before this one."""
     devices: Devices = ()
     """GPUs that its processes see, one after the other; empty: those of this process, or none."""
+    weights: str = ""
+    """If it joined: fingerprint that its checkpoint must have."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0

@@ -6,14 +6,16 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from moesaic.cluster import numa
 from moesaic.cluster.cores import Cores
+from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.local import spawn_server, spawn_worker
 from moesaic.cluster.member import Member, Process, Role, Stage
 from moesaic.cluster.router import Router
 from moesaic.config import SMALL_MODEL, ClusterConfig, ExpertServerConfig, WorkerConfig, gpus
+from moesaic.config.values import KVRole
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
@@ -91,7 +93,7 @@ class Members:
     @property
     def servers_here(self) -> list[Member]:
         """Servers that were started here. With ranks, each worker's server has the worker's index."""
-        return [member for member in self.servers if not member.elsewhere]
+        return self._here(self.servers)
 
     @property
     def capacities(self) -> dict[int, float]:
@@ -119,17 +121,16 @@ class Members:
     def spawn_worker(self, member: Member) -> None:
         """Starts the next process of a worker of either role."""
         prefill = member.role is Role.PREFILL
-        alike = self.prefill_workers if prefill else self.workers
+        alike = self._here(self.prefill_workers if prefill else self.workers)
         place = self._place(member, alike)
-        cpus = self._cores.cpus(Role.WORKER, self.clients.index(member), self._ranks)
+        cpus = self._cores.cpus(Role.WORKER, self._here(self.clients).index(member), self._ranks)
         config = replace(
-            self._worker_config,
+            self._worker_settings(member),
             beside=self._beside(member),
             devices=member.devices,
             own_server=self.servers_here[place].number if self._ranks and not prefill else None,
             most_threads=len(cpus) or self._cores.threads(place, len(alike)),
             cpus=cpus,
-            kv_role=("prefill" if prefill else "decode") if self._prefill else None,
             trace=self._part(member),
             record=part_of(self._worker_config.record, member.name, member.incarnation + 1),
         )
@@ -141,50 +142,79 @@ class Members:
         """Starts the server's next process, which waits for a Hold."""
         place = self._place(member, self.servers_here)
         cpus = self._cores.cpus(Role.SERVER, place, self._ranks)
-        model = self._worker_config.model
-        config = ExpertServerConfig(
-            model=model.model,
-            layout=layout,
-            address="unix:@",
-            kernels=model.kernels,
-            mmap=model.mmap,
-            fast_memory=self._worker_config.server_memory,
-            device="cpu" if model.device == "auto" else model.device,
+        config = replace(
+            self._server_settings(layout),
             devices=member.devices,
-            threads=model.threads or len(cpus) or self._server_threads(layout, place),
+            threads=self._worker_config.model.threads or len(cpus) or self._server_threads(layout, place),
             cpus=cpus,
-            schedule=self._worker_config.scheduler.schedule,
-            queue_policy=self._worker_config.scheduler.queue_policy,
-            queues=self._worker_config.queues,
-            log_level=self._worker_config.log_level,
             trace=self._part(member),
-            paced=self._worker_config.paced,
-            policy_file=self._worker_config.policy_file,
             checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
         with numa.on(self._cores.nodes(place, len(self.servers_here))):
             child = spawn_server(config)
         self._listen(member, child)
 
-    def adopt(self, member: Member, process: Process, layout: ExpertLayout) -> None:
-        """Adds a server that joined from another machine."""
-        member.elsewhere, member.devices = True, ()
-        model, scheduler = self._worker_config.model, self._worker_config.scheduler
-        enlisted = messages.Enlisted(
-            layout,
-            model.model,
-            model.kernels,
-            model.mmap,
-            scheduler.schedule,
-            scheduler.queue_policy,
-            **asdict(self._worker_config.queues),
-        )
+    def adopt(
+        self, member: Member, process: RemoteProcess, weights: str, layout: ExpertLayout | None
+    ) -> None:
+        """Adds a process that joined from another machine, and sends it its settings.
+
+        weights: fingerprint that its checkpoint must have. layout: of the experts, for a server.
+        """
+        member.elsewhere, member.devices, member.host = True, (), process.host
+        member.weights = weights
+        if member.role is Role.SERVER:
+            assert layout is not None
+            config = replace(self._server_settings(layout), paced=None, policy_file=None).to_json()
+        else:
+            settings = self._worker_settings(member)
+            config = replace(
+                settings, trace=None, paced=None, policy_file=None, checkpoint_stamp=""
+            ).to_json()
+        enlisted = messages.Enlisted(self._worker_config.model.model, weights, config)
         with contextlib.suppress(ConnectionLost):  # its reader thread reports it
             process.connection.send(enlisted)
         self._listen(member, process)
 
+    def why_not(self, role: Role) -> str | None:
+        """Why no process of this role can join; None if one can."""
+        if role is Role.PREFILL and not self._prefill:
+            return "--role prefill-worker: the cluster was started without --prefill-workers"
+        if role is Role.SERVER and not self._worker_config.remote_experts:
+            return "--role expert-server: the cluster was started without --expert-servers"
+        if role is not Role.SERVER and self._worker_config.record is not None:
+            return f"--role {role.flag}: the cluster records routing, which workers of other hosts do not"
+        return None
+
+    def _worker_settings(self, member: Member) -> WorkerConfig:
+        """The settings of a worker that do not depend on its machine."""
+        if not self._prefill:
+            return self._worker_config
+        role: KVRole = "prefill" if member.role is Role.PREFILL else "decode"
+        return replace(self._worker_config, kv_role=role)
+
+    def _server_settings(self, layout: ExpertLayout) -> ExpertServerConfig:
+        """The settings of an expert server that do not depend on its machine."""
+        worker = self._worker_config
+        return ExpertServerConfig(
+            model=worker.model.model,
+            layout=layout,
+            address="unix:@",
+            remote_address=worker.remote_address,
+            kernels=worker.model.kernels,
+            mmap=worker.model.mmap,
+            fast_memory=worker.server_memory,
+            device="cpu" if worker.model.device == "auto" else worker.model.device,
+            schedule=worker.scheduler.schedule,
+            queue_policy=worker.scheduler.queue_policy,
+            queues=worker.queues,
+            log_level=worker.log_level,
+            paced=worker.paced,
+            policy_file=worker.policy_file,
+        )
+
     def refuse(self, member: Member, reason: str) -> None:
-        """Tells a server that joined why it must leave, and disconnects it in the background."""
+        """Tells a process that joined why it must leave, and disconnects it in the background."""
         member.complaint = reason
         if member.child is not None:
             thread = threading.Thread(target=_dismiss, args=(member.child, messages.Refuse(reason)))
@@ -215,6 +245,11 @@ class Members:
             thread.join()
 
     @staticmethod
+    def _here(members: list[Member]) -> list[Member]:
+        """Those that were started on this machine."""
+        return [member for member in members if not member.elsewhere]
+
+    @staticmethod
     def _place(member: Member, alike: list[Member]) -> int:
         """Returns the index of a member among `alike`. Its number is no index: numbers of members that left
         are not reused."""
@@ -232,7 +267,7 @@ class Members:
         if worker.devices:
             return beside(worker.devices, [member.devices for member in others])
         servers = len(self.servers_here) if self._worker_config.model.device == "cuda" else 0
-        return len(self.clients) + servers - 1
+        return len(self._here(self.clients)) + servers - 1
 
     def _part(self, member: Member) -> str | None:
         """Returns the file for its next process's part of the trace; None: there is no trace."""

@@ -78,7 +78,7 @@ class Publisher:
         serving = [member for member in self._members.servers if member.stage is Stage.SERVING]
         return Directory(
             self.version,
-            [ServerEntry(member.number, member.incarnation, member.address) for member in serving],
+            [ServerEntry(member.number, member.incarnation, member.endpoint) for member in serving],
             {member.number: union(member.number, (placement,)) for member in serving},
         )
 

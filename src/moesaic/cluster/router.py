@@ -324,7 +324,7 @@ class Router:
         entry.transfer = Transfer(next(self._numbers), to)
         self._transfers[entry.transfer.number] = entry.request.request_id
         self._enter(entry, to)
-        return messages.KVTarget(entry.transfer.number, kv.address, kv.secret)
+        return messages.KVTarget(entry.transfer.number, kv.endpoint, kv.secret)
 
     def _goes_on(self, entry: Entry, tokens: int | None = None) -> bool:
         """Whether the request may have another token. tokens: it has so many, with its prompt; None: now."""

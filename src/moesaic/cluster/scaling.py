@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from moesaic.cluster.autoscaling import autoscale_rules
 from moesaic.cluster.balancing import BANDWIDTH
-from moesaic.cluster.member import Member, Process, Role, Stage
+from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, holding, union
 from moesaic.cluster.router import Router
@@ -52,6 +53,15 @@ class ScalingLimits:
     """Seconds between two reminders to workers that still wait for late answers."""
     attempts: int = 3
     """Number of deaths after which a new process is given up."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A process that joined from another machine."""
+
+    process: RemoteProcess
+    weights: str
+    """Fingerprint that its checkpoint must have."""
 
 
 class Changes:
@@ -115,6 +125,7 @@ class Changes:
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
         self._check_limits(servers, workers)
         joined = sum(member.elsewhere for member in self._members.servers[:servers])
+        joined -= sum(member.elsewhere for member in self._members.workers[:workers])
         if self._cluster.enable_expert_parallel and servers - joined != workers:
             raise ScalingError(
                 f"expert_servers: got {servers} with {workers} attention_workers; --enable-expert-parallel "
@@ -136,16 +147,13 @@ class Changes:
                     bounds = f"{rule.least} to {rule.most}"
                     raise ScalingError(f"{name}: got {number}; --autoscale allows {bounds}", True)
 
-    def add_server(self, process: Process | None = None, capacity: float | None = None) -> Change:
-        """Adds a server, which takes its share of the experts.
-
-        process: a server that joined, with its weight, `capacity`. None: a new one on this machine.
-        """
+    def add_server(self, joined: Joined | None = None) -> Change:
+        """Adds a server, which takes its share of the experts. joined: None: a new one on this machine."""
         numbers = [member.number for member in self._members.servers]
-        member = self._members.add(Role.SERVER, True, capacity)
+        member = self._members.add(Role.SERVER, True, None if joined is None else joined.process.capacity)
         try:
             new = self._placed([*numbers, member.number])
-            yield from self._move(new, joining=member, process=process)
+            yield from self._move(new, joining=member, joined=joined)
         except Exception:
             self._members.remove(member)
             self._publisher.publish()
@@ -159,11 +167,17 @@ class Changes:
         yield from self._move(self._placed(left, least), leaving=member)
         self._members.remove(member)
 
-    def add_worker(self) -> Change:
-        """Adds an attention worker. It gets new requests once it is ready."""
-        member = self._members.add(Role.WORKER, on_trial=True)
+    def add_worker(self, joined: Joined | None = None) -> Change:
+        """Adds an attention worker, or a prefill worker that joined. It gets new requests once it is ready.
+
+        joined: None: a new process on this machine.
+        """
+        member = self._members.add(Role.WORKER if joined is None else joined.process.role, on_trial=True)
         try:
-            self._members.spawn_worker(member)
+            if joined is None:
+                self._members.spawn_worker(member)
+            else:
+                self._members.adopt(member, joined.process, joined.weights, self.layout)
             yield from self._wait(lambda: member.stage is Stage.SERVING, self._limits.loading, [member])
         except Exception:
             self._members.remove(member)
@@ -176,11 +190,11 @@ class Changes:
         move instead."""
         if member.stage is Stage.SERVING:
             member.stage = Stage.DRAINING
-        self._router.drain(member.number)
+        self._router.drain(member.worker)
         end = self._clock() + self._limits.draining
-        while member.child is not None and not self._router.drained(member.number) and self._clock() < end:
+        while member.child is not None and not self._router.drained(member.worker) and self._clock() < end:
             yield
-        self._router.leave(member.number)
+        self._router.leave(member.worker)
         self._members.remove(member)
         self._router.tell_ready()
 
@@ -227,7 +241,7 @@ class Changes:
         new: Placement,
         joining: Member | None = None,
         leaving: Member | None = None,
-        process: Process | None = None,
+        joined: Joined | None = None,
     ) -> Change:
         """Loads the new experts, publishes the new placement, then drops the old experts."""
         publisher, old = self._publisher, self._publisher.placement
@@ -240,7 +254,7 @@ class Changes:
         ]
         try:
             if joining is not None:
-                yield from self._join(joining, process)
+                yield from self._join(joining, joined)
             begun, processes = self._clock(), [member.incarnation for member in takers]
             for member in takers:
                 publisher.hold(member)
@@ -281,13 +295,13 @@ class Changes:
                 self._publisher.publish()
                 again = self._clock() + self._limits.nudge
 
-    def _join(self, member: Member, process: Process | None) -> Change:
+    def _join(self, member: Member, joined: Joined | None) -> Change:
         """Waits until a new server has loaded, and until clients have connected to it."""
         assert self.layout is not None
-        if process is None:
+        if joined is None:
             self._members.spawn_server(member, self.layout)
         else:
-            self._members.adopt(member, process, self.layout)
+            self._members.adopt(member, joined.process, joined.weights, self.layout)
         self._publisher.hold(member)
         yield from self._wait(lambda: holding([member]), self._limits.loading, [member])
         end = self._clock() + self._limits.connecting

@@ -24,7 +24,7 @@ from moesaic.cluster.change_queue import ChangeQueue
 from moesaic.cluster.dispatching import dispatch_of, tables_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
-from moesaic.cluster.join_listener import JoinListener, RemoteProcess
+from moesaic.cluster.join_listener import JoinListener, RemoteProcess, own_door
 from moesaic.cluster.killing import kill
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
@@ -41,6 +41,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.placement import Placement
+from moesaic.models import fingerprint
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
 
@@ -81,6 +82,7 @@ class Supervisor:
             attention_workers=cluster.attention_workers,
             supervised=True,
             transport=transport,
+            remote_address=None if cluster.cluster_address is None else own_door(cluster.cluster_address),
         )
         self._members = Members(member, router, self._receive, clock, cluster)
         self._publisher = Publisher(self._members, self._secret)
@@ -97,8 +99,8 @@ class Supervisor:
         self._paced = None if file is None else f"{file}: {paced.read(Path(file)).source}"
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        path, later = Path(worker.model.model), self._members.inbox.put
-        self._weights = WeightCheck(path, later, self._holds, self._refuse, clock)
+        self._model, later = Path(worker.model.model), self._members.inbox.put
+        self._weights = WeightCheck(self._model, later, self._holds, self._refuse, clock)
         self._join_listener: JoinListener | None = None
         if cluster.cluster_address is not None:
             self._join_listener = JoinListener(cluster.cluster_address, self._secret, self._welcome)
@@ -236,6 +238,8 @@ class Supervisor:
                 self._lost(member)
             case messages.Layout(layout):
                 self._lay_out(layout)
+            case messages.Ready(_, weights) if weights != member.weights:
+                self._refuse(member, "its checkpoint has another fingerprint than this cluster's")
             case messages.Ready(info):
                 member.stage = Stage.SERVING
                 assert member.child is not None
@@ -265,7 +269,7 @@ class Supervisor:
         self._announce()
 
     def _holds(self, member: Member, message: messages.Holds) -> None:
-        member.address, member.confirmed_hold = message.address, message.version
+        member.endpoint, member.confirmed_hold = message.endpoint, message.version
         member.kernels, member.threads = message.kernels, message.threads
         others = {other.kernels for other in self._members.servers if other.kernels}
         if len(others) > 1 and member.stage is Stage.STARTING:
@@ -319,9 +323,14 @@ class Supervisor:
             self._router.tell_ready()
 
     def _welcome(self, process: RemoteProcess) -> None:
-        """Adds a server that has joined. Called in a thread of the join listener."""
-        if self._members.watched:
-            self._members.inbox.put(lambda: self._changes.join(process))
+        """Adds a process that has joined. Called in a thread of the join listener."""
+        why_not = self._members.why_not(process.role)
+        if why_not is not None:
+            self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {why_not}"))
+            process.refuse(why_not)
+        elif self._members.watched:
+            weights = fingerprint.of(self._model)
+            self._members.inbox.put(lambda: self._changes.join(process, weights))
         else:
             process.stop()
 

@@ -1,9 +1,9 @@
-"""`moesaic join`: this process becomes an expert server of a running cluster."""
+"""`moesaic join`: a process of this machine becomes a part of a running cluster."""
 
 from __future__ import annotations
 
 import json
-import os
+from functools import partial
 from pathlib import Path
 
 from moesaic import logs
@@ -11,23 +11,21 @@ from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Enlisted
-from moesaic.experts.join import JoinOptions, join
+from moesaic.joining import child, member
+from moesaic.joining.loop import join
+from moesaic.joining.options import JoinOptions
 from moesaic.transport.secret import read_secret
 
 
 def run(options: Join, as_json: bool) -> int:
-    """Serve until the cluster removes this server, or until Ctrl-C. Returns the exit code."""
+    """Serve until the cluster removes this process, or until Ctrl-C. Returns the exit code."""
 
     def joined(enlisted: Enlisted) -> None:
-        layout = enlisted.layout
         if as_json:
-            print(
-                json.dumps({"event": "joined", "cluster": options.address, "model": enlisted.model}),
-                flush=True,
-            )
-            return
-        sizes = f"{layout.num_experts} experts in {len(layout.layers)} layers"
-        print(f"Joined {options.address}: {enlisted.model}, {sizes}", flush=True)
+            told = {"cluster": options.address, "role": options.role, "model": enlisted.model}
+            print(json.dumps({"event": "joined", **told}), flush=True)
+        else:
+            print(f"Joined {options.address} as {options.role}: {enlisted.model}", flush=True)
 
     def lost(error: ConnectionLost) -> None:
         if as_json:
@@ -35,12 +33,20 @@ def run(options: Join, as_json: bool) -> int:
         else:
             print(f"{error}; joining again", flush=True)
 
-    logs.set_up("expert server", options.log_level)
+    logs.set_up(options.role.replace("-", " "), options.log_level)
     descriptors.prepare()
     secret = read_secret(Path(options.secret_file), "--secret-file")
-    threads = options.threads or len(os.sched_getaffinity(0))
-    model = None if options.model is None else Path(options.model)
-    listen = None if options.listen is None else f"tcp:{options.listen}"
-    capacity = options.capacity or float(threads)
-    joining = JoinOptions(f"tcp:{options.address}", secret, listen, model, threads, options.kernels, capacity)
-    return join(joining, joined, lost)
+    joining = JoinOptions(
+        f"tcp:{options.address}",
+        options.role,
+        None if options.listen is None else f"tcp:{options.listen}",
+        options.model,
+        options.threads,
+        options.kernels,
+        options.device,
+        options.capacity,
+        log_level=options.log_level,
+    )
+    # A worker cannot be taken apart in the middle of a step, so each of its lives has a process of its own.
+    life = member.server if options.role == "expert-server" else child.life
+    return join(partial(life, joining, secret), joined, lost)

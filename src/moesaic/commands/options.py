@@ -46,28 +46,30 @@ class Scale:
 
 @dataclass(frozen=True)
 class Join:
-    """Run an expert server that joins a running cluster."""
+    """Run a process that joins a running cluster, from this or another machine."""
 
     address: str
     """HOST:PORT, the --cluster-address of the cluster."""
     _: KW_ONLY
     secret_file: str
     """A copy of the cluster's --cluster-secret-file, with mode 600."""
-    role: Literal["expert-server"] = "expert-server"
+    role: Literal["expert-server", "attention-worker", "prefill-worker"] = "expert-server"
     """Role of this process in the cluster."""
     listen: str | None = None
-    """HOST:PORT at which attention workers reach this server. None: a free port of the address that the
-    cluster sees."""
+    """HOST:PORT at which processes of other machines reach this one. None: a free port of the address that
+    the cluster sees."""
     model: str | None = None
     """Directory of the checkpoint on this machine. None: the same path as on the cluster's machine."""
     threads: int | None = None
     """Number of compute threads. None: one per core."""
     capacity: float | None = None
-    """Relative share of the experts and of the load that this server gets. The cluster's own servers have
-    their --expert-capacities, or else their number of threads. None: --threads."""
+    """Relative share of the experts and of the load that an expert server gets. The cluster's own servers
+    have their --expert-capacities, or else their number of threads. None: --threads."""
     kernels: KernelName | None = None
-    """Kernels that compute the experts. None: those of the cluster. Answers have the same bits only if all
-    servers use the native kernels of one instruction set."""
+    """Kernels for a CPU. None: those of the cluster. Answers have the same bits only if all processes use the
+    native kernels of one instruction set."""
+    device: Device | None = None
+    """Where it computes: auto, cpu or cuda. None: as the cluster's own processes of this role."""
     log_level: LogLevel = "info"
     """Least level of the log lines, on stderr: debug, info, warning or error."""
 

@@ -147,7 +147,8 @@ class ClusterConfig(ParallelConfig):
     def apart(self) -> bool:
         """True if there are several processes, or may be: workers, expert servers or ranks."""
         several = self.attention_workers > 1 or self.prefill_workers > 0 or self.expert_servers > 0
-        return several or self.tensor_parallel_size > 1 or self.autoscale is not None
+        may_change = self.autoscale is not None or self.cluster_address is not None
+        return several or self.tensor_parallel_size > 1 or may_change
 
     @property
     def capacities(self) -> tuple[float, ...]:
@@ -236,7 +237,7 @@ class ClusterConfig(ParallelConfig):
         """Raises ConfigError for settings of expert servers without them, or that do not fit their number."""
         if self.expert_servers == 0:
             names = ["redundant_experts", "min_replicas", "expert_capacities", "transport"]
-            names += ["rebalance", "cluster_address", "paced", "schedule_policy_file"]
+            names += ["rebalance", "paced", "schedule_policy_file"]
             names += ["autoscale"] * self._scales_servers
             for name in names if self.tensor_parallel_size > 1 else ["placement", *names]:
                 if getattr(self, name) != getattr(ClusterConfig, name):

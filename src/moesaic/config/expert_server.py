@@ -20,6 +20,8 @@ class ExpertServerConfig:
     address: str
     """Address to listen on: unix:PATH, unix:@NAME (@ alone: any free name) or tcp:HOST:PORT (0: any free
     port)."""
+    remote_address: str | None = None
+    """tcp:HOST:PORT on which clients of other hosts reach it too. None: none do."""
     kernels: KernelName = "auto"
     mmap: bool = True
     """True: compute from the mapped checkpoint files. False: from copied weights."""

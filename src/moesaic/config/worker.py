@@ -254,6 +254,8 @@ class WorkerConfig:
     """GPUs that this process sees, by their names in CUDA_VISIBLE_DEVICES. Empty: those of its parent."""
     transport: HostTransport = "shm"
     """Transport to the expert servers of this host."""
+    remote_address: str | None = None
+    """tcp:HOST:PORT on which prefill workers of other hosts reach this worker. None: none do."""
     trace: str | None = None
     """Trace file. The starting process names the file of all processes here; each worker gets the name of its
     own part."""

@@ -30,6 +30,8 @@ class ProcessStatus:
     last_failure: str | None
     silent_seconds: float
     """Seconds since its last sign of life."""
+    host: str = ""
+    """The address of its machine. Empty: it was started on the machine of `moesaic serve`."""
     address: str = ""
     """The address at which clients reach an expert server."""
     layers: int = 0

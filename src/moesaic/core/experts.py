@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.placement import fingerprint
 from moesaic.core.stored import of_matrices, row_bytes
 
@@ -182,8 +183,7 @@ class ServerEntry:
     """Its id, which stays the same when its process is replaced."""
     incarnation: int
     """Counts the processes that had this id. When it grows, clients connect again."""
-    address: str
-    """unix:PATH, unix:@NAME or tcp:HOST:PORT."""
+    endpoint: Endpoint
 
 
 @dataclass(frozen=True)

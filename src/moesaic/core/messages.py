@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.experts import Directory, ExpertLayout
 from moesaic.core.metrics import ExpertServerStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, TokenLogprob, TokenRoute
@@ -21,7 +22,7 @@ class KVTarget:
 
     transfer: int
     """Number of the transfer, never used for another one."""
-    address: str
+    endpoint: Endpoint
     """Of the worker that goes on with the request."""
     secret: bytes
     """What this worker requires."""
@@ -134,6 +135,8 @@ class Ready:
     """The worker is loaded and accepts requests."""
 
     info: WorkerInfo
+    weights: str = ""
+    """Of a worker that joined: fingerprint of its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class Layout:
 class ReceivesKV:
     """Sent before Ready by a worker that goes on with requests of prefill workers."""
 
-    address: str
+    endpoint: Endpoint
     secret: bytes
     """What prefill workers must prove to know."""
 
@@ -257,28 +260,28 @@ class FaultyServer:
 
 @dataclass(frozen=True)
 class Enlist:
-    """The first message of a server that joins the cluster over TCP."""
+    """The first message of a process that joins the cluster over TCP."""
 
-    capacity: float
-    """Weight of its share of experts and load, relative to the other servers."""
+    role: str
+    """"attention-worker", "prefill-worker" or "expert-server"."""
+    capacity: float = 1.0
+    """For a server: weight of its share of experts and load, relative to the other servers."""
+    host: str = ""
+    """Its host (`transport.host`)."""
+    ticket: str = ""
+    """Word that a launcher gave it: the cluster expects this process. Empty: it joins on its own."""
 
 
 @dataclass(frozen=True)
 class Enlisted:
-    """The answer to Enlist: what the server has to serve, and its settings."""
+    """The answer to Enlist: the checkpoint that is served, and the settings of the process."""
 
-    layout: ExpertLayout
     model: str
     """The directory of the checkpoint on the supervisor's machine."""
-    kernels: str
-    mmap: bool
-    schedule: str
-    queue_policy: str
-    queue_urgency: float | None = None
-    queue_history: int = 0
-    expert_batch_pairs: int | None = None
-    expert_batch_wait: float = 0.0
-    """Milliseconds."""
+    weights: str
+    """Fingerprint of the checkpoint (`models.fingerprint`)."""
+    config: str
+    """WorkerConfig or ExpertServerConfig, as JSON. The process replaces what is of its own machine."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +299,7 @@ class Holds:
     """The answer to Hold: the experts are loaded, and clients can use the server."""
 
     version: int
-    address: str
+    endpoint: Endpoint
     kernels: str
     threads: int = 1
     weights: str = ""

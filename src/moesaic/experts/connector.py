@@ -11,6 +11,7 @@ from moesaic.config import HostTransport
 from moesaic.core.errors import MoesaicError
 from moesaic.core.experts import ServerEntry
 from moesaic.transport.calls import Caller
+from moesaic.transport.host import this_host
 from moesaic.transport.listening import connect
 from moesaic.transport.wakeup import Wakeup
 
@@ -37,7 +38,7 @@ class Connector:
 
         heap_bytes: memory for the open calls of each connection.
         wakeup: rung when a connection was made.
-        transport: for servers with a Unix address. Servers with a TCP address are on other hosts.
+        transport: to servers of this host.
         wrap: puts each connection into another one.
         """
         self._transport = transport
@@ -68,13 +69,14 @@ class Connector:
         return found
 
     def _connect(self, entry: ServerEntry, secret: bytes, stopped: threading.Event) -> None:
-        shared = self._transport == "shm" and entry.address.startswith("unix:")
+        address = entry.endpoint.seen_from(this_host())
+        shared = self._transport == "shm" and address.startswith("unix:")
         kind = "shm" if shared else "stream"
         while not stopped.is_set():
             try:
-                caller = connect(entry.address, secret, kind, heap_bytes=self._heap_bytes)
+                caller = connect(address, secret, kind, heap_bytes=self._heap_bytes)
             except (MoesaicError, OSError) as error:
-                LOG.debug("expert server %d at %s: %s", entry.server, entry.address, error)
+                LOG.debug("expert server %d at %s: %s", entry.server, address, error)
                 stopped.wait(RETRY_SECONDS)
                 continue
             if stopped.is_set():

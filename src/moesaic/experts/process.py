@@ -14,6 +14,7 @@ from pathlib import Path
 from moesaic.config import ExpertServerConfig
 from moesaic.core import curves, messages, paced
 from moesaic.core.curves import DeviceCurves
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats, PaceStats, ResidencyStats
 from moesaic.core.stored import is_native
@@ -64,11 +65,11 @@ def serve(
         backend, pace = _paced(own, config)
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
-    listener = Listener(config.address, secret or first.secret)
+    listener = Listener(config.address, secret or first.secret, remote=config.remote_address)
     service = _scheduler(config, backend, first)
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
     server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
-    loader = _ExpertLoader(supervisor, backend, listener.address, config, stamp, digests)
+    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests)
     loader.change(first)
     stopped = threading.Event()
     threading.Thread(target=_report, args=(supervisor, server, pace, residency, stopped), daemon=True).start()
@@ -188,7 +189,7 @@ class _ExpertLoader:
         self,
         supervisor: StreamConnection,
         backend: ExpertBackend,
-        address: str,
+        endpoint: Endpoint,
         config: ExpertServerConfig,
         stamp: str,
         digests: DigestQueue | None,
@@ -196,7 +197,7 @@ class _ExpertLoader:
         """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor."""
         self._supervisor = supervisor
         self._backend = backend
-        self._address = address
+        self._endpoint = endpoint
         self._config = config
         self._stamp = stamp
         self._digests = digests
@@ -247,7 +248,7 @@ class _ExpertLoader:
         """Report to the supervisor that the experts of `hold` are loaded."""
         name, threads = self._backend.name, self._config.threads
         weights = self._config.layout.weights
-        self._supervisor.send(messages.Holds(hold.version, self._address, name, threads, weights))
+        self._supervisor.send(messages.Holds(hold.version, self._endpoint, name, threads, weights))
         if self._digests is not None:
             self._digests.add(hold.experts)
 

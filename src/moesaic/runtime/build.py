@@ -63,8 +63,8 @@ def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
     assert isinstance(memory, PagedKV | HybridMemory), "refused with what has another memory"
     if config.kv_role == "prefill":
         return KVSender(memory, config.cache.block_size, connection.send, config.transport)
-    receiver = KVReceiver(memory, config.cache.block_size, connection.send)
-    connection.send(ReceivesKV(receiver.address, receiver.secret))
+    receiver = KVReceiver(memory, config.cache.block_size, connection.send, config.remote_address)
+    connection.send(ReceivesKV(receiver.endpoint, receiver.secret))
     return receiver
 
 

@@ -27,6 +27,7 @@ from moesaic.runtime.arrivals import Arrivals
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.runtime.transfer.pieces import Transfers
+from moesaic.transport.authentication import SentAway
 from moesaic.transport.base import Connection
 from moesaic.transport.wakeup import Wakeup
 
@@ -183,6 +184,8 @@ class Worker:
                     self._servers.update(message.directory, message.secret)
                 case messages.Shutdown():
                     self._stopping = True
+                case messages.Refuse(reason):
+                    raise SentAway(f"refused this worker: {reason}")
                 case _:
                     raise ConnectionLost(f"a worker was sent {type(message).__name__}")
             message = self._connection.receive(linger)

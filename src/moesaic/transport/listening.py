@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 from collections import deque
 from pathlib import Path
 
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
@@ -21,6 +23,7 @@ from moesaic.transport.authentication import (
     read_exactly,
 )
 from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
+from moesaic.transport.host import advertised, this_host
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.sockets import StreamAnswerer, StreamCaller
 
@@ -92,7 +95,8 @@ class Listener:
     """Accepts and authenticates connections in the background. `accepted` returns those that passed.
 
     A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
-    delays no other peer. Raises ConfigError if it cannot listen at `address`.
+    delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts. Raises
+    ConfigError if it cannot listen at an address.
     """
 
     def __init__(
@@ -101,17 +105,28 @@ class Listener:
         secret: bytes,
         handshake_seconds: float = HANDSHAKE_SECONDS,
         max_heap_bytes: int = MAX_HEAP,
+        remote: str | None = None,
     ) -> None:
         check_secret(secret)
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
         listening, where = addresses.bind(addresses.parse(address))
+        with contextlib.ExitStack() as undo:
+            undo.callback(listening.close)
+            further = [] if remote is None else [addresses.bind(addresses.parse(remote))]
+            undo.pop_all()
         self.address = str(where)
-        """The address with the actual port."""
+        """The first address, with the actual port."""
+        seen = "".join(str(advertised(one)) for _, one in further)
+        self.endpoint = Endpoint(self.address, seen, this_host())
+        """Where processes of this host and of others connect."""
         self._file = where.file
         self._lock = threading.Lock()
         self._done: deque[Answerer] = deque()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._acceptor = Acceptor(listening, self.address, self._handshake, self._add, MAX_PENDING)
+        self._acceptors = [
+            Acceptor(sock, str(one), self._handshake, self._add, MAX_PENDING)
+            for sock, one in ((listening, where), *further)
+        ]
 
     def fileno(self) -> int:
         """A descriptor that is readable while `accepted` has connections."""
@@ -131,9 +146,10 @@ class Listener:
 
         Connections that `accepted` returned stay open. A repeated call does nothing.
         """
-        if self._acceptor.closed:
+        if self._acceptors[0].closed:
             return
-        self._acceptor.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         for answerer in self.accepted():
             answerer.close()
         os.close(self._wakeup)

@@ -52,17 +52,21 @@ class _Image:
 class KVReceiver(Transfers):
     """Receives KV from any number of prefill workers.
 
-    `address` and `secret` are what these need to connect.
+    `endpoint` and `secret` are what these need to connect.
     """
 
     def __init__(
-        self, memory: CopiedMemory, block_size: int, report: Callable[[messages.Message], None]
+        self,
+        memory: CopiedMemory,
+        block_size: int,
+        report: Callable[[messages.Message], None],
+        remote_address: str | None = None,
     ) -> None:
-        """report: sends a message to the router, from any thread."""
+        """report: sends a message to the router, from any thread. remote_address: see `WorkerConfig`."""
         self._memory, self._block_size, self._report = memory, block_size, report
         self.secret = secrets.token_bytes(32)
-        self._listener = Listener("unix:@", self.secret)
-        self.address = self._listener.address
+        self._listener = Listener("unix:@", self.secret, remote=remote_address)
+        self.endpoint = self._listener.endpoint
         self._lock = threading.Lock()
         """Protects what follows."""
         self._images: dict[int, _Image] = {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from moesaic.config import HostTransport
 from moesaic.core import messages
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.messages import KVTarget
 from moesaic.core.metrics import TransferStats
@@ -18,6 +19,7 @@ from moesaic.kvcache.images import Bytes, CopiedMemory
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers
 from moesaic.transport.calls import HEAP_BYTES, Call, Caller
+from moesaic.transport.host import this_host
 from moesaic.transport.listening import connect
 from moesaic.transport.waiting import wait
 from moesaic.transport.wakeup import Wakeup
@@ -59,7 +61,7 @@ class Link:
 
         lost: called once when nothing more can be sent. Both are called in the link's thread.
         """
-        self.address = target.address
+        self.endpoint = target.endpoint
         self.lost = False
         self.queued = 0
         """Bytes of pieces that wait."""
@@ -97,8 +99,9 @@ class Link:
     def _run(self) -> None:
         caller: Caller | None = None
         try:
-            kind = "shm" if self._transport == "shm" else "stream"
-            caller = connect(self._target.address, self._target.secret, kind, self._heap)
+            address = self.endpoint.seen_from(this_host())
+            kind = "shm" if self._transport == "shm" and address.startswith("unix:") else "stream"
+            caller = connect(address, self._target.secret, kind, self._heap)
             self._send(caller)
         except (MoesaicError, OSError):
             pass  # the supervisor notices a dead worker by itself
@@ -175,7 +178,7 @@ class KVSender(Transfers):
         self._step = max(1, PIECE_BYTES // max(1, memory.block_bytes))
         """Blocks of a piece."""
         self._outgoing: dict[int, _Outgoing] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[Endpoint, Link] = {}
         self._lock = threading.Lock()
         """Protects `_stats`."""
         self._stats = TransferStats()
@@ -237,11 +240,13 @@ class KVSender(Transfers):
         return True
 
     def _link(self, target: KVTarget) -> Link:
-        if target.address not in self._links:
+        if target.endpoint not in self._links:
             for address in [address for address, link in self._links.items() if link.lost]:
                 self._links.pop(address).close()
-            self._links[target.address] = Link(target, self._transport, self._heap, self._arrived, self._lost)
-        return self._links[target.address]
+            self._links[target.endpoint] = Link(
+                target, self._transport, self._heap, self._arrived, self._lost
+            )
+        return self._links[target.endpoint]
 
     def _lost(self, link: Link) -> None:
         transfers = link.unfinished()

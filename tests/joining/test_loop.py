@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,14 @@ from tests.support.flipping_relay import Change, relay
 from moesaic.cluster.join_listener import MAX_PENDING, JoinListener, RemoteProcess
 from moesaic.config import ExpertServerConfig, QueueConfig
 from moesaic.core import messages
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import CheckpointError, ConfigError, ConnectionLost
 from moesaic.core.experts import ExpertLayout
-from moesaic.experts.join import DELAYS, REFUSALS, JoinOptions, _config, join
 from moesaic.experts.process import _ExpertLoader
+from moesaic.joining import member
+from moesaic.joining.enlisting import server_config
+from moesaic.joining.loop import DELAYS, REFUSALS, join
+from moesaic.joining.options import JoinOptions
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
 from moesaic.transport.authentication import Refused
@@ -58,11 +63,17 @@ def listener(
         listening.close()
 
 
+def enlisted(**settings: Any) -> messages.Enlisted:
+    """What a cluster answers that serves `checkpoint`. settings: of its servers."""
+    config = ExpertServerConfig("m", layout(), "unix:@", **settings)
+    return messages.Enlisted("m", layout().weights, config.to_json())
+
+
 class Joiner:
     """`join`, without sleeping."""
 
     def __init__(self, address: str, model: Path) -> None:
-        self.joining = JoinOptions(address, SECRET, model=checkpoint(model))
+        self.joining = JoinOptions(address, model=str(checkpoint(model)))
         self.told = 0
         self.lost: list[str] = []
         self.slept: list[float] = []
@@ -70,7 +81,8 @@ class Joiner:
         """Happens once, in the first sleep."""
 
     def run(self) -> int:
-        return join(self.joining, self._tell, lambda error: self.lost.append(str(error)), self._sleep)
+        life = partial(member.server, self.joining, SECRET)
+        return join(life, self._tell, lambda error: self.lost.append(str(error)), self._sleep)
 
     def _tell(self, enlisted: messages.Enlisted) -> None:
         self.told += 1
@@ -84,7 +96,7 @@ class Joiner:
 
 def given_up(process: RemoteProcess) -> None:
     """As the supervisor does with who is silent."""
-    process.connection.send(messages.Enlisted(layout(), "m", "auto", True, "lockstep", "defrag"))
+    process.connection.send(enlisted())
     process.kill()
 
 
@@ -96,7 +108,7 @@ def test_who_was_given_up_joins_again_until_it_is_sent_away(tmp_path: Path) -> N
         if len(peers) < 3:
             given_up(process)
         else:
-            process.connection.send(messages.Enlisted(layout(), "m", "auto", True, "lockstep", "defrag"))
+            process.connection.send(enlisted())
             process.stop()
 
     with listener(welcome) as listening:
@@ -130,15 +142,15 @@ def test_a_cluster_that_was_started_anew_is_joined(tmp_path: Path) -> None:
                 again.enter_context(listener(RemoteProcess.stop, listening.address))
 
         joiner._sleep = later  # type: ignore[method-assign]
-        with again, pytest.raises(Refused, match="the cluster is shutting down and accepts no servers"):
+        with again, pytest.raises(Refused, match="the cluster is shutting down and accepts no processes"):
             joiner.run()
     assert joiner.slept == list(DELAYS[:4])
 
 
 def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
-    joining = JoinOptions("tcp:127.0.0.1:1", SECRET, model=checkpoint(tmp_path))
-    told = messages.Enlisted(layout(), "m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5)
-    config = _config(joining, told, "127.0.0.1")
+    joining = JoinOptions("tcp:127.0.0.1:1", model=str(checkpoint(tmp_path)))
+    told = enlisted(mmap=False, schedule="async", queues=QueueConfig(0.25, 4, 8, 1.5))
+    config = server_config(joining, told, "127.0.0.1")
     assert config.queues == QueueConfig(0.25, 4, 8, 1.5)
     assert (config.schedule, config.queue_policy, config.mmap) == ("async", "defrag", False)
 
@@ -146,7 +158,7 @@ def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
 def test_files_that_change_after_they_were_compared_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joining = JoinOptions("tcp:127.0.0.1:1", SECRET, model=checkpoint(tmp_path))
+    joining = JoinOptions("tcp:127.0.0.1:1", model=str(checkpoint(tmp_path)))
     compare = fingerprint.of
 
     def then_changed(path: Path) -> str:
@@ -155,8 +167,7 @@ def test_files_that_change_after_they_were_compared_are_not_loaded(
         return found
 
     monkeypatch.setattr(fingerprint, "of", then_changed)
-    told = messages.Enlisted(layout(), "m", "auto", False, "async", "defrag")
-    stamp = _config(joining, told, "127.0.0.1").checkpoint_stamp
+    stamp = server_config(joining, enlisted(), "127.0.0.1").checkpoint_stamp
     assert stamp
     with pytest.raises(CheckpointError, match="the files changed since they were first read"):
         fingerprint.check_unchanged(tmp_path, stamp)
@@ -187,7 +198,7 @@ def test_who_cannot_read_its_experts_again_leaves(tmp_path: Path) -> None:
     config = ExpertServerConfig(str(tmp_path), SIZES, "unix:x", joined=True)
     heard, backend = Heard(), SimpleNamespace(name="reference", take=lambda _: None, keep=lambda _: None)
     stamp = fingerprint.stamp(tmp_path)
-    loader = _ExpertLoader(heard, backend, "tcp:x:1", config, stamp, digests)  # type: ignore[arg-type]
+    loader = _ExpertLoader(heard, backend, Endpoint("tcp:x:1"), config, stamp, digests)  # type: ignore[arg-type]
     loader.change(messages.Hold(1, {0: [0]}))
     try:
         assert heard.ended.wait(10)
@@ -229,7 +240,7 @@ def test_a_refusal_that_somebody_on_the_way_caused_is_not_the_end(tmp_path: Path
     changes = [Change("up", 4000, 0), Change("up", 30, 5), Change("down", 55, 1)]
     with listener(welcome) as listening, relay(listening.address, *changes) as between:
         joiner = Joiner(f"tcp:127.0.0.1:{between.port}", tmp_path)
-        with pytest.raises(Refused, match="the cluster is shutting down and accepts no servers"):
+        with pytest.raises(Refused, match="the cluster is shutting down and accepts no processes"):
             joiner.run()
     assert joiner.slept == list(DELAYS[:3]) and len(between.flipped) == 2
 
@@ -240,7 +251,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path, caplog: pytes
         silent = [
             stack.enter_context(socket.create_connection((host, int(port)), 10.0)) for _ in range(MAX_PENDING)
         ]
-        with pytest.raises(Refused, match="the cluster is shutting down and accepts no servers"):
+        with pytest.raises(Refused, match="the cluster is shutting down and accepts no processes"):
             Joiner(listening.address, tmp_path).run()
         assert silent[0].recv(1) == b""
         name = "tcp:{}:{}".format(*silent[0].getsockname())
@@ -261,7 +272,7 @@ def test_a_server_with_other_weights_is_refused_on_both_sides(tmp_path: Path) ->
     told: list[messages.Message | None] = []
 
     def welcome(process: RemoteProcess) -> None:
-        process.connection.send(messages.Enlisted(layout(), "m", "auto", True, "lockstep", "defrag"))
+        process.connection.send(enlisted())
         told.append(process.connection.receive(10.0))
         process.kill()
 

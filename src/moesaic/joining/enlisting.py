@@ -1,0 +1,127 @@
+"""The first messages of a process that joins: it says its role, and gets its settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from moesaic.config import ExpertServerConfig, WorkerConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
+from moesaic.joining.options import JoinOptions
+from moesaic.models import fingerprint
+from moesaic.models.gguf.header import is_gguf
+from moesaic.transport import address as addresses
+from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
+from moesaic.transport.calls import MIN_HEAP
+from moesaic.transport.host import this_host
+from moesaic.transport.sealed_socket import wire
+from moesaic.transport.stream import StreamConnection
+
+HANDSHAKE_SECONDS = 10.0
+
+
+def connect(
+    joining: JoinOptions, secret: bytes, on_lost: Callable[[], None] | None, on_message: Callable[[], None]
+) -> tuple[StreamConnection, str]:
+    """Connect to the cluster. Returns the connection and this machine's address on it.
+
+    on_lost, on_message: see StreamConnection. Raises Refused for another secret or version, otherwise
+    ConnectionLost.
+    """
+    where = addresses.parse(joining.cluster)
+    try:
+        sock = addresses.dial(where, HANDSHAKE_SECONDS)
+    except OSError as error:
+        raise ConnectionLost(f"no connection to {joining.cluster}: {error.strerror or error}") from error
+    try:
+        terms = Terms("stream", MIN_HEAP)
+        keys = prove_as_client(sock, secret, terms, Deadline(HANDSHAKE_SECONDS))
+    except (OSError, MoesaicError) as error:
+        sock.close()
+        kind = Refused if isinstance(error, Refused) else ConnectionLost
+        raise kind(f"no connection to {joining.cluster}: {error}") from error
+    here = str(sock.getsockname()[0])
+    return StreamConnection(wire(sock, keys), on_lost, on_message), here
+
+
+def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlisted:
+    """Say what this process is. Returns what the cluster answers.
+
+    Raises SentAway if the cluster does not want it, and ConnectionLost.
+    """
+    capacity = joining.capacity or float(threads_of(joining))
+    connection.send(messages.Enlist(joining.role, capacity, this_host(), joining.ticket))
+    answer = connection.receive(None)
+    match answer:
+        case messages.Enlisted():
+            return answer
+        case messages.Shutdown():
+            raise SentAway("the cluster is shutting down and accepts no processes")
+        case messages.Refuse(reason):
+            raise SentAway(f"refused this process: {reason}")
+    raise ConnectionLost("its first message was not Enlisted")
+
+
+def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> ExpertServerConfig:
+    """The settings of an expert server on this machine. here: its address towards the cluster.
+
+    Raises ConfigError for a checkpoint that is not there, or is another one.
+    """
+    told = ExpertServerConfig.from_json(enlisted.config)
+    model, stamp = checkpoint(joining, enlisted)
+    return replace(
+        told,
+        model=str(model),
+        checkpoint_stamp=stamp,
+        joined=True,
+        remote_address=joining.listen or str(addresses.Address(host=here)),
+        kernels=joining.kernels or told.kernels,
+        device=told.device if joining.device in (None, "auto") else joining.device,
+        threads=threads_of(joining),
+        log_level=joining.log_level,
+    )
+
+
+def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> WorkerConfig:
+    """The settings of an attention worker on this machine. Otherwise like `server_config`."""
+    told = WorkerConfig.from_json(enlisted.config)
+    path, stamp = checkpoint(joining, enlisted)
+    model = replace(
+        told.model,
+        model=str(path),
+        kernels=joining.kernels or told.model.kernels,
+        device=joining.device or told.model.device,
+        threads=joining.threads,
+    )
+    return replace(
+        told,
+        model=model,
+        checkpoint_stamp=stamp,
+        remote_address=joining.listen or str(addresses.Address(host=here)),
+        log_level=joining.log_level,
+    )
+
+
+def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path, str]:
+    """The checkpoint on this machine, and the stamp of its files as they were compared.
+
+    Raises ConfigError if it is not there, or if it is not the one that the cluster serves.
+    """
+    model = Path(joining.model or enlisted.model)
+    if not model.is_dir() and not (is_gguf(model) and model.is_file()):
+        allowed = "a directory with the checkpoint that is served, or its GGUF file"
+        raise ConfigError.field("--model", str(model), allowed)
+    stamp = fingerprint.stamp(model)
+    other = fingerprint.difference(fingerprint.of(model), enlisted.weights)
+    if other:
+        allowed = f"the checkpoint that {joining.cluster} serves; this one has other {other}"
+        raise ConfigError.field("--model", str(model), allowed)
+    return model, stamp
+
+
+def threads_of(joining: JoinOptions) -> int:
+    """Compute threads of the process."""
+    return joining.threads or len(os.sched_getaffinity(0))

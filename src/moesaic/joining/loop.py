@@ -1,0 +1,63 @@
+"""A process joins a running cluster over TCP, from this or another machine, as often as it is cut off.
+
+A cluster gives up a process that was silent for too long. A process that was frozen or cut off then finds its
+connection closed. The cluster cannot restart such a process, so it joins again as a new one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
+from moesaic.joining.member import OnJoined
+from moesaic.transport.authentication import Refused, SentAway
+
+DELAYS = (0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
+"""Seconds before each attempt to join again. Together they leave a restarted cluster about a minute."""
+REFUSALS = 3
+"""Attempts to join again after which a refusal in the handshake is believed.
+
+Nobody has vouched for such a refusal: a bit that was changed on the way causes one too.
+"""
+
+
+def join(
+    life: Callable[[OnJoined], int],
+    on_joined: OnJoined,
+    on_lost: Callable[[ConnectionLost], None] = lambda lost: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Serve until the cluster shuts this process down. Returns the exit code 0.
+
+    life: joins once and serves until the connection breaks, such as `member.server`. It gets what to call
+    once it has joined.
+    on_joined: called each time the process has joined, with what it serves.
+    on_lost: called each time the connection broke after that. The process then joins again, after DELAYS.
+
+    Raises ConfigError for settings that cannot work. Raises ConnectionLost when the cluster cannot be reached
+    the first time, refuses the process, or does not come back.
+    """
+    tries: int | None = None
+    """Attempts to join since the process was last in the cluster. None before it joined the first time."""
+
+    def joined(enlisted: messages.Enlisted) -> None:
+        nonlocal tries
+        tries = 0
+        on_joined(enlisted)
+
+    while True:
+        try:
+            return life(joined)
+        except ConnectionLost as error:
+            if tries is None or isinstance(error, SentAway):
+                raise
+            if isinstance(error, Refused) and tries >= REFUSALS:
+                raise
+            if tries == len(DELAYS):
+                raise ConnectionLost(f"{error}; given up after {tries} attempts to join again") from error
+            if not tries:
+                on_lost(error)
+        sleep(DELAYS[tries])
+        tries += 1

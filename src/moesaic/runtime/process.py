@@ -1,0 +1,78 @@
+"""The life of an attention worker's process: loading, serving, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+
+import torch
+
+from moesaic.config import WorkerConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.runtime import out_of_memory
+from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
+from moesaic.transport.stream import StreamConnection
+from moesaic.transport.wakeup import Wakeup
+
+ALIVE_SECONDS = 0.2
+"""Seconds between two Alive messages."""
+
+
+def serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup, weights: str = "") -> int:
+    """Serve until the other end of the connection sends Shutdown. Returns the exit code.
+
+    wakeup: rung at each message. weights: fingerprint of the checkpoint, for a worker that joined.
+
+    Raises ConnectionLost when the other end is gone, and ConfigError or CheckpointError for what the user has
+    to change.
+    """
+    if config.cpus:
+        os.sched_setaffinity(0, config.cpus)
+    sent = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal sent
+        now = time.monotonic()
+        if now - sent > 0.2 or done == total:
+            sent = now
+            connection.send(messages.Loading(done, total))
+
+    def lost(reason: str) -> None:
+        """End this process because another rank of its group ended. An idle group would not notice."""
+        logging.warning("%s; this worker ends too", reason)
+        with contextlib.suppress(ConnectionLost):
+            if not config.supervised:
+                connection.send(messages.Failed(reason, user_error=False))
+        os._exit(1)
+
+    try:
+        worker, info = build_worker(
+            WorkerContext(config, connection, time.monotonic, progress, wakeup=wakeup, lost=lost)
+        )
+    except ConnectionLost as error:  # such as that of a rank that could not be started
+        raise ConfigError(str(error)) from error
+    connection.send(messages.Ready(info, weights))
+    if config.supervised:
+        threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
+    try:
+        worker.run()
+    except ConnectionLost as error:
+        if not config.supervised:  # a supervisor starts another worker; otherwise the user needs the reason
+            connection.send(messages.Failed(str(error), user_error=False))
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(out_of_memory.of_step(error)) from error
+    return 0
+
+
+def _send_alive(connection: StreamConnection) -> None:
+    """Report that this process is alive, from a thread of its own since a step may take long."""
+    with contextlib.suppress(ConnectionLost):  # the thread that reads the connection ends this process
+        while True:
+            connection.send(messages.Alive())
+            time.sleep(ALIVE_SECONDS)
