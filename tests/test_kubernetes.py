@@ -7,16 +7,21 @@ import copy
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema_rs
 import pytest
 import yaml
 
 import moesaic
-from moesaic import cli
+from moesaic import LLM, SamplingParams, cli
 from moesaic.commands import join, serve
 from moesaic.commands.options import Join
 from moesaic.server.guard import OPEN_PATHS
@@ -66,11 +71,11 @@ def complaints(one: dict[str, Any]) -> list[str]:
     return [str(error) for error in jsonschema_rs.validator_for(schema).iter_errors(one)]
 
 
-def served(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
-    """The settings with which the server's pod would serve."""
+def served(monkeypatch: pytest.MonkeyPatch, arguments: list[str] | None = None) -> tuple[Any, ...]:
+    """The settings with which the server's pod would serve, by its arguments or by these."""
     found: list[tuple[Any, ...]] = []
     monkeypatch.setattr(serve, "run", lambda *given: found.append(given) or 0)
-    assert cli.main(container(named("StatefulSet", "moesaic-server"))["args"]) == 0
+    assert cli.main(arguments or container(named("StatefulSet", "moesaic-server"))["args"]) == 0
     return found[0]
 
 
@@ -206,6 +211,13 @@ def test_pods_run_as_the_user_of_the_image_on_what_they_mount(one: dict[str, Any
     assert (models in writable) == (one not in JOINING), "only the server downloads"
 
 
+def test_the_server_offers_what_prefill_workers_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (FOLDER / "server.yaml").read_text()
+    offered = yaml.safe_load(re.sub(r"(?m)^( +)# - (?=--prefill-workers=1 )", r"\1- ", text))
+    assert served(monkeypatch)[1].prefill_workers == 0
+    assert served(monkeypatch, container(offered)["args"])[1].prefill_workers == 1
+
+
 def test_the_overlay_names_every_file_and_this_version() -> None:
     text = (FOLDER / "kustomization.yaml").read_text()
     offered = re.findall(r"^  # - (\S+\.yaml)", text, flags=re.MULTILINE)
@@ -237,3 +249,62 @@ def test_kubectl_builds_the_overlay(tmp_path: Path) -> None:
         data = secrets[volume["secret"]["secretName"]]
         assert base64.b64decode(data["cluster.secret"]) == (folder / "cluster.secret").read_bytes()
         assert container(one)["image"].endswith(f"/moesaic:{moesaic.__version__}")
+
+
+def command(one: dict[str, Any], replaced: dict[str, str]) -> list[str]:
+    """The command line of a pod, with these words replaced. Each has to be there."""
+    line = "\n".join(container(one)["args"])
+    for old, new in replaced.items():
+        assert re.search(old, line), (old, line)
+        line = re.sub(old, new, line)
+    return [sys.executable, "-m", "moesaic", *line.splitlines(), "--json"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_pods_are_a_cluster(tmp_path: Path) -> None:
+    """A pod of each kind on this machine, which joins, answers with the others, and ends at SIGTERM."""
+    secret = str(tmp_path / "cluster.secret")
+    assert cli.main(["cluster", "init", secret]) == 0
+    here = {"/etc/moesaic/cluster.secret": secret, r"--threads=\d+": "--threads=1"}
+    at = {r"--host=\S+": "--host=127.0.0.1", r"--port=\d+": "--port=0", r"tcp:\S+:7000": "tcp:127.0.0.1:0"}
+    asked = {"model": "demo", "prompt": "Tom has 3 apples", "max_tokens": 24, "temperature": 0}
+    expected = LLM("demo").generate(asked["prompt"], SamplingParams(max_tokens=24, temperature=0.0))
+    with ExitStack() as stack:
+
+        def start(one: dict[str, Any], replaced: dict[str, str]) -> tuple[subprocess.Popen[str], Any]:
+            """The process, and what it prints once it serves or has joined."""
+            line = command(one, replaced)
+            process = stack.enter_context(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            return process, json.loads(process.stdout.readline())
+
+        offered = {r"--threads": "--prefill-workers=1\n--threads"}  # the comment in server.yaml
+        server, told = start(named("StatefulSet", "moesaic-server"), here | at | offered)
+        client = stack.enter_context(httpx.Client(base_url=told["url"], timeout=120, trust_env=False))
+
+        def status() -> Any:
+            return client.get("/v1/fault_tolerance/status").raise_for_status().json()
+
+        address = status()["join_address"].removeprefix("tcp:")
+        before = len(status()["processes"])
+        processes = []
+        for one in JOINING:
+            process, event = start(one, here | {r"moesaic-server-0\.moesaic-cluster:7000": address})
+            processes.append(process)
+            assert event["event"] == "joined" and f"moesaic-{event['role']}" == name_of(one)
+        end = time.monotonic() + 300
+        while {each["stage"] for each in status()["processes"]} != {"serving"} or status()["change"]:
+            assert time.monotonic() < end, status()
+            time.sleep(0.2)
+        assert len(status()["processes"]) == before + len(JOINING)
+        for process in processes:
+            answer = client.post("/v1/completions", json=asked).raise_for_status().json()
+            assert answer["choices"][0]["text"] == expected[0].outputs[0].text
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        answer = client.post("/v1/completions", json=asked).raise_for_status().json()
+        assert answer["choices"][0]["text"] == expected[0].outputs[0].text
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
