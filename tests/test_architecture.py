@@ -61,8 +61,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     # joins a cluster as one role or the other
     "joining": (
-        *("config", "core", "experts.process", "logs", "models.fingerprint", "models.gguf.header"),
-        *("runtime.process", "transport"),
+        *("config", "core", "experts.process", "kernels.native.plain", "logs", "models.fingerprint"),
+        *("models.gguf.header", "runtime.process", "transport"),
     ),
     "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),
@@ -233,6 +233,7 @@ LATE_IMPORTS = {
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "kernels.table": "Triton is imported for --kernels triton only, and need not be installed",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
+    "joining.__main__": "only a worker needs torch, which takes seconds to import",
     "models.hub": "the hub's library is needed for hub ids only and takes a second to import",
     "verify.reference": "transformers need not be installed",
     "templates.__main__": "its parent says where modules are found",

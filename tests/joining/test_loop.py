@@ -25,7 +25,7 @@ from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import CheckpointError, ConfigError, ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.experts.process import _ExpertLoader
-from moesaic.joining import member
+from moesaic.joining import server
 from moesaic.joining.enlisting import server_config
 from moesaic.joining.loop import DELAYS, REFUSALS, join
 from moesaic.joining.options import JoinOptions
@@ -81,7 +81,7 @@ class Joiner:
         """Happens once, in the first sleep."""
 
     def run(self) -> int:
-        life = partial(member.server, self.joining, SECRET)
+        life = partial(server.serve_once, self.joining, SECRET)
         return join(life, self._tell, lambda error: self.lost.append(str(error)), self._sleep)
 
     def _tell(self, enlisted: messages.Enlisted) -> None:

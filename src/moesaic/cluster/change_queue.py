@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -128,9 +129,14 @@ class ChangeQueue:
         if server and self.layout is None:
             process.kill()  # it will try again
             return
+        unlike = self._members.unlike(process)
+        if unlike is not None:
+            self._note(f"{process.peer} is refused: {unlike}")
+            threading.Thread(target=process.refuse, args=(unlike,), daemon=True).start()
+            return
         joined = Joined(process, weights)
         change = self.changes.add_server(joined) if server else self.changes.add_worker(joined)
-        self._queue.append(_QueuedChange(f"an {process.role.value} joins from {process.peer}", change))
+        self._queue.append(_QueuedChange(f"{process.role.value} joins from {process.peer}", change))
 
     def add_report(self, member: Member, load: list[list[int]]) -> None:
         """Adds a server's report. load: [L][E] pairs, see `Loads.add_report`."""

@@ -59,6 +59,8 @@ class RemoteProcess:
     """Capacity weight of a server."""
     host_id: str = ""
     """See `transport.host`."""
+    instruction_sets: tuple[str, ...] = ()
+    """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """See `messages.Enlist`."""
 
@@ -136,4 +138,7 @@ class JoinListener:
             if role is None:
                 raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
             undo.pop_all()
-            return RemoteProcess(connection, f"{host}:{port}", role, word.capacity, word.host, word.ticket)
+            sets = tuple(word.instruction_sets)
+            return RemoteProcess(
+                connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket
+            )

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 from moesaic.cluster import numa
 from moesaic.cluster.cores import Cores
@@ -15,7 +16,7 @@ from moesaic.cluster.local import spawn_server, spawn_worker
 from moesaic.cluster.member import Member, Process, Role, Stage
 from moesaic.cluster.router import Router
 from moesaic.config import SMALL_MODEL, ClusterConfig, ExpertServerConfig, WorkerConfig, gpus
-from moesaic.config.values import KVRole
+from moesaic.config.values import KernelName, KVRole
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
@@ -162,19 +163,42 @@ class Members:
         weights: fingerprint that its checkpoint must have. layout: of the experts, for a server.
         """
         member.elsewhere, member.devices, member.host = True, (), process.host
-        member.weights = weights
+        member.weights, used = weights, self._native(member.role)
         if member.role is Role.SERVER:
             assert layout is not None
-            config = replace(self._server_settings(layout), paced=None, policy_file=None).to_json()
+            server = replace(self._server_settings(layout), paced=None, policy_file=None)
+            config = (server if used is None else replace(server, kernels=used)).to_json()
         else:
             settings = self._worker_settings(member)
+            model = settings.model if used is None else replace(settings.model, kernels=used, device="cpu")
             config = replace(
-                settings, trace=None, paced=None, policy_file=None, checkpoint_stamp=""
+                settings, model=model, trace=None, paced=None, policy_file=None, checkpoint_stamp=""
             ).to_json()
         enlisted = messages.Enlisted(self._worker_config.model.model, weights, config)
         with contextlib.suppress(ConnectionLost):  # its reader thread reports it
             process.connection.send(enlisted)
         self._listen(member, process)
+
+    def unlike(self, process: RemoteProcess) -> str | None:
+        """Why a process that joined would compute other bits than the rest; None if it would not.
+
+        A process that names its kernels itself says no instruction sets, and may differ.
+        """
+        used, theirs = self._native(process.role), process.instruction_sets
+        if used is None or used in theirs or not theirs:
+            return None
+        return (
+            f"--kernels: this cluster computes with {used}, which the CPU of {process.host} lacks; "
+            f"start the cluster with --kernels {theirs[0]} for equal bits, or join with --kernels"
+        )
+
+    def _native(self, role: Role) -> KernelName | None:
+        """The instruction set with which members like this compute; None: other kernels, or none yet."""
+        alike = self.servers if role is Role.SERVER else self.clients
+        names = (one.kernels for one in alike if one.in_service)
+        name = next(names, "")
+        native = name.startswith("native (")
+        return cast("KernelName", name[len("native (") : -1]) if native else None
 
     def why_not(self, role: Role) -> str | None:
         """Why no process of this role can join; None if one can."""

@@ -241,7 +241,7 @@ class Supervisor:
             case messages.Ready(_, weights) if weights != member.weights:
                 self._refuse(member, "its checkpoint has another fingerprint than this cluster's")
             case messages.Ready(info):
-                member.stage = Stage.SERVING
+                member.stage, member.kernels = Stage.SERVING, info.kernels
                 assert member.child is not None
                 self._publisher.introduce(member)
                 prefill = member.role is Role.PREFILL

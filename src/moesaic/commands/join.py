@@ -12,7 +12,7 @@ from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Enlisted
-from moesaic.joining import child, member
+from moesaic.joining import child, server
 from moesaic.joining.loop import join
 from moesaic.joining.options import JoinOptions
 from moesaic.transport.secret import read_secret
@@ -57,5 +57,5 @@ def run(options: Join, as_json: bool) -> int:
         log_level=options.log_level,
     )
     # A worker cannot be taken apart in the middle of a step, so each of its lives has a process of its own.
-    life = member.server if options.role == "expert-server" else child.life
+    life = server.serve_once if options.role == "expert-server" else child.life
     return join(partial(life, joining, secret), joined, lost)

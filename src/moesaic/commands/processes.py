@@ -34,7 +34,7 @@ def as_lines(status: Status) -> list[str]:
     if status["placement_solve"]:
         lines.append(f"placement from live routing: {status['placement_solve']['state']}")
     if status["join_address"]:
-        lines.append(f"expert servers on other machines can join at {status['join_address']}")
+        lines.append(f"processes of other machines can join at {status['join_address']}")
     if status["paced"]:
         lines.append(f"times are those of modelled devices: {status['paced']}")
     if not status["watched"]:

@@ -268,6 +268,8 @@ class Enlist:
     """For a server: weight of its share of experts and load, relative to the other servers."""
     host: str = ""
     """Its host (`transport.host`)."""
+    instruction_sets: list[str] = field(default_factory=list)
+    """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """Word that a launcher gave it: the cluster expects this process. Empty: it joins on its own."""
 

@@ -14,7 +14,7 @@ import threading
 from moesaic import logs
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.joining import child, member
+from moesaic.joining import child, server
 from moesaic.joining.options import JoinOptions
 
 
@@ -37,8 +37,10 @@ def main() -> int:
 
     try:
         if joining.role == "expert-server":
-            return member.server(joining, secret, joined)
-        return member.worker(joining, secret, joined, lost)
+            return server.serve_once(joining, secret, joined)
+        from moesaic.joining import worker
+
+        return worker.serve_once(joining, secret, joined, lost)
     except ConfigError as error:
         child.tell("wrong", str(error))
         return 2

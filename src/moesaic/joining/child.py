@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from moesaic.config import worker_environment
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.joining.member import OnJoined
-from moesaic.joining.options import JoinOptions
+from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.transport.authentication import Refused, SentAway
 
 _KINDS: dict[str, type[ConnectionLost]] = {"lost": ConnectionLost, "refused": Refused, "sent away": SentAway}
@@ -42,7 +41,7 @@ class Child:
     def wait(self, on_joined: OnJoined) -> int:
         """Wait for its end. Returns 0 once the cluster has sent it away in peace.
 
-        on_joined: called when it has joined. Raises ConfigError and ConnectionLost as `member.server` does.
+        on_joined: called when it has joined. Raises what `server.serve_once` raises.
         """
         assert self.process.stdout is not None
         event, text = "lost", "the process ended"

@@ -20,6 +20,11 @@ from moesaic.transport.host import this_host
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.stream import StreamConnection
 
+try:
+    from moesaic.kernels.native import plain
+except ImportError:  # installed without a compiler
+    plain = None  # type: ignore[assignment]
+
 HANDSHAKE_SECONDS = 10.0
 
 
@@ -53,7 +58,8 @@ def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlis
     Raises SentAway if the cluster does not want it, and ConnectionLost.
     """
     capacity = joining.capacity or float(threads_of(joining))
-    connection.send(messages.Enlist(joining.role, capacity, this_host(), joining.ticket))
+    sets = [] if joining.kernels is not None else list(instruction_sets())
+    connection.send(messages.Enlist(joining.role, capacity, this_host(), sets, joining.ticket))
     answer = connection.receive(None)
     match answer:
         case messages.Enlisted():
@@ -120,6 +126,11 @@ def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path,
         allowed = f"the checkpoint that {joining.cluster} serves; this one has other {other}"
         raise ConfigError.field("--model", str(model), allowed)
     return model, stamp
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those of the native kernels that this machine can run; empty if they were not built."""
+    return () if plain is None else plain.instruction_sets()
 
 
 def threads_of(joining: JoinOptions) -> int:

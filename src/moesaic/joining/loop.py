@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.joining.member import OnJoined
+from moesaic.joining.options import OnJoined
 from moesaic.transport.authentication import Refused, SentAway
 
 DELAYS = (0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
@@ -31,7 +31,7 @@ def join(
 ) -> int:
     """Serve until the cluster shuts this process down. Returns the exit code 0.
 
-    life: joins once and serves until the connection breaks, such as `member.server`. It gets what to call
+    life: joins once and serves until the connection breaks, such as `server.serve_once`. It gets what to call
     once it has joined.
     on_joined: called each time the process has joined, with what it serves.
     on_lost: called each time the connection broke after that. The process then joins again, after DELAYS.

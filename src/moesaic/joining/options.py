@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from moesaic.config import Device, KernelName, LogLevel
+from moesaic.core.messages import Enlisted
 
 RoleName = str
 """attention-worker, prefill-worker or expert-server."""
+OnJoined = Callable[[Enlisted], None]
+"""Is called with what the cluster answered."""
 
 
 @dataclass(frozen=True)

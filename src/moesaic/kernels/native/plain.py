@@ -11,6 +11,11 @@ from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.native import _native
 
 
+def instruction_sets() -> tuple[str, ...]:
+    """The instruction sets that this CPU can run, as `kernels.table.instruction_sets` lists them."""
+    return tuple(_native.instruction_sets())
+
+
 def use(name: str | None = None) -> str:
     """Selects an instruction set; None means the one that auto selects. Returns its name. Raises ValueError
     if this CPU lacks it."""
