@@ -143,6 +143,13 @@ def test_services_find_their_pods() -> None:
         assert pod(one)["enableServiceLinks"] is False, "variables of services would be taken for settings"
 
 
+def test_expert_servers_leave_one_at_a_time() -> None:
+    budget = named("PodDisruptionBudget", "moesaic-expert-server")["spec"]
+    pods = named("StatefulSet", "moesaic-expert-server")["spec"]
+    assert budget["selector"] == pods["selector"] and budget["maxUnavailable"] == 1 < pods["replicas"]
+    assert all(one["spec"]["minReadySeconds"] >= 60 for one in JOINING)
+
+
 @pytest.mark.parametrize("one", JOINING, ids=name_of)
 def test_each_joins_the_server_in_its_role(one: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     options = joined(one, monkeypatch)

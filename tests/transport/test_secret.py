@@ -24,6 +24,7 @@ ROOT, USER, OTHER = 0, 1000, 1001
         (0o640, ROOT, USER, True),
         (0o660, ROOT, USER, False),
         (0o444, ROOT, USER, False),  # one with fsGroup and a defaultMode for everybody
+        (0o450, ROOT, USER, False),
         (0o440, ROOT, ROOT, False),
         (0o440, OTHER, USER, False),
     ],
