@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -223,6 +224,17 @@ def test_the_server_offers_what_prefill_workers_need(monkeypatch: pytest.MonkeyP
     offered = yaml.safe_load(re.sub(r"(?m)^( +)# - (?=--prefill-workers=1 )", r"\1- ", text))
     assert served(monkeypatch)[1].prefill_workers == 0
     assert served(monkeypatch, container(offered)["args"])[1].prefill_workers == 1
+
+
+def test_the_commands_of_the_page_are_understood() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    blocks = re.findall(r"```\n(.*?)```", page, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("moesaic ")]
+    for line in lines:
+        cli.app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+    assert len(lines) == 4
+    folders = set(re.findall(r"(?:-k|init|>) (deploy/kubernetes)\b", page))
+    assert folders == {FOLDER.relative_to(ROOT).as_posix()}
 
 
 def test_the_overlay_names_every_file_and_this_version() -> None:
