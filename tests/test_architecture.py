@@ -52,6 +52,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "cluster": (
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
+        "policy.fleet.silence",
         *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
         *("trace.parts", "transport"),
         # placements from live routing: the verdict, what a process is asked, and what it answers
@@ -62,7 +63,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # joins a cluster as one role or the other
     "joining": (
         *("config", "core", "experts.process", "kernels.native.plain", "logs", "models.fingerprint"),
-        *("models.gguf.header", "runtime.process", "transport"),
+        *("models.gguf.header", "policy.fleet.silence", "runtime.process", "transport"),
     ),
     "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),

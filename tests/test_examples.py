@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moesaic import LLM, SamplingParams
+from tests.support.hosts import missing
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
@@ -109,3 +110,17 @@ def test_a_model_larger_than_its_memory_answers(tmp_path: Path, llm: LLM) -> Non
     assert printed.endswith("the same answers as with the model in memory: True\n")
     for number, answer in enumerate(greedy(llm, [f"Tom has {number} apples" for number in range(4)], 16)):
         assert f"{number} {answer!r}" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_two_hosts_answer_alike_while_their_link_is_cut(tmp_path: Path) -> None:
+    """As root. Neither a namespace nor a file is left."""
+    places = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PATH": os.pathsep.join(places)}
+    command = ["bash", str(FOLDER / "two_hosts.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": True\n") == 2 and "given up: 3 processes" in done.stdout
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert "two-hosts" not in names and not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked_workers
+from tests.support.hosts import Hosts, missing
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -26,3 +28,29 @@ def door(tmp_path: Path) -> dict[str, Any]:
         "expert_servers": 1,
         "rebalance_interval": 0.0,
     }
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Path]:
+    """A folder that all hosts of `hosts` have."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def running_hosts(shared: Path) -> Iterator[Hosts]:
+    """Three hosts. This thread has the network of the first one, and so have workers that are forked here."""
+    if missing():
+        pytest.skip(missing())
+    with Hosts(3, [shared]) as made, made[0].entered(), forked_workers.process() as forking:
+        forking.start()
+        yield made
+
+
+@pytest.fixture
+def hosts(running_hosts: Hosts) -> Iterator[Hosts]:
+    """The same hosts. After each test those without this thread boot again."""
+    yield running_hosts
+    for number in range(1, len(running_hosts)):
+        running_hosts[number].kill()
+        running_hosts[number].boot()

@@ -34,6 +34,7 @@ class FakeProcess:
     pid: int | None = 1
     stopped: bool = False
     host: str = ""
+    host_id: str = ""
     role: Role = Role.SERVER
     capacity: float = 1.0
 
@@ -194,6 +195,24 @@ def test_only_servers_that_live_through_a_move_tell_how_fast_experts_are_loaded(
     scene.holds(stays)
     assert advance(change)
     assert scene.changes.copy_bandwidth == (guess if dies else 2 * LAYOUT.expert_bytes / 8.0)
+
+
+def test_servers_that_are_gone_are_removed_together(spawning: list[Scene]) -> None:
+    """One of them would otherwise have to load what the other one had, before either could be removed."""
+    scene = Scene(3)
+    spawning.append(scene)
+    stays, *gone = scene.members.servers
+    for member in gone:
+        member.stage, member.child = Stage.STOPPED, None
+    change = scene.changes.remove_gone()
+    assert advance(change)
+    assert scene.told_to_hold(stays.name)[-1] == ONE
+    scene.holds(stays)
+    assert advance(change)
+    scene.settle()
+    assert not advance(change)
+    assert scene.members.servers == [stays]
+    assert scene.directories()[-1].experts == {0: ONE}
 
 
 def test_while_it_changes_a_restarted_server_holds_what_both_placements_give_it() -> None:

@@ -162,7 +162,7 @@ def test_the_status_shows_the_map() -> None:
             {"name": "worker 0", "role": "attention worker", "pid": 7, "stage": "serving", "devices": "4"},
         ],
         "replicas": [], "transport": None, "dispatch": "least-loaded", "join_address": None, "paced": None,
-        "watched": True, "placement_solve": None,
+        "watched": True, "hosts": [], "links": [], "placement_solve": None,
     }  # fmt: skip
     [table, *_] = as_lines(status)
     assert "gpu" in table and table.split()[-1] == "4"

@@ -38,6 +38,7 @@ def test_people_see_capacities_that_differ() -> None:
         members = [Member(Role.SERVER, number, capacity=weight) for number, weight in enumerate(capacities)]
         shown = [asdict(process_status(member, PLACEMENT, 0.0)) for member in members]
         rest = {"replicas": [], "transport": "shm", "dispatch": "x", "join_address": None, "watched": True}
+        rest |= {"hosts": [], "links": []}
         rest |= {"paced": None, "placement_solve": None}
         return as_lines({"processes": shown, **rest})[0]
 

@@ -85,7 +85,7 @@ class Dialling:
         wanted, self.wanted = self.wanted, []
         for entry in wanted:
             with contextlib.suppress(ConnectionLost):
-                self.kept.append((entry, connect(entry.address, SECRET, self.kind, self.heap)))
+                self.kept.append((entry, connect(entry.endpoint.address, SECRET, self.kind, self.heap)))
 
     def made(self) -> list[tuple[ServerEntry, Caller]]:
         self.dial()

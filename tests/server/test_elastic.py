@@ -27,6 +27,12 @@ def test_the_status_tells_processes_counters_and_failures(launch: Launch) -> Non
     assert (status["counters"]["missed_ttft"], status["counters"]["missed_itl"]) == (5, 6)
     assert status["failures"] == [{"time": 1.5, "what": "expert server 0: killed by signal 9"}]
     assert [process["held"] for process in status["processes"]] == [{}, {"1": "0, 2-3"}, {"1": "0, 2-3"}]
+    assert status["hosts"] == [
+        {"name": "", "processes": ["attention worker 0", "expert server 1"]},
+        {"name": "b", "processes": ["expert server 2"]},
+    ]
+    [link] = status["links"]
+    assert (link["one"], link["other"], link["source"]) == ("", "b", "measured")
     assert status["replicas"][0]["copies"] == {"1": "1", "2": "0, 2-3"}
 
 
@@ -180,6 +186,9 @@ def test_metrics_of_processes_and_experts(launch: Launch) -> None:
     assert found["moesaic:local_activation_pairs_total{layer=1}"] == 30
     assert found["moesaic:local_activation_pairs_total{layer=2}"] == 10
     assert found["moesaic:placement_solves_total"] == 3 and found["moesaic:placement_swaps_total"] == 2
+    assert found["moesaic:far_bytes_total"] == 8
+    assert found["moesaic:link_bytes_per_second{host=,other_host=b}"] == 1e9
+    assert found["moesaic:link_latency_seconds{host=,other_host=b}"] == 1e-4
     assert found["moesaic:placement_predicted_gain_seconds"] == 4.5
     assert found["moesaic:placement_predicted_local{placement=after}"] == 0.6
 

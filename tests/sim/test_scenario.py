@@ -147,11 +147,11 @@ def test_shares_of_routing() -> None:
 def test_a_row_s_experts_depend_on_nothing_else() -> None:
     found = routes.Routes(np.tile(routes.zipf(8, 1.0), (2, 1)), 2, seed=5)
     requests, positions = np.arange(6), np.arange(6) * 3
-    every = found.of(1, requests, positions, 0.0)
+    every = found.of(1, routes.rows_of(requests, positions), 0.0)
     for row in range(6):
-        alone = found.of(1, requests[row : row + 1], positions[row : row + 1], 7.0)
+        alone = found.of(1, routes.rows_of(requests[row : row + 1], positions[row : row + 1]), 7.0)
         assert alone.tolist() == [every[row].tolist()]
-    assert found.of(0, requests, positions, 0.0).tolist() != every.tolist()
+    assert found.of(0, routes.rows_of(requests, positions), 0.0).tolist() != every.tolist()
 
 
 def test_placements(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from moesaic.core.cluster_status import (
     ClusterLoad,
     ClusterStatus,
     Failure,
+    HostStatus,
     LayerLocality,
     LayerReplicas,
+    LinkStatus,
     PlacementSolve,
     ProcessStatus,
 )
@@ -51,7 +53,13 @@ class FakeCluster:
                 missed_ttft=5,
                 missed_itl=6,
                 refused_connections=7,
+                far_bytes=8,
             ),
+            hosts=[
+                HostStatus("", ["attention worker 0", "expert server 1"]),
+                HostStatus("b", ["expert server 2"]),
+            ],
+            links=[LinkStatus("", "b", 1e-4, 1e9, "measured")],
             dispatch="affinity",
             locality=[LayerLocality(1, 40, 30, 0.75), LayerLocality(2, 40, 10, 0.25)],
             placement_solve=PlacementSolve(

@@ -129,6 +129,9 @@ class Host:
         pid = self._started.pid
         self.init = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
         port, mac = f"port{self.number}", f"02:00:00:00:00:{self.number + 1:02x}"
+        self._at_switch(
+            f"sh -c 'ip link del {port} 2>/dev/null || true'"
+        )  # it may outlive a host for a while
         self._at_switch(f"ip link add name {port} type veth peer name eth0 address {mac} netns {self.init}")
         self._at_switch(f"ip link set {port} master bridge up")
         self._inside(f"ip address add {self.address}/24 dev eth0")

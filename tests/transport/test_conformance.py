@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 import subprocess
@@ -21,7 +22,7 @@ from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLog
 from moesaic.transport.base import Connection
 from moesaic.transport.codec import decode
 from moesaic.transport.local import local_pair
-from moesaic.transport.sealed_socket import SealedSocket
+from moesaic.transport.sealed_socket import SealedSocket, Wire
 from moesaic.transport.sealing import Keys
 from moesaic.transport.stream import MAX_FRAME, StreamConnection, stream_pair
 
@@ -56,7 +57,8 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.DropKV([2**40]),
     messages.Alive(),
     messages.Settled(4),
-    messages.Enlist("expert-server", 2.5, "one", "t"),
+    messages.Enlist("expert-server", 2.5, "one", ["avx2"], "t"),
+    messages.LinkTest(bytes(3)),
     messages.Enlisted("m", "a.b.c", "{}"),
     messages.Hold(2, {1: [0, 3]}, b"secret"),
     messages.Holds(2, Endpoint("tcp:127.0.0.1:80"), "native", 1, "a.b.c"),
@@ -332,3 +334,59 @@ def test_a_message_with_a_refused_value_ends_the_connection() -> None:
         connection.receive(5.0)
     connection.close()
     sender.close()
+
+
+# ---- signs of life
+
+
+def sealed_pair() -> tuple[SealedSocket, SealedSocket]:
+    one, two = stream_pair()
+    keys = Keys(b"a" * 32, b"b" * 32)
+    return SealedSocket(one, keys), SealedSocket(two, keys.swapped())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [stream_pair, sealed_pair])
+def test_ends_with_nothing_to_say_keep_a_connection_that_has_a_limit(
+    ends: Callable[[], tuple[Wire, Wire]],
+) -> None:
+    """And no sign of life is received, which `receive` would return at once."""
+    one, two = ends()
+    near, far = StreamConnection(one, silent_limit=0.6), StreamConnection(two, silent_limit=0.6)
+    assert near.receive(1.5) is None and far.receive(0.1) is None
+    far.send(messages.Cancel([1]))
+    assert near.receive(5.0) == messages.Cancel([1])
+    near.close()
+    far.close()
+
+
+def test_a_peer_that_is_silent_is_given_up() -> None:
+    ours, theirs = stream_pair()
+    lost = threading.Event()
+    connection = StreamConnection(ours, on_lost=lost.set, silent_limit=0.2)
+    with pytest.raises(ConnectionLost, match="sent nothing for 0.2 s"):
+        connection.receive(30.0)
+    assert lost.wait(30.0) and connection.silence >= 0.2
+    connection.close()
+    theirs.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_itself_accuses_nobody() -> None:
+    """What arrived meanwhile waits in the socket."""
+    ours, theirs = stream_pair()
+    program = "import socket, sys; from moesaic.transport.stream import StreamConnection as C;"
+    program += "c = C(socket.socket(fileno=int(sys.argv[1])), silent_limit=1.0); print('up', flush=True);"
+    program += "print(type(c.receive(None)).__name__)"
+    command = [sys.executable, "-c", program, str(theirs.fileno())]
+    far = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True)
+    theirs.close()
+    assert far.stdout is not None and far.stdout.readline() == "up\n"
+    connection = StreamConnection(ours, silent_limit=60.0)
+    far.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    far.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    connection.send(messages.Shutdown())
+    assert far.communicate(timeout=60)[0] == "Shutdown\n"
+    connection.close()

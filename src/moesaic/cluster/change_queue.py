@@ -20,6 +20,7 @@ from moesaic.cluster.autoscaling import Autoscaling, Sample
 from moesaic.cluster.balancing import Balancing
 from moesaic.cluster.dispatching import by_tables
 from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
@@ -65,9 +66,11 @@ class ChangeQueue:
         clock: Callable[[], float],
         note: Callable[[str], None],
         live: LivePlacement | None = None,
+        links: Links | None = None,
     ) -> None:
-        """note: records a failure. live: solves placements, with --rebalance routing. Raises ConfigError for
-        an --autoscale that is not possible."""
+        """note: records a failure. live: solves placements, with --rebalance routing. links: by which they
+        are solved, and requests are dispatched then. Raises ConfigError for an --autoscale that is not
+        possible."""
         self._autoscaling = Autoscaling(cluster, clock())
         router.objectives = Objectives.of(cluster, clock)
         self.balancing: Balancing | None = None
@@ -75,6 +78,7 @@ class ChangeQueue:
         self.changes = Changes(members, publisher, router, cluster, self._load, clock)
         self.rebalances = 0
         self.live = live
+        self._links = links
         self._members = members
         self._publisher = publisher
         self._router = router
@@ -84,6 +88,9 @@ class ChangeQueue:
         self._queue: deque[_QueuedChange] = deque()
         self._current: _QueuedChange | None = None
         self._quiet_until = -math.inf
+        self._gone: list[str] = []
+        """Names of the servers that the last attempt to remove lost servers knew. Another loss does not wait
+        until that attempt may be repeated."""
 
     @property
     def layout(self) -> ExpertLayout | None:
@@ -189,11 +196,10 @@ class ChangeQueue:
         if left_workers:
             change = self.changes.remove_worker(left_workers[0])
             return _QueuedChange(f"{left_workers[0].name} is gone", change)
-        gone = [member for member in self._members.servers if member.stage is Stage.STOPPED]
-        if gone and now >= self._quiet_until:
-            left = len(self._members.servers) - 1
-            change = self.changes.remove_server(gone[0], max(1, min(self._cluster.min_replicas, left)))
-            return _QueuedChange(f"{gone[0].name} is gone", change)
+        gone = [member.name for member in self._members.servers if member.stage is Stage.STOPPED]
+        if gone and (now >= self._quiet_until or gone != self._gone):
+            self._gone = gone
+            return _QueuedChange(f"{', '.join(gone)}: gone", self.changes.remove_gone())
         if self._queue:
             return self._queue.popleft()
         return self._by_load(now) if now >= self._quiet_until else None
@@ -244,6 +250,9 @@ class ChangeQueue:
         members, cluster = self._members, self._cluster
         ranks = tuple(member.number for member in members.servers_here)
         fleet = Fleet(ranks, members.capacities, cluster.redundant_experts, cluster.min_replicas)
+        if self._links is not None:
+            here = [member for member in members.workers if not member.elsewhere]
+            fleet = replace(fleet, prices=self._links.prices(here[: len(ranks)], fleet.servers))
         rule: Rule = "rounds" if cluster.dispatch == "affinity-rounds" else "affinity"
         workers = [member.number for member in members.workers]
         tables = None if self.live is None else self.live.tables_for(workers)
@@ -276,8 +285,10 @@ class ChangeQueue:
             live.failed(str(error))
             raise
         workers = [member.number for member in self._members.workers]
+        servers = [member.number for member in self._members.servers_here]
+        worth = None if self._links is None else self._links.worth
         ranks = {worker: rank for rank, worker in enumerate(workers)}
-        self._router.dispatch = by_tables(self._cluster, found.tables, ranks)
+        self._router.dispatch = by_tables(self._cluster, found.tables, ranks, worth, servers)
         self.balancing.homes = found.homes
         self.rebalances += 1
         live.swapped(found, workers)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.tables import Tables
-from moesaic.policy.placement.dispatch import Affinity, Dispatch, RoundRobin, Rounds, WorkerLoad, least_loaded
+from moesaic.core.topology import FloatArray
+from moesaic.policy.placement.dispatch import (
+    Affinity,
+    Dispatch,
+    RoundRobin,
+    Rounds,
+    WorkerLoad,
+    least_loaded,
+)
 
 NO_RANK = -1
 """Rank of a worker that no table knows."""
@@ -29,10 +37,30 @@ class Ranked:
         return self._dispatch(numbered, prompt)
 
 
-def by_tables(cluster: ClusterConfig, tables: Tables, ranks: Mapping[int, int]) -> Dispatch:
-    """The rule of --dispatch, by other tables. ranks: worker -> rank."""
+LinkWorth = Callable[[int, Sequence[int]], FloatArray]
+"""Returns [S] what a pair that each server computes is worth for a worker: see `Links.worth`."""
+
+
+def by_tables(
+    cluster: ClusterConfig,
+    tables: Tables,
+    ranks: Mapping[int, int],
+    worth: LinkWorth | None = None,
+    servers: Sequence[int] = (),
+) -> Dispatch:
+    """The rule of --dispatch, by other tables. ranks: worker -> rank.
+
+    worth: None: a worker's score counts the pairs of its own rank alone. servers: those of the tables' ranks.
+    """
+    return Ranked(_affinity(cluster, tables, worth, servers), ranks)
+
+
+def _affinity(
+    cluster: ClusterConfig, tables: Tables, worth: LinkWorth | None, servers: Sequence[int]
+) -> Affinity | Rounds:
+    by_worker = None if worth is None else lambda worker: worth(worker, servers)
     rounds = cluster.dispatch == "affinity-rounds"
-    return Ranked(Rounds(tables) if rounds else Affinity(tables), ranks)
+    return Rounds(tables, by_worker) if rounds else Affinity(tables, worth=by_worker)
 
 
 def tables_of(cluster: ClusterConfig, placement: Placement | None) -> Tables | None:
@@ -42,19 +70,22 @@ def tables_of(cluster: ClusterConfig, placement: Placement | None) -> Tables | N
     return Tables.beside(cluster.placement, placement)
 
 
-def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[DispatchName, Dispatch]:
+def dispatch_of(
+    cluster: ClusterConfig, placement: Placement | None, worth: LinkWorth | None = None
+) -> tuple[DispatchName, Dispatch]:
     """Returns the name of the dispatch rule, and the rule itself.
 
-    placement: what the file of --placement specifies. Without --dispatch the rule is affinity if the
-    placement has tables and each worker has a server of its own rank; otherwise it is least-loaded. A
-    worker's rank is its number, which a restarted worker keeps. With --rebalance routing tables come later.
-    With --rebalance load experts leave the ranks that tables name, so these are not used. Raises ConfigError
+    placement: what the file of --placement specifies. worth: see `by_tables`.
+    Without --dispatch the rule is affinity if the placement has tables, and each worker has a server of its
+    own rank or --topology says which servers are near; otherwise it is least-loaded. A worker's rank is its
+    number, which a restarted worker keeps. With --rebalance routing tables come later. With --rebalance load
+    experts leave the ranks that tables name, so these are not used. Raises ConfigError
     for `affinity` without tables, and for tables that cannot be read.
     """
     name = cluster.dispatch
     if name == "round-robin":
         return name, RoundRobin()
-    colocated = cluster.enable_expert_parallel
+    colocated = cluster.enable_expert_parallel or cluster.topology is not None
     if name == "least-loaded" or (name is None and not colocated):
         return "least-loaded", least_loaded
     file = cluster.placement
@@ -62,7 +93,7 @@ def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[Di
     if file is not None and placement is not None and cluster.rebalance != "load":
         tables = Tables.beside(file, placement)
     if tables is not None:
-        return (name, Rounds(tables)) if name == "affinity-rounds" else ("affinity", Affinity(tables))
+        return name or "affinity", _affinity(cluster, tables, worth, range(tables.ranks))
     if name in ("affinity", "affinity-rounds") and cluster.rebalance != "routing":
         allowed = "least-loaded, round-robin; affinity with expert servers and a --placement that has tables"
         allowed += ", without --rebalance load" if cluster.rebalance == "load" else ""

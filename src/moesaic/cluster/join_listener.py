@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from moesaic.cluster.member import Role
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.paced import LinkModel
+from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import Deadline, prove_as_server
+from moesaic.transport.link_test import LinkTests
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.stream import StreamConnection
 
@@ -63,6 +66,10 @@ class RemoteProcess:
     """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """See `messages.Enlist`."""
+    killed: bool = False
+    """True once `kill` was called. The end of its connection is reported a moment later."""
+    link: LinkModel | None = None
+    """The link to its host, if it was measured."""
 
     @property
     def host(self) -> str:
@@ -80,6 +87,7 @@ class RemoteProcess:
 
     def kill(self) -> None:
         """Closes the connection. The process joins again when it notices."""
+        self.killed = True
         self.connection.close()
 
     def refuse(self, reason: str) -> None:
@@ -106,6 +114,7 @@ class JoinListener:
         Raises ConfigError if it cannot listen there.
         """
         self._secret = secret
+        self._link_tests = LinkTests()
         try:
             listening, where = addresses.bind(addresses.parse(address))
         except ConfigError as error:
@@ -129,7 +138,7 @@ class JoinListener:
         host, port = sock.getpeername()[:2]
         _, keys = prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
         with contextlib.ExitStack() as undo:
-            connection = StreamConnection(wire(sock, keys))
+            connection = StreamConnection(wire(sock, keys), silent_limit=RULE.gone_while_starting)
             undo.callback(connection.close)
             word = connection.receive(HANDSHAKE_SECONDS)
             if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:
@@ -137,8 +146,8 @@ class JoinListener:
             role = _ROLES.get(word.role)
             if role is None:
                 raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
+            link = self._link_tests.link(word.host, connection)
             undo.pop_all()
             sets = tuple(word.instruction_sets)
-            return RemoteProcess(
-                connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket
-            )
+            parts = connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket
+            return RemoteProcess(*parts, link=link)

@@ -93,6 +93,10 @@ class Member:
     """True if it joined from another machine. The supervisor cannot restart it."""
     host: str = ""
     """The address of the machine from which it joined. Empty: the supervisor's own machine."""
+    suspected: bool = False
+    """True while it is on another host and was silent for a while. See `policy.fleet.silence`."""
+    host_id: str = ""
+    """Host of its process (`transport.host`), if that is not the supervisor's own."""
     last_seen: float = 0.0
     """Time of the last message, on the supervisor's clock."""
     deaths: list[float] = field(default_factory=list)
@@ -139,7 +143,7 @@ class Member:
     def died(self, how: str, now: float, rule: RestartRule) -> bool:
         """Records that its process ended. Returns False if it must not be restarted: it died too often, or it
         is leaving."""
-        self.last_failure, self.child = how, None
+        self.last_failure, self.child, self.suspected = how, None, False
         self.all_deaths += 1
         self.deaths = [death for death in self.deaths if now - death < rule.window] + [now]
         if self.elsewhere or self.stage is Stage.DRAINING:

@@ -22,6 +22,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.policy.fleet.devices import Devices, beside, choose
 from moesaic.trace.parts import part_of
+from moesaic.transport.host import this_host
 
 FROM_SERVER = (messages.Holds, messages.Digests, messages.ServerReport, messages.Failed)
 """The messages that an expert server may send."""
@@ -163,6 +164,7 @@ class Members:
         weights: fingerprint that its checkpoint must have. layout: of the experts, for a server.
         """
         member.elsewhere, member.devices, member.host = True, (), process.host
+        member.host_id = "" if process.host_id == this_host() else process.host_id
         member.weights, used = weights, self._native(member.role)
         if member.role is Role.SERVER:
             assert layout is not None

@@ -6,7 +6,8 @@ one. A server holds the experts of both, so both can be served until no call use
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from moesaic.cluster.member import Member, Stage
 from moesaic.cluster.members import Members
@@ -14,6 +15,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ServerEntry
 from moesaic.core.placement import Placement
+from moesaic.core.topology import Way
 
 Held = dict[int, list[int]]
 """Layer -> experts, ascending."""
@@ -34,7 +36,10 @@ def union(server: int, placements: Collection[Placement | None]) -> Held:
 class Publisher:
     """Publishes the placement of the members. Only the supervisor's thread uses it."""
 
-    def __init__(self, members: Members, secret: bytes) -> None:
+    def __init__(
+        self, members: Members, secret: bytes, ways: Callable[[Member], dict[int, Way]] = lambda client: {}
+    ) -> None:
+        """ways: server -> the way from a worker to it."""
         self.placement: Placement | None = None
         """The current placement."""
         self.coming: Placement | None = None
@@ -42,6 +47,7 @@ class Publisher:
         self.version = 0
         """Version of the directory."""
         self._members = members
+        self._ways = ways
         self._secret = secret
         self._holds = 0
 
@@ -71,7 +77,8 @@ class Publisher:
     def introduce(self, member: Member) -> None:
         """Sends the directory to one worker."""
         if self.placement is not None:
-            _send(member, messages.Serving(self.directory(self.placement), self._secret))
+            directory = replace(self.directory(self.placement), ways=self._ways(member))
+            _send(member, messages.Serving(directory, self._secret))
 
     def directory(self, placement: Placement) -> Directory:
         """Returns the directory of the servers that serve now."""
@@ -80,6 +87,7 @@ class Publisher:
             self.version,
             [ServerEntry(member.number, member.incarnation, member.endpoint) for member in serving],
             {member.number: union(member.number, (placement,)) for member in serving},
+            [member.number for member in serving if member.suspected],
         )
 
     def settled(self, version: int) -> bool:

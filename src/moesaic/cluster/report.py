@@ -70,6 +70,7 @@ def counters(
         paced_late=sum(pace.late for pace in paces),
         runs=workers.steps,
         partial_runs=workers.partial_runs,
+        far_bytes=experts.far_bytes,
         refused_connections=0 if door is None else door.dropped,
     )
 

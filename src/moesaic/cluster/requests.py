@@ -57,6 +57,8 @@ class WorkerRecord:
     """KV blocks of these requests."""
     draining: bool = False
     """True if it gets no new requests."""
+    suspected: bool = False
+    """True while nothing is heard of it. It gets no new requests."""
     prefill: bool = False
     """True if it computes prompts for other workers."""
     kv: messages.ReceivesKV | None = None

@@ -118,6 +118,13 @@ class Router:
             if worker in self._workers:
                 self._workers[worker].draining = True
 
+    def suspect(self, worker: int, suspected: bool) -> None:
+        """Gives this worker no new requests while nothing is heard of it."""
+        with self._lock:
+            if worker in self._workers:
+                self._workers[worker].suspected = suspected
+                self._place([])
+
     def drained(self, worker: int) -> bool:
         """Whether all its requests have ended."""
         with self._lock:
@@ -166,8 +173,7 @@ class Router:
     def leave(self, worker: int) -> None:
         """Removes a worker. Its requests go to others, or wait for one. Its late messages are ignored."""
         with self._lock:
-            gone = self._workers.pop(worker, None)
-            if gone is None:
+            if (gone := self._workers.pop(worker, None)) is None:
                 return
             self._past = total([self._past, counters(gone.stats)])
             orphans = [key for key, entry in self._entries.items() if entry.worker == worker]
@@ -203,8 +209,7 @@ class Router:
                 case messages.Admitted():
                     message = self._first_time(message)
                 case messages.Stats(stats):
-                    if worker in self._workers:  # otherwise it has just started, or was given up
-                        self._workers[worker].stats = stats
+                    self._workers[worker].stats = stats
                     message = messages.Stats(self._total())
             self._outbox.put(message)
 
@@ -216,12 +221,11 @@ class Router:
             self.tell(messages.Ready(as_one(infos)))
 
     def loads(self, prefill: bool = False) -> dict[int, WorkerLoad]:
-        """Returns the load of each worker that gets new requests. prefill: of prefill workers, or of the
-        others."""
+        """Returns the load of each worker that gets new requests. prefill: of prefill workers."""
         return {
             worker: WorkerLoad(record.info.num_blocks, record.blocks, record.requests)
             for worker, record in self._workers.items()
-            if not record.draining and record.prefill == prefill
+            if not (record.draining or record.suspected) and record.prefill == prefill
         }
 
     # ---- internal, with the lock held

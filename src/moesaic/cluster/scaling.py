@@ -163,9 +163,18 @@ class Changes:
     def remove_server(self, member: Member, least: int | None = None) -> Change:
         """Removes a server. The others take over its experts, then it ends. least: minimum number of copies,
         in place of min_replicas."""
-        left = [other.number for other in self._members.servers if other is not member]
-        yield from self._move(self._placed(left, least), leaving=member)
-        self._members.remove(member)
+        yield from self._remove([member], self._members.servers, least)
+
+    def remove_gone(self) -> Change:
+        """Removes all servers that have joined and are gone. The others take over their experts.
+
+        They are removed together: while one of them had a place, the others could not finish the change.
+        """
+        servers = self._members.servers
+        gone = [member for member in servers if member.stage is Stage.STOPPED]
+        yield from self._remove(
+            gone, servers, max(1, min(self._cluster.min_replicas, len(servers) - len(gone)))
+        )
 
     def add_worker(self, joined: Joined | None = None) -> Change:
         """Adds an attention worker, or a prefill worker that joined. It gets new requests once it is ready.
@@ -204,6 +213,12 @@ class Changes:
 
     # ---- parts of changes
 
+    def _remove(self, leaving: Collection[Member], servers: Collection[Member], least: int | None) -> Change:
+        left = [other.number for other in servers if other not in leaving]
+        yield from self._move(self._placed(left, least), leaving=leaving)
+        for member in leaving:
+            self._members.remove(member)
+
     def _towards(self, servers: int, workers: int) -> Change:
         """Adds members first, then removes the newest ones."""
         members = self._members
@@ -240,7 +255,7 @@ class Changes:
         self,
         new: Placement,
         joining: Member | None = None,
-        leaving: Member | None = None,
+        leaving: Collection[Member] = (),
         joined: Joined | None = None,
     ) -> Change:
         """Loads the new experts, publishes the new placement, then drops the old experts."""
@@ -249,7 +264,8 @@ class Changes:
         takers = [
             member
             for member in self._members.servers
-            if member not in (joining, leaving)
+            if member is not joining
+            and member not in leaving
             and union(member.number, (old, new)) != union(member.number, (old,))
         ]
         try:
@@ -266,13 +282,14 @@ class Changes:
             for member in takers:
                 publisher.hold(member)
             raise
-        if leaving is not None and leaving.stage is not Stage.STOPPED:
-            leaving.stage = Stage.DRAINING  # even while it is being restarted: it must not serve again
+        for member in leaving:
+            if member.stage is not Stage.STOPPED:
+                member.stage = Stage.DRAINING  # even while it is being restarted: it must not serve again
         publisher.serve(new)
         published = publisher.version
         yield from self._settle(published)
         for member in self._members.servers:
-            if member is not leaving and union(member.number, (old, new)) != union(member.number, (new,)):
+            if member not in leaving and union(member.number, (old, new)) != union(member.number, (new,)):
                 publisher.hold(member)
 
     def _time_copies(

@@ -24,15 +24,18 @@ from moesaic.cluster.change_queue import ChangeQueue
 from moesaic.cluster.dispatching import dispatch_of, tables_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
-from moesaic.cluster.join_listener import JoinListener, RemoteProcess, own_door
+from moesaic.cluster.join_listener import JoinListener, own_door
 from moesaic.cluster.killing import kill
+from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
+from moesaic.cluster.newcomers import Newcomers
 from moesaic.cluster.placing import first_placement, read_placement
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
+from moesaic.cluster.suspicion import Suspicion
 from moesaic.cluster.weight_check import WeightCheck
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core import messages, paced
@@ -41,14 +44,13 @@ from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.placement import Placement
-from moesaic.models import fingerprint
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
 
 TICK = 0.1
 """Maximum seconds between two checks of the processes."""
 FROZEN_SECONDS = 5.0
-"""Seconds without a message after which a process is killed and restarted."""
+"""Seconds without a message after which a process of this host is killed and restarted."""
 UNSUPERVISED = "the supervisor has stopped, so processes are not restarted any more"
 
 
@@ -68,7 +70,6 @@ class Supervisor:
         self._cluster = cluster
         self._router = router
         self._placement_file = read_placement(cluster)
-        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file)
         self._clock = clock
         self._rule = RestartRule()
         secret_file = cluster.cluster_secret_file
@@ -85,25 +86,33 @@ class Supervisor:
             remote_address=None if cluster.cluster_address is None else own_door(cluster.cluster_address),
         )
         self._members = Members(member, router, self._receive, clock, cluster)
-        self._publisher = Publisher(self._members, self._secret)
+        self._links = Links(self._members, cluster)
+        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, self._links.worth)
+        self._publisher = Publisher(self._members, self._secret, self._links.ways)
+        self._suspicion = Suspicion(self._publisher, router)
         self._failures = Failures()
         self._note = self._failures.note
-        live: LivePlacement | None = None
-        if routing is not None:
-            tables = tables_of(cluster, self._placement_file)
-            workers = range(cluster.attention_workers)
-            live = LivePlacement(routing, cluster.rebalance_interval, clock(), tables, workers)
-        self._changes = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note, live)
+        live = None if routing is None else self._live(routing)
+        self._changes = ChangeQueue(
+            self._members, self._publisher, router, cluster, clock, self._note, live, self._links
+        )
         self._announced = False
-        file = cluster.paced
-        self._paced = None if file is None else f"{file}: {paced.read(Path(file)).source}"
+        self._paced = None if cluster.paced is None else _described(cluster.paced)
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self._model, later = Path(worker.model.model), self._members.inbox.put
-        self._weights = WeightCheck(self._model, later, self._holds, self._refuse, clock)
+        model, later = Path(worker.model.model), self._members.inbox.put
+        self._weights = WeightCheck(model, later, self._holds, self._refuse, clock)
         self._join_listener: JoinListener | None = None
         if cluster.cluster_address is not None:
-            self._join_listener = JoinListener(cluster.cluster_address, self._secret, self._welcome)
+            parts = self._members, self._links, self._changes, self._note
+            newcomers = Newcomers(cluster.cluster_address, self._secret, model, *parts)
+            self._join_listener = newcomers.listener
+
+    def _live(self, routing: LiveRouting) -> LivePlacement:
+        """What solves placements by what the workers record."""
+        cluster = self._cluster
+        tables, workers = tables_of(cluster, self._placement_file), range(cluster.attention_workers)
+        return LivePlacement(routing, cluster.rebalance_interval, self._clock(), tables, workers)
 
     def start(self) -> None:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""
@@ -182,6 +191,8 @@ class Supervisor:
             locality=layer_locality(placement, self._router.stats().experts),
             placement_solve=None if live is None else live.status,
             paced=self._paced,
+            hosts=self._links.hosts(),
+            links=self._links.links(),
             watched=members.watched,
         )
 
@@ -310,7 +321,11 @@ class Supervisor:
     def _check(self, member: Member, heard_all: bool, now: float) -> None:
         if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
             self._spawn(member)
-        silent = heard_all and now - member.last_seen > FROZEN_SECONDS
+        gone = self._suspicion.look(member, now) if member.elsewhere else None
+        if gone is not None and member.child is not None:
+            self._note(gone)
+            member.child.kill()
+        silent = heard_all and not member.elsewhere and now - member.last_seen > FROZEN_SECONDS
         if member.in_service and silent and member.child is not None:
             self._note(f"{member.name} sent nothing for {FROZEN_SECONDS:g} s: killing it")
             member.child.kill()
@@ -321,18 +336,6 @@ class Supervisor:
         if not self._announced and all(member.stage is Stage.SERVING for member in self._members.all):
             self._announced = True
             self._router.tell_ready()
-
-    def _welcome(self, process: RemoteProcess) -> None:
-        """Adds a process that has joined. Called in a thread of the join listener."""
-        why_not = self._members.why_not(process.role)
-        if why_not is not None:
-            self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {why_not}"))
-            process.refuse(why_not)
-        elif self._members.watched:
-            weights = fingerprint.of(self._model)
-            self._members.inbox.put(lambda: self._changes.join(process, weights))
-        else:
-            process.stop()
 
     def _end(self, why: str) -> None:
         """Reports that nothing can be served any more."""
@@ -379,6 +382,11 @@ class Supervisor:
         self._weights.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)
+
+
+def _described(file: str) -> str:
+    """A file of modelled devices, and where its figures are from."""
+    return f"{file}: {paced.read(Path(file)).source}"
 
 
 def _nothing() -> None:

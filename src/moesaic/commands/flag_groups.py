@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--expert-batch-pairs",
             "--expert-batch-wait",
             "--transport",
+            "--topology",
             "--numa",
             "--devices",
             "--paced",

@@ -109,6 +109,10 @@ class Place:
     """File for the placement (.json). Its tables of tokens are written next to it (.tables.npz)."""
     redundant_experts: int = 0
     """Number of additional expert copies in each layer, placed where they are needed most."""
+    topology: Path | None = None
+    """File of hosts and the links between them (.toml or .json), with the host of each rank. Experts are then
+    placed so that rows take few seconds on the links, and the bytes on each link are predicted. None: all
+    links are alike."""
     share: float = 0.2
     """Share of the recorded requests that solvers see for the measurement. They are measured on all others.
     The written placement is then solved on the whole profile."""

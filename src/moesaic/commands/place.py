@@ -12,21 +12,39 @@ from rich.console import Console
 
 from moesaic.commands import activation_picture, place_by_load
 from moesaic.commands.options import TABLES, Place
+from moesaic.commands.place_links import LinkReport
 from moesaic.commands.place_report import Report, Trial, Written, as_json, as_text
 from moesaic.commands.progress import Show, progress
 from moesaic.commands.writable import require_writable
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
-from moesaic.core.profile import Profile
+from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
+from moesaic.core.topology import Topology
+from moesaic.core.topology import read as read_topology
 from moesaic.policy.placement import held_out, redundancy
 from moesaic.policy.placement.activation_map import activation_map, commonest, dealt
+from moesaic.policy.placement.locality import FloatArray
 from moesaic.policy.placement.solvers import SOLVERS
+from moesaic.policy.placement.solvers.priced import priced
 
 Clock = Callable[[], float]
 DRAWN = 160
 """Number of token ids in a picture."""
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """The result of a solver."""
+
+    clusters: Coclusters
+    placement: Placement
+    """That of the clusters, with copies."""
+    seconds: float
+    """Seconds that both took."""
+    blind: Placement
+    """The placement if all links were alike."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +54,33 @@ class _Solving:
     options: Place
     show: Show
     clock: Clock
+    topology: Topology | None = None
 
-    def solve(self, name: str, profile: Profile, what: str) -> tuple[Coclusters, Placement, float]:
-        """Run solver `name`. Returns the clusters, the placement with copies, and the seconds of both.
+    @property
+    def prices(self) -> FloatArray | None:
+        """[R, R] seconds of a byte. None without --topology, and if one host has all ranks."""
+        if self.topology is None or len(set(self.topology.places(self.options.ranks).tolist())) == 1:
+            return None
+        return self.topology.prices(self.options.ranks)
 
-        what: name of the progress bar.
-        """
-        options, begun = self.options, self.clock()
+    def solve(self, name: str, profile: Profile, what: str) -> _Solved:
+        """Run solver `name`. what: name of the progress bar."""
+        options, begun, copies = self.options, self.clock(), self.options.redundant_experts
         clusters = SOLVERS[name](profile, options.ranks, options.seed, partial(self.show, what))
-        placement = redundancy.place(profile, clusters, options.redundant_experts)
-        return clusters, placement, self.clock() - begun
+        placement = blind = redundancy.place(profile, clusters, copies)
+        if (prices := self.prices) is not None:
+            clusters = priced(profile, clusters, prices, options.seed, partial(self.show, f"{what}, links"))
+            placement = redundancy.place(profile, clusters, copies)
+        return _Solved(clusters, placement, self.clock() - begun, blind)
+
+    def links(self, learned: Profile, solved: _Solved, others: Routes) -> LinkReport | None:
+        """What the links carry before and after they are priced. None without --topology."""
+        if self.topology is None:
+            return None
+        places, count = self.topology.places(self.options.ranks), len(self.topology.hosts)
+        before = held_out.measure_links(learned, solved.blind, others, places, count)
+        after = held_out.measure_links(learned, solved.placement, others, places, count, self.prices)
+        return LinkReport(self.topology, before, after)
 
 
 def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
@@ -63,12 +98,15 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
     if not profile.token_ids:
         return place_by_load.run(profile, options, json)
     _layer_drawn(profile, options)
+    topology = None if options.topology is None else read_topology(options.topology)
+    if topology is not None:
+        topology.check_ranks(options.ranks)
     with progress(Console(stderr=True), clock, "steps/s") as show:
         if options.model is not None:
             from moesaic.profiling.nearest import with_nearest
 
             profile = with_nearest(profile, options.file, options.model, partial(show, "nearest tokens"))
-        report = place(profile, options, _Solving(options, show, clock))
+        report = place(profile, options, _Solving(options, show, clock, topology))
     print(as_json(report) if json else as_text(report))
     return 0
 
@@ -83,14 +121,15 @@ def place(profile: Profile, options: Place, solving: _Solving) -> Report:
     skipped: list[str] = []
     for name in options.measured:
         try:
-            clusters, placement, seconds = solving.solve(name, learned, name)
+            solved = solving.solve(name, learned, name)
         except ConfigError as error:
             if name != "metis" or not options.compare:  # metis needs an optional package
                 raise
             skipped.append(f"metis was skipped: {error}")
             continue
-        found = held_out.measure_placement(learned, clusters, placement, others)
-        trials.append(Trial(name, seconds, found, clusters.notes))
+        found = held_out.measure_placement(learned, solved.clusters, solved.placement, others, solving.prices)
+        links = solving.links(learned, solved, others)
+        trials.append(Trial(name, solved.seconds, found, solved.clusters.notes, links))
     return Report(
         options=options,
         profile=profile,
@@ -105,7 +144,8 @@ def place(profile: Profile, options: Place, solving: _Solving) -> Report:
 
 def _write(profile: Profile, options: Place, name: str, solving: _Solving) -> Written:
     assert options.output_file is not None
-    clusters, placement, seconds = solving.solve(name, profile, f"{name}, on the whole profile")
+    solved = solving.solve(name, profile, f"{name}, on the whole profile")
+    clusters, placement = solved.clusters, solved.placement
     file = options.output_file.with_suffix(TABLES)
     tables = redundancy.tables_of(profile, clusters, placement)
     save(
@@ -115,7 +155,7 @@ def _write(profile: Profile, options: Place, name: str, solving: _Solving) -> Wr
     )
     if options.plot is not None:
         _draw(options.plot, profile, options, name, clusters)
-    return Written(name, options.output_file, file, seconds, tables.nbytes, clusters.notes)
+    return Written(name, options.output_file, file, solved.seconds, tables.nbytes, clusters.notes)
 
 
 def _layer_drawn(profile: Profile, options: Place) -> int:

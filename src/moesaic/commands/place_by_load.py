@@ -50,6 +50,7 @@ def _check(profile: Profile, options: Place) -> None:
         ("--compare", options.compare),
         ("--plot", options.plot),
         ("--model", options.model),
+        ("--topology", options.topology),
     ):
         if given:
             raise ConfigError(f"{flag}: {options.file} has loads of experts and no token ids")

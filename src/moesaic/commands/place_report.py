@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from moesaic.commands.options import Place
+from moesaic.commands.place_links import LinkReport
 from moesaic.commands.processes import in_text
 from moesaic.core.profile import Profile, Routes
 from moesaic.policy.placement.held_out import Measured
@@ -31,6 +32,8 @@ class Trial:
     """Seconds that the solver took."""
     found: Measured
     notes: tuple[str, ...]
+    links: LinkReport | None = None
+    """What the links carry. None without --topology."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def _trial(trial: Trial, hidden: int) -> dict[str, Any]:
         "seconds": trial.seconds,
         **{f"{name}_level": _level(level, hidden) for name, level in levels.items()},
         "notes": trial.notes,
+        "links": None if trial.links is None else trial.links.as_json(hidden * NUMBER_BYTES),
     }
 
 
@@ -125,6 +129,10 @@ def _level(level: Locality, hidden: int) -> dict[str, Any]:
 def as_text(report: Report) -> str:
     """The report for people: facts, a table of the measurements, notes, and the written files."""
     lines = [in_text(_facts(report)), "", in_text(_table(report))]
+    row_bytes = report.profile.hidden * NUMBER_BYTES
+    for trial in report.trials:
+        if trial.links is not None:
+            lines += ["", in_text(trial.links.table(trial.solver, row_bytes))]
     lines += [f"{trial.solver}: {note}" for trial in report.trials for note in trial.notes]
     lines += report.skipped
     if report.profile.nearest is None:

@@ -18,7 +18,8 @@ TRANSPORTS = {"shm": "shared memory", "socket": "Unix sockets"}
 
 def as_lines(status: Status) -> list[str]:
     """Tables of the processes, followed by notes and warnings. Print them one below the other."""
-    lines = [in_text(table) for table in (_servers(status), _others(status)) if table.row_count]
+    tables = _servers(status), _others(status), _hosts(status), _links(status)
+    lines = [in_text(table) for table in tables if table.row_count]
     single = sum(len(layer["single"]) for layer in status["replicas"])
     missing = sum(len(layer["missing"]) for layer in status["replicas"])
     if single:
@@ -81,6 +82,37 @@ def _others(status: Status) -> Table:
         more = [process["devices"]] if gpus else []
         table.add_row(process["name"], _place(process), process["stage"], *more)
     return table
+
+
+def _hosts(status: Status) -> Table:
+    """A table with a row for each host, if there are several."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("host", no_wrap=True)
+    table.add_column("processes")
+    for host in status["hosts"] if len(status["hosts"]) > 1 else ():
+        table.add_row(_host_name(host["name"]), ", ".join(host["processes"]))
+    return table
+
+
+def _links(status: Status) -> Table:
+    """A table with a row for each link between two hosts."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("link", no_wrap=True)
+    table.add_column("latency", justify="right")
+    table.add_column("bandwidth", justify="right")
+    table.add_column("known from")
+    for link in status["links"]:
+        table.add_row(
+            f"{_host_name(link['one'])} - {_host_name(link['other'])}",
+            f"{1e6 * link['latency_seconds']:,.0f} µs",
+            f"{link['bytes_per_second'] / 1e9:,.3g} GB/s",
+            link["source"],
+        )
+    return table
+
+
+def _host_name(name: str) -> str:
+    return name or "this host"
 
 
 def _place(process: Status) -> str:

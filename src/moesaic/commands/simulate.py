@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from moesaic.commands import simulate_picture, simulate_report
@@ -23,6 +24,10 @@ def run(options: Simulate, json: bool) -> int:
     require_writable("--plot", options.plot)
     require_writable("--trace", options.trace)
     scenario = load(options.scenario, options.changes)
+    if options.topology is not None:
+        topology = str(options.topology.absolute())
+        links = replace(scenario.links, topology=topology, latency_us=None, gb_per_s=None)
+        scenario = replace(scenario, links=links)
     trace = None if options.trace is None else Trace()
     model = find_model(_model(scenario))
     cluster = SimulatedCluster(scenario, model, None if trace is None else trace.span)

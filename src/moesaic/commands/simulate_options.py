@@ -18,6 +18,8 @@ class Simulate:
     _: KW_ONLY
     changes: Annotated[tuple[str, ...], Parameter(name="--set")] = ()
     """KEY=VALUE for a field of the file, such as workers.count=8. May be given several times."""
+    topology: Path | None = None
+    """File of hosts and the links between them (.toml or .json), in place of the file's links."""
     plot: Path | None = None
     """Draw throughput, queues, utilisation and waiting into this SVG file."""
     trace: Path | None = None

@@ -26,6 +26,8 @@ def as_text(figures: Figures) -> str:
     """The figures as tables."""
     parts = [_title(figures), in_text(_speed(figures)), in_text(_latencies(figures))]
     parts += [in_text(_call(figures)), in_text(_devices(figures))]
+    if figures.host_links:
+        parts.append(in_text(_host_links(figures)))
     if figures.changes:
         parts.append("\n".join(f"{time:10.3f} s  {what}" for time, what in figures.changes) + "\n")
     return "\n".join([*parts, f"Source of the devices' figures: {figures.devices}"])
@@ -88,6 +90,15 @@ def _call(figures: Figures) -> Table:
     }
     shown = {name: f"{1000 * seconds:,.3f}" for name, seconds in rows.items()}
     return pairs("Mean time of a (row, expert) pair, ms", shown)
+
+
+def _host_links(figures: Figures) -> Table:
+    """Each direction of the links between hosts."""
+    table = numbers("Links between hosts", "", "sent", "share of the time")
+    for one, ends in figures.host_links.items():
+        for other, link in ends.items():
+            table.add_row(f"{one} to {other}", in_bytes(link.size), f"{link.utilisation:.1%}")
+    return table
 
 
 def _devices(figures: Figures) -> Table:

@@ -124,6 +124,10 @@ class ClusterConfig(ParallelConfig):
     """TOML file that says how long a run of so many rows takes on these devices, and what follows from it:
     which tokens go on without the others, and for which calls an expert server waits. A file of --paced is
     one too. None: the curves of this machine, which `moesaic doctor` shows."""
+    topology: str | None = None
+    """File of hosts, the processes on each and the links between them (.toml or .json). Attention workers
+    then prefer the replicas of an expert that are near, and requests go to workers near their experts. None:
+    only processes of other machines count as far."""
     transport: Transport = "auto"
     """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
     socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP."""
@@ -237,7 +241,7 @@ class ClusterConfig(ParallelConfig):
         """Raises ConfigError for settings of expert servers without them, or that do not fit their number."""
         if self.expert_servers == 0:
             names = ["redundant_experts", "min_replicas", "expert_capacities", "transport"]
-            names += ["rebalance", "paced", "schedule_policy_file"]
+            names += ["rebalance", "paced", "schedule_policy_file", "topology"]
             names += ["autoscale"] * self._scales_servers
             for name in names if self.tensor_parallel_size > 1 else ["placement", *names]:
                 if getattr(self, name) != getattr(ClusterConfig, name):

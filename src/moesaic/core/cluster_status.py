@@ -50,6 +50,31 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True)
+class HostStatus:
+    """A host of the cluster."""
+
+    name: str
+    """As in --topology, or its address. Empty: the host of `moesaic serve`."""
+    processes: list[str]
+    """Names of the members there."""
+
+
+@dataclass(frozen=True)
+class LinkStatus:
+    """The link between two hosts."""
+
+    one: str
+    other: str
+    """Names of the hosts."""
+    latency_seconds: float
+    """Seconds of one way."""
+    bytes_per_second: float
+    """Bytes/s of one direction."""
+    source: str
+    """"file" (--topology), "measured" when a process of the other host joined, or "assumed"."""
+
+
+@dataclass(frozen=True)
 class LayerReplicas:
     """Copies of a layer's experts on servers that serve now."""
 
@@ -120,6 +145,8 @@ class ClusterCounters:
     """Steps of attention workers, or runs of a layer with --schedule async and auto."""
     partial_runs: int = 0
     """Runs of them that computed only some of their worker's rows, while others were with experts."""
+    far_bytes: int = 0
+    """Bytes of rows and answers between attention workers and expert servers of different hosts."""
     refused_connections: int = 0
     """Connections to --cluster-address that did not become a server: strangers, or servers with another
     secret or version."""
@@ -184,6 +211,10 @@ class ClusterStatus:
     """None without --rebalance routing."""
     paced: str | None = None
     """The file of modelled devices whose timing the processes have, and where its figures are from."""
+    hosts: list[HostStatus] = field(default_factory=list)
+    """The hosts of the processes. The first one is that of `moesaic serve`."""
+    links: list[LinkStatus] = field(default_factory=list)
+    """The links between any two of the hosts."""
     watched: bool = True
     """False once the supervisor itself has failed.
 

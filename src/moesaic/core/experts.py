@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.placement import fingerprint
 from moesaic.core.stored import of_matrices, row_bytes
+from moesaic.core.topology import Way
 
 
 def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int, weights: str = "") -> str:
@@ -194,3 +195,8 @@ class Directory:
     servers: list[ServerEntry]
     experts: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     """Server -> layer -> its logical experts."""
+    suspected: list[int] = field(default_factory=list)
+    """Servers of other hosts that the supervisor has not heard for a while. They may be asked if no other
+    server has the experts."""
+    ways: dict[int, Way] = field(default_factory=dict)
+    """Server -> the way from the worker that gets this directory. Servers without one count as near."""

@@ -232,7 +232,7 @@ class KVNotSent:
 class Alive:
     """Sent several times a second by a thread outside the computing loop.
 
-    Without it the process counts as frozen.
+    Without it the process counts as frozen. Between hosts both ends of a connection send it.
     """
 
 
@@ -272,6 +272,13 @@ class Enlist:
     """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """Word that a launcher gave it: the cluster expects this process. Empty: it joins on its own."""
+
+
+@dataclass(frozen=True)
+class LinkTest:
+    """Sent between Enlist and Enlisted, and sent back as it is. How long that takes is measured."""
+
+    payload: bytes
 
 
 @dataclass(frozen=True)
@@ -354,4 +361,4 @@ ToEngine = (
 )
 ToServer = Hold | Enlisted | Refuse
 FromServer = Enlist | Holds | ServerReport | Digests
-Message = ToWorker | ToEngine | ToServer | FromServer
+Message = ToWorker | ToEngine | ToServer | FromServer | LinkTest

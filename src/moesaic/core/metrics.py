@@ -150,6 +150,8 @@ class ExpertStats:
     """Bytes of requests to servers other than the worker's own, and of their answers: rows, expert ids,
     headers.
     """
+    far_bytes: int = 0
+    """Those of `remote_bytes` that went to servers of other hosts, or came from there."""
     group: GroupStats = GroupStats()
     """Counters of a worker that is a group of processes."""
     passes: tuple[PassStats, ...] = ()

@@ -14,7 +14,7 @@ from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts.client import RequestHandle
 from moesaic.kernels.table import Put
-from moesaic.policy.fleet.replicas import ReplicaStats
+from moesaic.policy.fleet.replicas import Replicas, ReplicaStats
 from moesaic.transport.calls import Call, Caller
 
 
@@ -238,11 +238,11 @@ class ServerConnection:
 class CallCounts:
     """Counts what a client has sent."""
 
-    def __init__(self, layers: tuple[int, ...], own: int | None) -> None:
-        """layers: with routed experts. own: the server of this client's own rank, if it has one."""
-        self._own = own
+    def __init__(self, layers: tuple[int, ...], replicas: Replicas) -> None:
+        """layers: with routed experts. replicas: knows the own rank's server, and which servers are far."""
+        self._replicas, self._own = replicas, replicas.own
         self._calls = 0
-        self._remote_bytes = 0
+        self._remote_bytes = self._far_bytes = 0
         self._pairs = dict.fromkeys(layers, 0)
         self._local = dict.fromkeys(layers, 0)
 
@@ -254,6 +254,7 @@ class CallCounts:
             self._local[layer] += pairs
         else:
             self._remote_bytes += size
+            self._far_bytes += size if self._replicas.far(server) else 0
 
     def stats(self, waiting_seconds: float, failures: ReplicaStats) -> ExpertStats:
         """A snapshot of all that a client counts."""
@@ -263,6 +264,7 @@ class CallCounts:
             waiting_seconds=waiting_seconds,
             layer_pairs=tuple(self._pairs.values()),
             remote_bytes=self._remote_bytes,
+            far_bytes=self._far_bytes,
             local_pairs=() if self._own is None else tuple(self._local.values()),
             **vars(failures),
         )

@@ -115,7 +115,7 @@ class RemoteExperts:
         """Processes that gave wrong answers."""
         self._faulty: list[FaultyServer] = []
         """Reports that `faulty` has not returned yet."""
-        self._counts = CallCounts(layout.layers, replicas.own)
+        self._counts = CallCounts(layout.layers, replicas)
         self._waited = 0.0
 
     # ---- RoutedExperts
@@ -190,7 +190,7 @@ class RemoteExperts:
     def update(self, directory: Directory, secret: bytes) -> None:
         known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
         self._secret, self._version = secret, directory.version
-        self._replicas.place(directory.experts, self._layout.num_experts)
+        self._replicas.place(directory.experts, self._layout.num_experts, directory.suspected, directory.ways)
         for server in set(known) - set(self._entries):
             self._connector.stop(server)
         for server, entry in self._entries.items():

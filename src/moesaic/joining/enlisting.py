@@ -13,6 +13,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.joining.options import JoinOptions
 from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
+from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
@@ -49,11 +50,11 @@ def connect(
         kind = Refused if isinstance(error, Refused) else ConnectionLost
         raise kind(f"no connection to {joining.cluster}: {error}") from error
     here = str(sock.getsockname()[0])
-    return StreamConnection(wire(sock, keys), on_lost, on_message), here
+    return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), here
 
 
 def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlisted:
-    """Say what this process is. Returns what the cluster answers.
+    """Say what this process is, and send back what measures the link. Returns what the cluster answers.
 
     Raises SentAway if the cluster does not want it, and ConnectionLost.
     """
@@ -61,6 +62,9 @@ def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlis
     sets = [] if joining.kernels is not None else list(instruction_sets())
     connection.send(messages.Enlist(joining.role, capacity, this_host(), sets, joining.ticket))
     answer = connection.receive(None)
+    while isinstance(answer, messages.LinkTest):
+        connection.send(answer)
+        answer = connection.receive(None)
     match answer:
         case messages.Enlisted():
             return answer

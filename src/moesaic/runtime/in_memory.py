@@ -227,7 +227,7 @@ def _remote(
     schedule = config.scheduler.schedule
     return RemoteExperts(
         layout,
-        Replicas(own=config.own_server),
+        Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden),
         Connector(heap, wakeup, config.transport, as_it_is if pacing is None else pacing.caller),
         wakeup,
         context.clock,

@@ -8,7 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, LayerLocality, PlacementSolve
+from moesaic.core.cluster_status import (
+    ClusterLoad,
+    ClusterStatus,
+    LayerLocality,
+    LinkStatus,
+    PlacementSolve,
+)
 from moesaic.server.service import Cluster
 
 MOST_EXPERTS = 2048
@@ -30,6 +36,8 @@ class ClusterCollector(Collector):
         yield from self._processes(status)
         yield from self._counters(status)
         yield from self._residency(status)
+        if status.links:
+            yield from self._links(status.links)
         if status.locality:
             yield from self._locality(status.locality)
         if status.placement_solve is not None:
@@ -92,6 +100,7 @@ class ClusterCollector(Collector):
                 counters.moved_requests,
             ),
             ("rebalances", "Changes of the placement that balance the load.", counters.rebalances),
+            ("far_bytes", "Bytes between workers and expert servers of different hosts.", counters.far_bytes),
             ("paced_runs", "Runs with the timing of modelled devices (--paced).", counters.paced_runs),
             ("paced_late_runs", "Runs of these that took longer here.", counters.paced_late),
             (
@@ -119,6 +128,15 @@ class ClusterCollector(Collector):
         text = "Predicted share of pairs on the own rank, before and with the last solved placement."
         local: Series = [(("before",), solve.local_before), (("after",), solve.local_after)]
         yield self._gauge("placement_predicted_local", text, local, "placement")
+
+    def _links(self, links: Sequence[LinkStatus]) -> Iterator[GaugeMetricFamily]:
+        """What is known of the links between hosts. The host of `moesaic serve` may have an empty name."""
+        text = "Bytes/s of one direction of the link between two hosts."
+        speeds: Series = [((link.one, link.other), link.bytes_per_second) for link in links]
+        yield self._gauge("link_bytes_per_second", text, speeds, "host", "other_host")
+        text = "Seconds of one way of the link between two hosts."
+        ways: Series = [((link.one, link.other), link.latency_seconds) for link in links]
+        yield self._gauge("link_latency_seconds", text, ways, "host", "other_host")
 
     def _locality(self, layers: Sequence[LayerLocality]) -> Iterator[CounterMetricFamily]:
         """Pairs in all and local pairs. The local activation rate is the second over the first."""

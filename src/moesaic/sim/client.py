@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from moesaic.core.tokens import IntArray
+from moesaic.core.topology import Way
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
 from moesaic.sim.connection import AtBarrier, Call, Connection, Goodbye, Hello, ServerEnd, Submission
 from moesaic.sim.device import Stream
@@ -34,10 +35,12 @@ class SimulatedExperts:
         every_server: bool = False,
         wake: Callable[[], None] = lambda: None,
         done: Callable[[Call, float], None] = lambda call, now: None,
+        way: Callable[[int], Way] | None = None,
     ) -> None:
         """row_bytes: of a row that travels. portion_rows, every_server: as in `RemoteExperts`.
 
         wake: called when something has arrived. done: called with each call that is answered, and the time.
+        way: returns the way to a server. None: all servers are near.
         """
         self.stream = stream
         self.wake = wake
@@ -49,6 +52,7 @@ class SimulatedExperts:
         self._portion_rows = portion_rows
         self._every_server = every_server
         self._done = done
+        self._way = way
         self._entries: dict[int, ServerEnd] = {}
         """The servers of the directory."""
         self._connections: dict[int, Connection] = {}
@@ -105,7 +109,8 @@ class SimulatedExperts:
     ) -> None:
         """Use these servers from now on. experts: server -> layer -> its experts."""
         known, self._entries = self._entries, dict(entries)
-        self.replicas.place(experts, self._num_experts)
+        ways = {} if self._way is None else {server: self._way(server) for server in entries}
+        self.replicas.place(experts, self._num_experts, ways=ways)
         for server, end in entries.items():
             if server not in known:
                 self._connect(server)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
@@ -13,6 +13,7 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.placement.dispatch import RoundRobin, least_loaded
 from moesaic.policy.placement.solvers import SOLVERS
+from moesaic.policy.placement.solvers.priced import priced
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import QueuePolicy
@@ -37,6 +38,7 @@ from moesaic.sim.executor import SimulatedExecutor
 from moesaic.sim.figures import Figures, Record
 from moesaic.sim.fleet import Fleet, first_placement
 from moesaic.sim.front import Front, items
+from moesaic.sim.links import HostLinks
 from moesaic.sim.scenario import Scenario
 from moesaic.sim.server import SimulatedServer
 from moesaic.sim.shape import Shape
@@ -72,6 +74,11 @@ class SimulatedCluster:
         self.shape = Shape.of(scenario, model)
         self.devices = durations.of_scenario(scenario, model)
         self.timeline = Timeline()
+        topology, beside = scenario.topology, scenario.servers.beside_workers
+        self.links = None if topology is None else HostLinks(self.timeline, topology, beside)
+        """The links between hosts. None without a topology."""
+        if self.links is not None:
+            self.links.check(scenario.workers.count)
         layers, sampler = len(self.shape.layout.layers), scenario.workers.sampler_ms
         self.durations = Durations(self.devices, layers + 1, None if sampler is None else 1e-3 * sampler)
         self._span = span
@@ -103,7 +110,10 @@ class SimulatedCluster:
         if table.solver not in SOLVERS:
             raise ConfigError.field("placement.solver", table.solver, ", ".join(SOLVERS))
         profile = Profile.load(self.scenario.path(routing.file))
-        clusters = SOLVERS[table.solver](profile, self.scenario.servers.count, self.scenario.seed)
+        servers, seed = self.scenario.servers.count, self.scenario.seed
+        clusters = SOLVERS[table.solver](profile, servers, seed)
+        if self.links is not None and self.scenario.servers.beside_workers:
+            clusters = priced(profile, clusters, self.links.topology.prices(servers), seed)
         return clusters.placement(profile.layers, profile.model)
 
     # ---- parts
@@ -131,21 +141,25 @@ class SimulatedCluster:
         if name not in self.hardware:
             self.hardware[name] = Device(name, self.timeline, self._span)
             self.streams[name] = Stream(name, self.timeline, self.devices.link)
+            if self.links is not None:
+                self.streams[name].channel = self.links.channel
         return self.hardware[name], self.streams[name]
 
     def _worker(self, number: int) -> SimulatedWorker:
         scenario, layout = self.scenario, self.shape.layout
         kind, beside = scenario.schedule.kind, scenario.servers.beside_workers
         device, stream = self._device(f"device {number}" if beside else f"worker {number}")
+        row, links = layout.hidden * scenario.links.number_bytes, self.links
         experts = SimulatedExperts(
             self.timeline,
             stream,
-            Replicas(own=number if beside else None),
+            Replicas(own=number if beside else None, pair_bytes=2 * row),
             layout.num_experts,
-            layout.hidden * scenario.links.number_bytes,
+            row,
             portion_rows=self._decisions.told_rows if kind in SEPARATE else None,
             every_server=kind in IN_ROUNDS,
             done=self.record.answered,
+            way=None if links is None else partial(links.way, number),
         )
         executor = SimulatedExecutor(
             f"attention worker {number}",

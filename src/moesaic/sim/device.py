@@ -46,31 +46,59 @@ class Device:
 
 
 @dataclass(eq=False)
+class Channel:
+    """One direction of a link. Messages pass one after another. Each then travels for the link's latency."""
+
+    timeline: Timeline
+    link: LinkModel
+    size: int = 0
+    """Bytes so far."""
+    busy: float = 0.0
+    """Seconds for which messages have passed so far."""
+    _free: float = 0.0
+
+    def send(self, size: float, arrive: Callable[[], None]) -> float:
+        """Send `size` bytes; `arrive` is called when all of them have arrived. Returns that time."""
+        passing = size / self.link.bandwidth
+        self._free = max(self.timeline.now, self._free) + passing
+        self.busy += passing
+        self.size += round(size)
+        arrival = self._free + self.link.latency
+        self.timeline.at(arrival, arrive)
+        return arrival
+
+
+def _no_channel(device: str, other: str) -> Channel | None:
+    return None
+
+
+@dataclass(eq=False)
 class Stream:
-    """What a device sends passes one after another. Each message then travels for the link's latency."""
+    """What a device sends passes one after another, on its own host and to devices without a shared link."""
 
     name: str
     timeline: Timeline
     link: LinkModel
+    channel: Callable[[str, str], Channel | None] = _no_channel
+    """Returns the link that a host's devices share, for the names of a sender and a receiver, or None."""
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes by receiver."""
-    busy: float = 0.0
-    """Seconds that it has sent so far."""
-    _free: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._own = Channel(self.timeline, self.link)
+
+    @property
+    def busy(self) -> float:
+        """Seconds that it has sent so far, without those on shared links."""
+        return self._own.busy
 
     def send(self, to: str, size: float, arrive: Callable[[], None]) -> float:
         """Send `size` bytes; `arrive` is called when all of them have arrived. Returns that time.
 
         A message to the own device takes no time and uses no link.
         """
-        now = self.timeline.now
         if to == self.name:
-            self.timeline.at(now, arrive)
-            return now
-        passing = size / self.link.bandwidth
-        self._free = max(now, self._free) + passing
-        self.busy += passing
+            self.timeline.at(self.timeline.now, arrive)
+            return self.timeline.now
         self.sent[to] += round(size)
-        arrival = self._free + self.link.latency
-        self.timeline.at(arrival, arrive)
-        return arrival
+        return (self.channel(self.name, to) or self._own).send(size, arrive)

@@ -23,15 +23,17 @@ ROWS = tuple(2**power for power in range(15))
 
 def of_scenario(scenario: Scenario, model: ModelSizes) -> PacedDevices:
     """The devices and the link of a scenario. Raises ConfigError for a file that cannot be read."""
-    given = scenario.devices
+    given, topology = scenario.devices, scenario.topology
     if isinstance(given, str) and given in MACHINES:
-        for name in LINKS:
+        for name in () if topology is not None else LINKS:
             if getattr(scenario.links, name) is None:
                 raise ConfigError(f"links.{name}: it is missing, with devices {given!r}")
         context = sum(scenario.workload.prompt) / 2 + sum(scenario.workload.answer) / 4
         found = of_machine(model, MACHINES[given], context)
     else:
         found = _of_file(scenario, given)
+    if topology is not None:
+        return replace(found, link=topology.inside)
     link = LinkModel(
         _or(scenario.links.latency_us, 1e-6, found.link.latency),
         _or(scenario.links.gb_per_s, 1e9, found.link.bandwidth),

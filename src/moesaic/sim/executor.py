@@ -26,7 +26,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
 )
 from moesaic.sim.client import SimulatedExperts
 from moesaic.sim.device import Device
-from moesaic.sim.routes import Routes
+from moesaic.sim.routes import Routes, Rows, rows_of
 from moesaic.sim.timeline import Timeline, Waits
 
 TOKEN = 1
@@ -98,6 +98,8 @@ class SimulatedExecutor:
         """Submission -> run."""
         self._rows: dict[int, int] = {}
         """Run -> its rows."""
+        self._last: tuple[StepPlan | None, Rows] = None, np.zeros(0, np.uint64)
+        """The plan that asked last, and its rows."""
 
     def execute(self, action: Action) -> Waits:
         """Carry out one action. A step that RunStep begins is computed in `progress`."""
@@ -173,10 +175,11 @@ class SimulatedExecutor:
 
     def _ask(self, plan: StepPlan, segment: int) -> int:
         """Send the rows to the experts of the routed layer `segment`. Returns the submission."""
-        batch = plan.batch
-        owners = plan.request_ids
-        if batch.num_rows != len(owners):
-            owners = np.repeat(owners, np.diff(batch.query_starts))
-        return self.experts.submit(
-            segment, self._routes.of(segment, owners, batch.positions, self._timeline.now)
-        )
+        known, rows = self._last
+        if known is not plan:
+            batch, owners = plan.batch, plan.request_ids
+            if batch.num_rows != len(owners):
+                owners = np.repeat(owners, np.diff(batch.query_starts))
+            rows = rows_of(owners, batch.positions)
+            self._last = plan, rows
+        return self.experts.submit(segment, self._routes.of(segment, rows, self._timeline.now))

@@ -69,6 +69,16 @@ class CallTimes:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """What one direction of a link between two hosts carried."""
+
+    size: int
+    """Bytes."""
+    utilisation: float
+    """Share of the time for which something passed."""
+
+
+@dataclass(frozen=True)
 class Figures:
     """The measurement, from the end of the warm-up to the end. Times are in seconds."""
 
@@ -115,7 +125,9 @@ class Figures:
     link_bytes: dict[str, dict[str, int]]
     """Bytes by sender and receiver."""
     link_utilisation: dict[str, float]
-    """Share of the time that each device sent."""
+    """Share of the time that each device sent, without links between hosts."""
+    host_links: dict[str, dict[str, HostLink]]
+    """What went from one host to another. Empty without a topology."""
     expert_load: list[int]
     """Pairs of each server."""
     failovers: int
@@ -138,10 +150,22 @@ class _Snapshot:
     busy: dict[str, float] = field(default_factory=dict)
     sent: dict[str, Counter[str]] = field(default_factory=dict)
     sending: dict[str, float] = field(default_factory=dict)
+    channels: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """(from host, to host) -> bytes and seconds so far."""
     idle: dict[str, dict[str, float]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     server_pairs: dict[int, int] = field(default_factory=dict)
     in_flight: float = 0.0
+
+
+def _host_links(begin: _Snapshot, end: _Snapshot) -> dict[str, dict[str, HostLink]]:
+    """What went from host to host between two snapshots."""
+    found: dict[str, dict[str, HostLink]] = {}
+    for (one, other), (size, busy) in sorted(end.channels.items()):
+        size_before, busy_before = begin.channels.get((one, other), (0, 0.0))
+        share = (busy - busy_before) / (end.time - begin.time)
+        found.setdefault(one, {})[other] = HostLink(size - size_before, share)
+    return found
 
 
 def _share(counts: Counter[str]) -> float:
@@ -215,6 +239,7 @@ class Record:
             busy={name: device.busy_until(now) for name, device in cluster.hardware.items()},
             sent={name: Counter(stream.sent) for name, stream in cluster.streams.items()},
             sending={name: stream.busy for name, stream in cluster.streams.items()},
+            channels={} if cluster.links is None else cluster.links.passed(),
             idle=idle,
             counts=counts,
             server_pairs=dict(pairs),
@@ -259,6 +284,7 @@ class Record:
             link_utilisation={
                 name: (busy - begin.sending.get(name, 0.0)) / span for name, busy in end.sending.items()
             },
+            host_links=_host_links(begin, end),
             expert_load=[pairs[number] for number in sorted(pairs)],
             failovers=sum(one.failovers for one in stats),
             silent_failovers=sum(one.silent_failovers for one in stats),

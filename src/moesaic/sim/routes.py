@@ -16,6 +16,7 @@ from moesaic.core.tokens import IntArray
 POOL = 1 << 14
 """Rows that are drawn for each layer. A row of a request takes one of them."""
 FloatArray = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.uint64]
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
 
@@ -48,6 +49,12 @@ def draw(shares: FloatArray, rows: int, top_k: int, rng: np.random.Generator) ->
     return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int16)
 
 
+def rows_of(requests: IntArray, positions: IntArray) -> Rows:
+    """[n] a number for each row of these requests and positions [n]."""
+    found: Rows = (requests.astype(np.uint64) << np.uint64(24)) + positions.astype(np.uint64)
+    return found
+
+
 @dataclass(eq=False)
 class Routes:
     """Answers which experts rows choose. Popular experts may change with time."""
@@ -58,7 +65,7 @@ class Routes:
     seed: int
     moves_every: float | None = None
     """Seconds after which other experts are popular. None: never."""
-    _pools: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)
+    _pools: dict[int, IntArray] = field(default_factory=dict)
     _orders: dict[tuple[int, int], IntArray] = field(default_factory=dict)
 
     @property
@@ -69,17 +76,18 @@ class Routes:
     def experts(self) -> int:
         return len(self.shares[0])
 
-    def of(self, layer: int, requests: IntArray, positions: IntArray, now: float) -> IntArray:
-        """[n, k] experts of rows. requests, positions: [n] of each row."""
+    def of(self, layer: int, rows: Rows, now: float) -> IntArray:
+        """[n, k] experts of rows (`rows_of`)."""
         pool = self._pools.get(layer)
         if pool is None:
             rng = np.random.default_rng([self.seed, layer])
-            pool = self._pools[layer] = draw(self.shares[layer], POOL, self.top_k, rng)
-        key = (requests.astype(np.uint64) << np.uint64(24)) + positions.astype(np.uint64)
-        key = (key + np.uint64(layer << 50)) * _MIX
+            pool = self._pools[layer] = draw(self.shares[layer], POOL, self.top_k, rng).astype(np.int64)
+        key = rows + np.uint64(layer << 50)
+        key *= _MIX
         key ^= key >> _SHIFT
         key *= _MIX
-        found: IntArray = pool[(key >> np.uint64(50)).astype(np.int64)].astype(np.int64)
+        key >>= np.uint64(50)
+        found: IntArray = pool[key.view(np.int64)]
         return found if self.moves_every is None else self._order(layer, now)[found]
 
     def _order(self, layer: int, now: float) -> IntArray:

@@ -11,6 +11,8 @@ from typing import Any
 from moesaic.cluster.autoscaling import autoscale_rules
 from moesaic.config import ClusterConfig, QueueConfig
 from moesaic.core.errors import ConfigError
+from moesaic.core.topology import FLAG, Topology
+from moesaic.core.topology import read as read_topology
 from moesaic.policy.fleet.autoscale import EXPERT_SERVERS
 from moesaic.sim.fields import choice, flag, length, number, override, read, setting, text, whole
 
@@ -26,6 +28,9 @@ class Links:
     """Microseconds of one way. Without it: of the devices' file."""
     gb_per_s: float | None = setting(None, number(above=True))
     """10^9 bytes/s that a device sends. Without it: of the devices' file."""
+    topology: str | None = setting(None, text("the path of a topology"))
+    """Hosts and links, as of --topology, in place of `latency_us` and `gb_per_s`. The devices of a host share
+    its links to other hosts. A device that no host names is on the first one."""
     number_bytes: int = setting(4, whole(1, 4))
     """Bytes of one number of a row. moesaic sends float32."""
 
@@ -247,6 +252,11 @@ class Scenario:
         """Check what depends on several fields. Raises ConfigError."""
         if self.warm_up >= self.duration:
             raise ConfigError.field("warm_up", self.warm_up, f"less than duration, {self.duration:g}")
+        for name in LINKS:
+            if self.links.topology is not None and getattr(self.links, name) is not None:
+                raise ConfigError.field(
+                    f"links.{name}", getattr(self.links, name), "only without links.topology"
+                )
         for kind, name in (("poisson", "rate"), ("closed", "clients"), ("trace", "file")):
             given = getattr(self.workload, name)
             if self.workload.kind == kind and given is None:
@@ -310,6 +320,16 @@ class Scenario:
             slo_ttft=self.objectives.ttft_ms,
             slo_itl=self.objectives.itl_ms,
         )
+
+    @property
+    def topology(self) -> Topology | None:
+        """The topology of `links`. Raises ConfigError for a file that is wrong."""
+        if self.links.topology is None:
+            return None
+        try:
+            return read_topology(self.path(self.links.topology))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(FLAG, "links.topology", 1)) from error
 
     def path(self, name: str) -> Path:
         """A path of the file."""

@@ -60,6 +60,7 @@ class SimulatedServer:
         self._partial = partial_sums
         self._barrier = StepBarrier()
         self._inbox: list[tuple[Connection, Message]] = []
+        self._inbox_pairs = 0
         self._clients: dict[Connection, int] = {}
         self._calls: dict[int, tuple[Connection, Call, int]] = {}
         """Number here -> the connection, the call, and how many pairs were not computed."""
@@ -71,15 +72,15 @@ class SimulatedServer:
     @property
     def waiting_pairs(self) -> int:
         """Pairs that arrived and whose run has not begun, also those that the loop has not looked at."""
-        inbox = sum(len(message.pairs) for _, message in self._inbox if isinstance(message, Call))
-        return self._service.waiting_pairs + inbox
+        return self._service.waiting_pairs + self._inbox_pairs
 
     def take(self, connection: Connection, message: Message) -> None:
         """See `ServerEnd`."""
         if self.alive:
+            self._count()
             if isinstance(message, Call):
                 message.arrived = self._timeline.now
-            self._count()
+                self._inbox_pairs += len(message.pairs)
             self._inbox.append((connection, message))
             self._waited = self.waiting_pairs
             self._process.wake()
@@ -122,7 +123,7 @@ class SimulatedServer:
 
     def _collect(self) -> None:
         """Take what has arrived, client by client, as a server does that looks at one after another."""
-        inbox, self._inbox = self._inbox, []
+        inbox, self._inbox, self._inbox_pairs = self._inbox, [], 0
         if len(inbox) > 1:
             inbox.sort(key=lambda item: self._clients.get(item[0], math.inf))
         for connection, message in inbox:

@@ -49,7 +49,13 @@ def answer(folder: Path) -> None:
         Profile.load(folder / "profile.npz"),
         Placement.from_json((folder / "present.json").read_text(encoding="utf-8")),
         Tables.load(tables) if tables.exists() else None,
-        Fleet(tuple(fleet["ranks"]), capacities, fleet["redundant"], fleet["min_replicas"]),
+        Fleet(
+            tuple(fleet["ranks"]),
+            capacities,
+            fleet["redundant"],
+            fleet["min_replicas"],
+            tuple(map(tuple, fleet["prices"])),
+        ),
         asked["solver"],
         asked["rule"],
     )

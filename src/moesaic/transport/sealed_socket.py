@@ -54,6 +54,9 @@ class SealedSocket:
     def setblocking(self, blocking: bool) -> None:
         self._socket.setblocking(blocking)
 
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        self._socket.setsockopt(level, option, value)
+
     def shutdown(self, how: int) -> None:
         self._socket.shutdown(how)
 

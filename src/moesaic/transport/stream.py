@@ -3,6 +3,10 @@
 A thread reads frames into an inbox as bytes arrive, so a sender never waits for a peer that is busy with a
 step. It also notices the end of the stream at once, even while no thread calls `receive`.
 
+A host that vanishes ends no stream. So on connections between hosts that thread also sends signs of life, and
+gives up a peer that sends none (`silent_limit`). It counts turns in which nothing had arrived, not seconds:
+when this process itself was stopped or slow, the peer's signs wait in the socket and count.
+
 A frozen peer reads nothing. Bytes that the socket does not accept then wait in an outbox, so `send` never
 blocks. A second thread sends them, and exists only while the outbox is not empty. While it exists, no other
 thread sends. So the bytes of a socket, and the records of a sealed one, keep their order.
@@ -10,15 +14,17 @@ thread sends. So the bytes of a socket, and the records of a sealed one, keep th
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import Message
+from moesaic.core.messages import Alive, Message
 from moesaic.transport import codec
 from moesaic.transport.sealed_socket import Wire
 
@@ -27,6 +33,8 @@ MAX_FRAME = 1 << 30
 """Maximum bytes of a frame. A longer one does not come from moesaic."""
 MAX_UNSENT = 1 << 28
 """Bytes in the outbox above which a peer that reads nothing counts as gone."""
+HEARTBEAT_SECONDS = 0.2
+"""Seconds between two signs of life on connections that have them."""
 
 
 class StreamConnection:
@@ -34,6 +42,8 @@ class StreamConnection:
 
     on_lost: called once in the reading thread when the peer is gone.
     on_message: called in that thread after each message, and at the end, when `receive` can return it.
+    silent_limit: seconds without a byte after which the peer is gone. Both ends of such a connection send
+    signs of life, which `receive` does not return. None: no signs of life, and no limit.
     """
 
     def __init__(
@@ -41,8 +51,14 @@ class StreamConnection:
         sock: Wire,
         on_lost: Callable[[], None] | None = None,
         on_message: Callable[[], None] | None = None,
+        silent_limit: float | None = None,
     ) -> None:
         self._socket = sock
+        self._silent_limit = silent_limit
+        self._silent_turns = 0
+        """Turns of HEARTBEAT_SECONDS since something arrived."""
+        self._beaten = 0.0
+        """Time of the last sign of life that this end has sent."""
         self._on_lost = on_lost
         self._on_message = on_message
         self._inbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
@@ -56,6 +72,8 @@ class StreamConnection:
         self._send_failed: str | None = None
         """Why nothing can be sent any more."""
         sock.setblocking(True)
+        if silent_limit is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeout(HEARTBEAT_SECONDS))
         self._reader = threading.Thread(target=self._read, name="moesaic-transport", daemon=True)
         self._reader.start()
 
@@ -100,6 +118,11 @@ class StreamConnection:
     def lost(self) -> str | None:
         """Why nothing more can be received. None until `receive` has raised it."""
         return None if self._lost is None else str(self._lost)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since something arrived, in steps of HEARTBEAT_SECONDS. 0 without a `silent_limit`."""
+        return self._silent_turns * HEARTBEAT_SECONDS
 
     def ended(self, timeout: float) -> bool:
         """Whether the peer sends nothing more. Waits at most `timeout` seconds for that."""
@@ -161,7 +184,9 @@ class StreamConnection:
                 (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
                 if length > MAX_FRAME:
                     raise ConnectionLost(f"the peer announced a frame of {length} bytes")
-                self._put(codec.decode(self._read_exactly(length)))
+                message = codec.decode(self._read_exactly(length))
+                if self._silent_limit is None or not isinstance(message, Alive):
+                    self._put(message)
         except ConnectionLost as lost:
             self._put(lost.again())
         except OSError as error:
@@ -181,11 +206,40 @@ class StreamConnection:
         buffer = memoryview(bytearray(count))
         filled = 0
         while filled < count:
-            got = self._socket.recv_into(buffer[filled:])
+            got = self._receive_into(buffer[filled:])
             if got == 0:
                 raise ConnectionLost("the other end closed the connection")
             filled += got
         return buffer
+
+    def _receive_into(self, view: memoryview) -> int:
+        """Fill the beginning of `view`, and send signs of life meanwhile. Returns 0 at the stream's end."""
+        if self._silent_limit is None:
+            return self._socket.recv_into(view)
+        while True:
+            self._beat()
+            try:
+                got = self._socket.recv_into(view)
+            except BlockingIOError:  # the timeout of the socket
+                self._silent_turns += 1
+                if self.silence >= self._silent_limit:
+                    raise ConnectionLost(f"it sent nothing for {self._silent_limit:g} s") from None
+            else:
+                self._silent_turns = 0
+                return got
+
+    def _beat(self) -> None:
+        """Send a sign of life if it is time for one."""
+        now = time.monotonic()
+        if now - self._beaten >= HEARTBEAT_SECONDS:
+            self._beaten = now
+            with contextlib.suppress(ConnectionLost):  # what the peer sent before can still be received
+                self.send(Alive())
+
+
+def _timeout(seconds: float) -> bytes:
+    """The value of SO_RCVTIMEO."""
+    return struct.pack("@ll", int(seconds), round(seconds % 1 * 1e6))
 
 
 def stream_pair() -> tuple[socket.socket, socket.socket]:

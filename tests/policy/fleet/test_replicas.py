@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moesaic.core.paced import LinkModel
+from moesaic.core.topology import Way
 from moesaic.policy.fleet.replicas import NOBODY, Replicas, ReplicaStats, ReplicaTimeout
 
 PATIENCE = ReplicaTimeout(factor=10.0, floor=0.5, ceiling=1e9, unknown=3.0)
@@ -294,3 +296,92 @@ def test_pairs_that_are_sent_again_are_counted() -> None:
     subject.sent(1, 3, now=0.0, again=True)
     subject.sent(1, 2, now=0.0, again=True)
     assert subject.stats == ReplicaStats(resent_pairs=5)
+
+
+# ---- suspicion by the supervisor
+
+
+def test_a_suspected_server_is_named_once_if_others_hold_its_experts() -> None:
+    subject = replicas(BOTH)
+    subject.place(BOTH, 4, [0])
+    assert subject.late(0.0) == [0]
+    subject.mask(0)
+    subject.place(BOTH, 4, [0])
+    subject.joined(0)
+    assert subject.late(0.0) == [], "a client that reaches it again may use it"
+    subject.place(BOTH, 4, [])
+    subject.place(BOTH, 4, [0])
+    assert subject.late(0.0) == [0], "this is another suspicion"
+
+
+def test_the_only_holder_is_asked_while_it_is_suspected_and_named_once_it_left() -> None:
+    """Example: a host with all copies of expert 0 is silent. Its rows wait there until it is given up."""
+    subject = replicas({0: {5: [0]}, 1: {5: [1]}})
+    subject.place({0: {5: [0]}, 1: {5: [1]}}, 4, [0])
+    subject.sent(0, 3, now=0.0)
+    assert subject.late(0.1) == [] and route(subject, [0, 1]) == [0, 1]
+    subject.place({1: {5: [0, 1]}}, 4)
+    assert subject.late(0.1) == [0], "however short it was silent"
+    assert route(subject, [0, 1]) == [1, 1]
+
+
+def test_a_server_that_is_trusted_again_stays() -> None:
+    subject = replicas({0: {5: [0]}, 1: {5: [1]}})
+    subject.place({0: {5: [0]}, 1: {5: [1]}}, 4, [0])
+    assert subject.late(0.1) == []
+    subject.place(BOTH, 4)
+    assert subject.late(0.1) == []
+
+
+# ---- links
+
+
+NEAR, FAR = Way(LinkModel(5e-6, 20e9), near=True), Way(LinkModel(100e-6, 1e9), near=False)
+SLOW = Way(LinkModel(100e-6, 1e8), near=False)
+
+
+def on_links(ways: Mapping[int, Way], own: int | None = None) -> Replicas:
+    """Servers that all hold both experts of layer 5."""
+    subject = Replicas(PATIENCE, own, pair_bytes=1000)
+    subject.place({server: {5: [0, 1]} for server in ways}, 4, ways=ways)
+    for server in ways:
+        subject.joined(server)
+    return subject
+
+
+def test_a_holder_on_the_own_host_comes_first_whatever_its_load() -> None:
+    subject = on_links({0: FAR, 1: NEAR, 2: NEAR})
+    subject.sent(1, 1000, now=0.0)
+    subject.sent(2, 2000, now=0.0)
+    assert route(subject, [0, 0]) == [1, 1]
+    subject.lost(1, 1000)
+    subject.lost(2, 2000)
+    assert route(subject, [0, 0]) == [0, 0]
+
+
+def test_the_own_ranks_server_comes_before_others_of_the_host() -> None:
+    assert route(on_links({0: NEAR, 1: NEAR}, own=1), [0]) == [1]
+
+
+def test_far_holders_are_chosen_by_what_their_links_have_to_carry() -> None:
+    """A pair takes 1 us on FAR and 10 us on SLOW. So SLOW is asked once FAR has nine times as many pairs."""
+    subject = on_links({0: SLOW, 1: FAR})
+    assert route(subject, [0] * 10) == [1] * 10
+    subject.sent(1, 89, now=0.0)
+    assert route(subject, [0] * 10) == [1] * 10
+    subject.sent(1, 10, now=0.0)
+    assert route(subject, [0] * 10) == [0] * 10
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=30), st.lists(st.integers(0, 50), min_size=3))
+def test_equal_links_choose_as_none(experts: list[int], loads: list[int]) -> None:
+    """Whether all servers are near, or all are far, or nothing is known of links."""
+    found = []
+    for ways in ({}, dict.fromkeys(range(3), NEAR), dict.fromkeys(range(3), FAR)):
+        subject = replicas({server: {5: [0, 1]} for server in range(3)})
+        subject._pair_bytes = 1000
+        subject.place({server: {5: [0, 1]} for server in range(3)}, 4, ways=ways)
+        for server, load in enumerate(loads[:3]):
+            subject.sent(server, load, now=0.0)
+        found.append(route(subject, experts))
+    assert found[0] == found[1] == found[2]

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,3 +177,45 @@ def test_affinity_as_it_is_measured(ranks: int, seed: int, requests: int) -> Non
         tokens[rank], counts[rank] = tokens[rank] + 1, counts[rank] + 1
         found.append(rank)
     assert found == request_ranks(scores, np.ones(requests, dtype=np.int64)).tolist()
+
+
+# ---- links
+
+
+def near_pairs(worker: int) -> npt.NDArray[np.float64]:
+    """Ranks 0 and 1 share a host, and so do ranks 2 and 3."""
+    worth = np.where(np.arange(4) // 2 == worker // 2, 0.5, 0.0)
+    worth[worker] = 1.0
+    return worth
+
+
+def test_with_links_a_prompt_goes_to_the_host_of_its_experts() -> None:
+    """Rank 0 has most of the prompt's experts, and ranks 2 and 3 together have more."""
+    prompt = tables([[4, 0, 3, 3]])
+    workers = dict.fromkeys(range(4), IDLE)
+    assert Affinity(prompt)(workers, [0]) == 0
+    assert Affinity(prompt, worth=near_pairs)(workers, [0]) == 2
+    assert Rounds(prompt, worth=near_pairs)(workers, [0]) == 2
+
+
+def test_a_busy_rank_is_replaced_by_one_of_its_host() -> None:
+    prompt = tables([[4, 0, 1, 1]])
+    workers = {0: WorkerLoad(10, 0, AHEAD), 1: IDLE, 2: IDLE, 3: IDLE}
+    assert Affinity(prompt, worth=near_pairs)(workers, [0]) == 1
+
+
+@given(st.integers(1, 4), st.integers(0, 1000), st.integers(1, 30))
+def test_affinity_with_links_as_it_is_measured(ranks: int, seed: int, requests: int) -> None:
+    """As `test_affinity_as_it_is_measured`, for links with any worth."""
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, 4, (requests, ranks)).astype(np.float64)
+    worth = rng.random((ranks, ranks))
+    dispatch = Affinity(tables(scores.tolist()), worth=lambda worker: worth[:, worker])
+    tokens, counts, found = [0] * ranks, [0] * ranks, []
+    for request in range(requests):
+        workers = {rank: WorkerLoad(10**6, tokens[rank], counts[rank]) for rank in range(ranks)}
+        rank = dispatch(workers, [request])
+        tokens[rank], counts[rank] = tokens[rank] + 1, counts[rank] + 1
+        found.append(rank)
+    lengths = np.ones(requests, dtype=np.int64)
+    assert found == request_ranks(scores, lengths, worth=worth).tolist()

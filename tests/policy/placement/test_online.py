@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.policy.placement.solvers.test_priced import QUICK, pairs_of_topics, two_level
 
 from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.policy.placement.online import Forecast, SolveRule, Traffic, judge
-from moesaic.policy.placement.online_solution import Fleet, solve
+from moesaic.policy.placement.online_solution import SHARE, Fleet, solve
+from moesaic.policy.placement.solvers import priced
 from moesaic.policy.placement.solvers.align import numbered_like
+from moesaic.solving.job import Job, answer, read
 
 GIB = 1 << 30
 QUIET = Forecast(local=0.5, remote_bytes=0.0, critical=20.0, balancedness=0.5)
@@ -127,3 +131,46 @@ def test_a_small_gain_does_not_pay_for_many_bytes() -> None:
     after = replace(QUIET, critical=18.0)
     assert judge(QUIET, after, 7, 8 * GIB, TRAFFIC).why_not
     assert not judge(QUIET, after, 7, 8 * GIB, replace(TRAFFIC, margin=1.0)).why_not
+
+
+# ---- links
+
+
+def test_each_links_own_seconds_replace_the_assumed_speed() -> None:
+    """2 ms of a token's 5 ms on the links are saved, for 100 tokens/s in 300 s."""
+    before = replace(QUIET, remote_bytes=2**20, link_seconds=5e-3)
+    verdict = judge(before, replace(before, link_seconds=3e-3), 7, 0, TRAFFIC)
+    assert verdict.gain == pytest.approx(60.0)
+
+
+def test_a_solve_prices_the_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks 0 and 1 share a host, and so do 2 and 3. A copy of the job in files gives the same answer."""
+    monkeypatch.setattr(priced, "AnnealingSearch", lambda: QUICK)
+    found, _ = pairs_of_topics(1)
+    found = replace(found, hidden=16)
+    held = {layer: {rank: [rank, rank + 4] for rank in range(4)} for layer in found.layers}
+    present = Placement(0, 8, held, found.model)
+    prices = tuple(map(tuple, two_level([0, 0, 1, 1]).tolist()))
+    blind = Fleet((0, 1, 2, 3), dict.fromkeys(range(4), 1.0))
+    fleet = replace(blind, prices=prices)
+    solution = solve(found, present, None, fleet, "vanilla")
+    assert solution.before.link_seconds is not None
+    assert solution.after.link_seconds is not None
+    assert solution.after.link_seconds < solution.before.link_seconds
+    assert solve(found, present, None, blind, "vanilla").after.link_seconds is None
+    Job(found, present, None, fleet, "vanilla").save(tmp_path)
+    answer(tmp_path)
+    assert read(tmp_path).placement == solution.placement
+
+
+def test_seconds_of_links_are_those_of_a_loop() -> None:
+    found, prices = replace(profile(), hidden=16), two_level([0, 1])
+    fleet = Fleet((0, 1), {0: 1.0, 1: 1.0}, prices=tuple(map(tuple, prices.tolist())))
+    solution = solve(found, present(), None, fleet, "sem-moe")
+    _, held_out = found.routes.split(SHARE, 0)
+    total = 0.0
+    for token, owner in enumerate(held_out.owners.tolist()):
+        for layer in range(len(LAYERS)):
+            servers = held_out.experts[token, layer] // 4
+            total += sum(float(prices[owner % 2, server]) * 2 * 16 * 4 for server in servers.tolist())
+    assert solution.before.link_seconds == pytest.approx(total / len(held_out.tokens))

@@ -5,7 +5,9 @@ Expert-as-a-Service (section 3): a client that waits too long masks the server i
 same rows to another server that holds the experts. No agreement is needed, because servers keep no state of
 requests. The paper leaves some points open. We decide them so:
 
-- Choice: the server of the client's own rank first, then the server with the fewest outstanding pairs.
+- Choice: the server of the client's own rank first, then servers of its own host, then those of other hosts.
+  On its host the one with the fewest outstanding pairs is chosen. On other hosts it is the one whose link
+  would carry its outstanding pairs and these first. Where no ways are known, all servers count as near.
 - Timeout: a server is late when it showed no progress for `factor` times the expected duration of its
   outstanding work. The expectation uses the pace that it showed so far. The timeout is at least `floor` and
   at most `ceiling` seconds, so that a frozen server costs less than a second. A server without a measured
@@ -15,6 +17,8 @@ requests. The paper leaves some points open. We decide them so:
   silence of a false failover counts too. Quick answers let this value decay.
 - A late server is masked only if other servers hold all of its experts. Without a replica nothing is gained:
   the rows wait for this server or for the one that replaces it.
+- A server that the supervisor suspects, because its host is silent, is masked at once. That also takes effect
+  while nothing is outstanding, so no request has to find it out.
 - If the same process of a masked server answers again, it had not died. That is counted as a false failover.
 """
 
@@ -27,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.tokens import IntArray
+from moesaic.core.topology import Way
 
 NOBODY = -1
 """The server id that stands for "no server"."""
@@ -81,10 +86,15 @@ class Replicas:
     `replaced` before it closes one because another process has the server's id. See RemoteExperts.
     """
 
-    def __init__(self, patience: ReplicaTimeout | None = None, own: int | None = None) -> None:
+    def __init__(
+        self, patience: ReplicaTimeout | None = None, own: int | None = None, pair_bytes: int = 0
+    ) -> None:
+        """pair_bytes: what a pair sends over a link, there and back."""
         self._patience = patience or ReplicaTimeout()
+        self._pair_bytes = pair_bytes
         self.own = own
         """Id of the server of this client's own rank, or None."""
+        self._ways: Mapping[int, Way] = {}
         self._servers: dict[int, _Server] = {}
         self._holders: dict[int, IntArray] = {}
         self._only: dict[int, int] = {}
@@ -93,6 +103,9 @@ class Replicas:
         """Servers given up because of a timeout -> that timeout in seconds."""
         self._silence: dict[int, float] = {}
         """Server -> the longest silence in seconds that it survived, decayed with each answer."""
+        self._suspected: frozenset[int] = frozenset()
+        self._due: set[int] = set()
+        """Suspected servers that are still connected, since no others hold all of their experts."""
         self._spare: dict[int, bool] = {}
         """Server -> whether other servers hold all of its experts.
 
@@ -100,8 +113,23 @@ class Replicas:
         """
         self.stats = ReplicaStats()
 
-    def place(self, experts: Mapping[int, Mapping[int, Iterable[int]]], num_experts: int) -> None:
-        """Set a new placement: server -> layer -> experts."""
+    def place(
+        self,
+        experts: Mapping[int, Mapping[int, Iterable[int]]],
+        num_experts: int,
+        suspected: Collection[int] = (),
+        ways: Mapping[int, Way] | None = None,
+    ) -> None:
+        """Set a new placement: server -> layer -> experts.
+
+        suspected: the servers of it that the supervisor suspects. `late` names each of them once. A suspected
+        server that the next placement leaves out was given up.
+        ways: server -> the way from this client to it. Servers that it does not have count as near.
+        """
+        new = set(suspected) - self._suspected
+        self._due = {one for one in self._due if one in suspected or one not in experts} | new
+        self._suspected = frozenset(suspected)
+        self._ways = ways or {}
         found: dict[int, list[list[int]]] = {}
         for server in sorted(experts):
             for layer, ids in experts[server].items():
@@ -116,6 +144,10 @@ class Replicas:
         }
         self._spare.clear()
 
+    def far(self, server: int) -> bool:
+        """Whether the server is on another host than this client, as far as that is known."""
+        return server in self._ways and not self._ways[server].near
+
     @property
     def connected(self) -> frozenset[int]:
         """Ids of the servers that can be asked."""
@@ -126,6 +158,7 @@ class Replicas:
         if server in self._masked:
             self._silence[server] = self._masked.pop(server)
             self._count(false_failovers=1)
+        self._due.discard(server)
         self._servers[server] = _Server()
         self._spare.clear()
 
@@ -162,7 +195,8 @@ class Replicas:
         if layer in self._only:
             return [(self._only_one(layer), None)] if len(experts) else []
         servers = self.route(layer, experts)
-        return [(server, servers == server) for server in set(servers.tolist())]
+        found = np.flatnonzero(np.bincount(servers - NOBODY)) + NOBODY
+        return [(server, servers == server) for server in found.tolist()]
 
     def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
         """[p] the server for each pair of `experts` [p] of a layer, or NOBODY when no server that holds it is
@@ -170,23 +204,35 @@ class Replicas:
 
         All pairs of an expert go to one server, so that its weights are read once. Example: servers 0 and 1
         hold expert 3, and server 0 has more pairs outstanding. Then every pair of expert 3 goes to server 1.
+        If server 1 is on another host than this client and server 0 is not, they go to server 0.
         """
         table = self._holders.get(layer)
         if table is None or layer in self._only:
             return np.full(len(experts), self._only_one(layer), dtype=np.int64)
         if table.shape[1] == 1:
             return self._only_holder(table[experts, 0])
-        wanted, counts = np.unique(experts, return_counts=True)
+        asked = np.bincount(experts, minlength=len(table))
+        wanted = np.flatnonzero(asked)
+        counts = asked[wanted]
         chosen = np.full(len(table), NOBODY, dtype=np.int64)
         load = {server: float(state.outstanding) for server, state in self._servers.items()}
         for at in np.argsort(-counts, kind="stable").tolist():
             holders = [server for server in table[wanted[at]].tolist() if server in load]
             if holders:
-                best = min(holders, key=lambda server: (server != self.own, load[server], server))
-                load[best] += int(counts[at])
+                more = int(counts[at])
+                best = min(holders, key=lambda server: self._rank(server, load[server], more))
+                load[best] += more
                 chosen[wanted[at]] = best
         servers: IntArray = chosen[experts]
         return servers
+
+    def _rank(self, server: int, load: float, pairs: int) -> tuple[bool, bool, float, int]:
+        """The holder with the least of these is asked. load: pairs it has. pairs: those that it would get."""
+        if not self.far(server):
+            return server != self.own, False, load, server
+        way = self._ways[server]
+        seconds = way.link.latency + (load + pairs) * self._pair_bytes / way.link.bandwidth
+        return server != self.own, True, seconds, server
 
     def _only_one(self, layer: int) -> int:
         """The server that holds all experts of the layer if it is connected, otherwise NOBODY."""
@@ -224,15 +270,18 @@ class Replicas:
         state.since = now
 
     def late(self, now: float) -> list[int]:
-        """Servers that were silent for too long.
+        """Servers that were silent for too long, or that are suspected.
 
         The servers that are not named hold all experts of the named ones.
         """
         named: list[int] = []
+        soonest = now - self._patience.floor  # no timeout is shorter
         for server, state in self._servers.items():
-            overdue = state.outstanding and now > state.since + self._allowed(server, state)
-            if overdue and self._replaceable(server, named):
+            pending = state.outstanding and state.since < soonest
+            overdue = pending and now > state.since + self._allowed(server, state)
+            if (overdue or server in self._due) and self._replaceable(server, named):
                 named.append(server)
+        self._due.difference_update(named)
         return named
 
     def next_deadline(self) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,9 @@ class RoundRobin:
         return self._last
 
 
+Worth = Callable[[int], "npt.NDArray[np.float64]"]
+"""Worker -> [ranks] worth, 0 to 1, of a pair that each rank's server computes for the worker
+(`link_prices.worth_of`)."""
 EXACT = 1e-9
 """Shares count as equal if their difference is smaller."""
 AHEAD = 8
@@ -75,6 +78,9 @@ class Affinity:
     2). Its score is this share minus the mean share of the prompts so far. A rank with many popular experts
     is good for every prompt; the score shows which prompt gains most by it.
 
+    With `worth`, pairs of other ranks count too, by what the link to their server leaves of them. So a
+    prompt goes to the host of its experts, even if its best rank is busy.
+
     A worker gets no request while it has AHEAD more than the one with the fewest. `least_loaded` decides
     ties. A worker on a rank that is not in the tables has score 0.
 
@@ -84,8 +90,10 @@ class Affinity:
     0.
     """
 
-    def __init__(self, tables: Tables, ahead: int = AHEAD) -> None:
-        self._tables, self._ahead = tables, ahead
+    def __init__(self, tables: Tables, ahead: int = AHEAD, worth: Worth | None = None) -> None:
+        """worth: what the links to servers of other ranks leave of a pair. None: a worker's score counts the
+        pairs of its own rank alone."""
+        self._tables, self._ahead, self._worth = tables, ahead, worth
         self._shares: npt.NDArray[np.float64] = np.full(tables.ranks, 1 / tables.ranks)
         """[ranks] sum of the shares of all prompts so far, and of one even prompt to start with."""
         self._prompts = 1
@@ -93,7 +101,7 @@ class Affinity:
     def __call__(self, workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
         fewest = min(load.requests for load in workers.values())
         open_ones = {w: load for w, load in workers.items() if load.requests < fewest + self._ahead}
-        scores = _of_workers(open_ones, self._score(prompt))
+        scores = _of_workers(open_ones, self._score(prompt), self._worth)
         best = max(scores.values()) - EXACT
         return least_loaded({worker: open_ones[worker] for worker in scores if scores[worker] >= best})
 
@@ -119,8 +127,9 @@ class Rounds:
     Example: with two workers, three prompts that score highest on rank 1 go to workers 1, 0, 1.
     """
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+    def __init__(self, tables: Tables, worth: Worth | None = None) -> None:
+        """worth: see `Affinity`."""
+        self._tables, self._worth = tables, worth
         self._served: set[int] = set()
         """Workers that got a request in this round."""
 
@@ -129,15 +138,20 @@ class Rounds:
         if not waiting:
             self._served.clear()
             waiting = list(workers)
-        scores = _of_workers({w: workers[w] for w in waiting}, self._tables.request_scores(prompt))
+        open_ones = {w: workers[w] for w in waiting}
+        scores = _of_workers(open_ones, self._tables.request_scores(prompt), self._worth)
         best = max(scores.values(), default=0.0)
         chosen = least_loaded({worker: workers[worker] for worker in waiting if scores[worker] == best})
         self._served.add(chosen)
         return chosen
 
 
-def _of_workers(workers: Mapping[int, WorkerLoad], by_rank: npt.NDArray[np.float64]) -> dict[int, float]:
-    """The score of each worker: that of its rank."""
+def _of_workers(
+    workers: Mapping[int, WorkerLoad], by_rank: npt.NDArray[np.float64], worth: Worth | None = None
+) -> dict[int, float]:
+    """The score of each worker: that of its rank, or those of all ranks by their worth for the worker."""
+    if worth is not None:
+        return {worker: float(by_rank @ worth(worker)) for worker in workers}
     scores = dict(enumerate(by_rank.tolist()))
     return {
         worker: scores.get(worker if load.rank is None else load.rank, 0.0)

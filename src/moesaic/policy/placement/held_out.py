@@ -8,12 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
-from moesaic.policy.placement.locality import Locality, homes_in, measure, request_level, token_ranks
+from moesaic.policy.placement.link_prices import LinkLoads, link_loads
+from moesaic.policy.placement.locality import (
+    FloatArray,
+    Locality,
+    homes_in,
+    hosts,
+    measure,
+    request_level,
+    request_owners,
+    token_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -53,16 +64,39 @@ def unseen(learned: Profile, held_out: Routes) -> float:
 
 
 def measure_placement(
-    learned: Profile, clusters: Coclusters, placement: Placement, held_out: Routes
+    learned: Profile,
+    clusters: Coclusters,
+    placement: Placement,
+    held_out: Routes,
+    prices: FloatArray | None = None,
 ) -> Measured:
     """Measure a placement on the held-out requests.
 
     learned: the profile that `clusters` were made from. placement: that of the clusters, possibly with more
-    copies.
+    copies. prices: [R, R] of the links, by which replicas are chosen and requests are dispatched. None: all
+    links are alike.
     """
     homes, ranks = homes_in(placement, learned.layers), clusters.ranks
     own = token_ranks(clusters, held_out.tokens, learned.nearest)
     return Measured(
-        token=measure(held_out.experts, homes, own, ranks),
-        request=request_level(learned, homes, ranks, held_out),
+        token=measure(held_out.experts, homes, own, ranks, prices),
+        request=request_level(learned, homes, ranks, held_out, prices=prices),
     )
+
+
+def measure_links(
+    learned: Profile,
+    placement: Placement,
+    held_out: Routes,
+    places: npt.NDArray[np.integer],
+    count: int,
+    prices: FloatArray | None = None,
+) -> LinkLoads:
+    """What a token of the held-out requests sends from host to host, with attention-DP.
+
+    places: [R] the index of each rank's host. count: number of hosts. prices: see `measure_placement`.
+    """
+    homes, ranks = homes_in(placement, learned.layers), len(places)
+    own = request_owners(learned, homes, ranks, held_out, prices=prices)
+    each = np.broadcast_to(own[:, None], held_out.experts.shape[:2])
+    return link_loads(hosts(held_out.experts, homes, each, prices), each, places, count)

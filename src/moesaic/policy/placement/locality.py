@@ -24,6 +24,7 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes, SmallArray, TokenArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.dispatch import AHEAD, EXACT
+from moesaic.policy.placement.link_prices import worth_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -45,12 +46,15 @@ def homes_in(placement: Placement, layers: Sequence[int]) -> SmallArray:
     return np.stack(padded).astype(np.int16)
 
 
-def hosts(experts: SmallArray, homes: SmallArray, own: SmallArray) -> SmallArray:
+def hosts(
+    experts: SmallArray, homes: SmallArray, own: SmallArray, prices: FloatArray | None = None
+) -> SmallArray:
     """[t, layers, k] the rank that computes each pair: the token's own rank if it has a copy of the expert.
 
     Otherwise token i uses copy i modulo the number of copies, which divides tokens evenly. experts:
     [t, layers, k]. homes: [layers, E, copies], at least one copy of each expert. own: [t, layers] the rank
-    of each token.
+    of each token. prices: [R, R] of the link from each rank to each rank's server; only copies with the
+    lowest price count then. None: all links are alike.
     """
     found = np.empty(experts.shape, dtype=np.int16)
     turns = np.arange(len(experts))[:, None]
@@ -59,11 +63,26 @@ def hosts(experts: SmallArray, homes: SmallArray, own: SmallArray) -> SmallArray
         if table.shape[1] == 1:
             found[:, layer] = table[chosen, 0]
             continue
+        if prices is not None:
+            found[:, layer] = _cheapest(table[chosen], prices[own[:, layer]], turns)
+            continue
         mine = own[:, layer, None]
         here = (table[chosen] == mine[:, :, None]).any(axis=2)
         copies = (table >= 0).sum(axis=1)
         found[:, layer] = np.where(here, mine, table[chosen, turns % copies[chosen]])
     return found
+
+
+def _cheapest(copies: SmallArray, prices: FloatArray, turns: IntArray) -> SmallArray:
+    """[t, k] the copy that computes each pair: copy i modulo their number, of those with the lowest price.
+
+    copies: [t, k, copies] ranks, padded with -1. prices: [t, R] of each rank's server. turns: [t, 1] i.
+    """
+    cost = np.where(copies >= 0, np.take_along_axis(prices[:, None, :], copies.clip(min=0), axis=2), np.inf)
+    open_ones = cost == cost.min(axis=2, keepdims=True)
+    wanted = (turns % open_ones.sum(axis=2))[:, :, None]
+    at = (open_ones & (open_ones.cumsum(axis=2) == wanted + 1)).argmax(axis=2)
+    return np.take_along_axis(copies, at[:, :, None], axis=2)[:, :, 0]
 
 
 # ---- where tokens live
@@ -121,12 +140,15 @@ def request_scores(scores: FloatArray, routes: Routes) -> FloatArray:
 Rule = Literal["affinity", "rounds", "best"]
 
 
-def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity") -> SmallArray:
+def request_ranks(
+    scores: FloatArray, lengths: IntArray, rule: Rule = "affinity", worth: FloatArray | None = None
+) -> SmallArray:
     """[r] the rank of each request, in order of arrival, chosen by scores [r, ranks].
 
     `affinity` and `rounds` are the rules of policy/placement/dispatch.py, as if no request ended before the
     last one arrives. `best` takes the rank with the best score and ignores balance. Ties go to the rank
-    with fewer tokens so far. lengths: [r] tokens of each request.
+    with fewer tokens so far. lengths: [r] tokens of each request. worth: [R, R] of `link_prices.worth_of`.
+    None: only pairs on the own rank count.
 
     Example with two ranks and scores 9 1, 8 2, 7 3, 1 5:
 
@@ -139,6 +161,7 @@ def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity"
     counts, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks)
     ahead = {"affinity": AHEAD, "rounds": 1, "best": len(scores) + 1}[rule]
     values = centred(scores) if rule == "affinity" else scores
+    values = values if worth is None else values @ worth
     found = np.empty(len(scores), dtype=np.int16)
     for request, row in enumerate(values):
         allowed = np.where(counts < counts.min() + ahead, row, -np.inf)
@@ -258,15 +281,17 @@ class Locality:
         return ((once if deduplicate else pairs) + (once if partial else pairs)) * hidden_size * number_bytes
 
 
-def measure(experts: SmallArray, homes: SmallArray, own: SmallArray, ranks: int) -> Locality:
+def measure(
+    experts: SmallArray, homes: SmallArray, own: SmallArray, ranks: int, prices: FloatArray | None = None
+) -> Locality:
     """All measures of a placement for some tokens.
 
     experts: [t, layers, k] choices of each token. homes: [layers, E, copies] ranks of each expert. own:
-    [t, layers] or [t] the rank of each token. Raises ConfigError if there are no tokens.
+    [t, layers] or [t] the rank of each token. prices: see `hosts`. Raises ConfigError if there are no tokens.
     """
     if own.ndim == 1:
         own = np.broadcast_to(own[:, None], experts.shape[:2])
-    found = hosts(experts, homes, own)
+    found = hosts(experts, homes, own, prices)
     return Locality(
         activation=local_activation_rate(found, own),
         loads=rank_loads(found, ranks),
@@ -282,13 +307,31 @@ def token_level(clusters: Coclusters, routes: Routes, nearest: TokenArray | None
     return measure(routes.experts, homes_of(clusters), own, clusters.ranks)
 
 
+def request_owners(
+    profile: Profile,
+    homes: SmallArray,
+    ranks: int,
+    routes: Routes,
+    rule: Rule = "affinity",
+    prices: FloatArray | None = None,
+) -> SmallArray:
+    """[t] the rank of each token with attention-DP. See `request_level`."""
+    scores = request_scores(token_scores(profile, homes, ranks), routes)
+    worth = None if prices is None else worth_of(prices)
+    return request_ranks(scores, np.diff(routes.starts), rule, worth)[routes.owners]
+
+
 def request_level(
-    profile: Profile, homes: SmallArray, ranks: int, routes: Routes, rule: Rule = "affinity"
+    profile: Profile,
+    homes: SmallArray,
+    ranks: int,
+    routes: Routes,
+    rule: Rule = "affinity",
+    prices: FloatArray | None = None,
 ) -> Locality:
     """Locality with attention-DP.
 
-    `profile` scores the prompts. homes: [layers, E, copies] ranks of each expert.
+    `profile` scores the prompts. homes: [layers, E, copies] ranks of each expert. prices: see `hosts`.
     """
-    scores = request_scores(token_scores(profile, homes, ranks), routes)
-    own = request_ranks(scores, np.diff(routes.starts), rule)
-    return measure(routes.experts, homes, own[routes.owners], ranks)
+    own = request_owners(profile, homes, ranks, routes, rule, prices)
+    return measure(routes.experts, homes, own, ranks, prices)

@@ -4,7 +4,7 @@ Sem-MoE has an online form that solves placement and tables again while it serve
 Ours weighs two predictions, which are both made on requests that the solver did not see:
 
     gain = horizon * busy * (1 - critical load after / before)          balance, as in `balance.gain_seconds`
-         + horizon * tokens/s * (remote bytes before - after) / link    locality
+         + horizon * tokens/s * (remote bytes before - after) / link    locality, by each link's own speed
     cost = bytes for the busiest server / speed of copies
 
 The placement is swapped if the gain exceeds the cost times a margin. Each term is negative where the new
@@ -35,6 +35,8 @@ class Forecast:
     """Sum over the layers of the largest load / capacity of a server."""
     balancedness: float
     """Mean over the layers of the servers' mean / max load. 1 is perfect."""
+    link_seconds: float | None = None
+    """Seconds that the remote bytes of a token take, each on its own link. None: all links are alike."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Traffic:
     busy: float
     """Mean share of the time in which the servers compute, 0 to 1."""
     link: float
-    """Bytes/s between a worker and the server of another rank."""
+    """Bytes/s between a worker and the server of another rank, where all links are alike."""
     copies: float
     """Bytes/s at which a server loads experts."""
     horizon: float
@@ -75,8 +77,9 @@ def judge(before: Forecast, after: Forecast, moves: int, move_bytes: int, traffi
     changes. The gain is 30 s. 8 GiB at 1 GiB/s cost 8 s, so with margin 2 the placement is swapped.
     """
     even = 1 - after.critical / before.critical if before.critical else 0.0
-    saved = (before.remote_bytes - after.remote_bytes) * traffic.tokens_per_second * traffic.horizon
-    gain = gain_seconds(even, traffic.busy, traffic.horizon) + saved / traffic.link
+    saved = _link_seconds(before, traffic) - _link_seconds(after, traffic)
+    gain = gain_seconds(even, traffic.busy, traffic.horizon)
+    gain += saved * traffic.tokens_per_second * traffic.horizon
     cost = move_bytes / traffic.copies
     why = ""
     if not moves:
@@ -87,6 +90,12 @@ def judge(before: Forecast, after: Forecast, moves: int, move_bytes: int, traffi
             f"the {cost:.3g} s that the moves take"
         )
     return Verdict(gain, cost, why)
+
+
+def _link_seconds(forecast: Forecast, traffic: Traffic) -> float:
+    """Seconds that the remote bytes of a token take on the links."""
+    found = forecast.link_seconds
+    return forecast.remote_bytes / traffic.link if found is None else found
 
 
 class SolveRule:

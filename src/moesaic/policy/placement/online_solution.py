@@ -12,10 +12,13 @@ from moesaic.core.placement import NOBODY, Placement
 from moesaic.core.profile import Profile, Routes, SmallArray
 from moesaic.core.tables import Tables
 from moesaic.policy.placement import around_homes, predict
+from moesaic.policy.placement.link_prices import worth_of
 from moesaic.policy.placement.locality import (
+    FloatArray,
     Rule,
     balancedness,
     homes_in,
+    hosts,
     measure,
     request_ranks,
     request_scores,
@@ -23,6 +26,7 @@ from moesaic.policy.placement.locality import (
 from moesaic.policy.placement.online import Forecast
 from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.policy.placement.solvers.align import numbered_like
+from moesaic.policy.placement.solvers.priced import priced
 
 SHARE = 0.75
 """Share of the recorded requests that the solver sees. The forecasts are made on the others."""
@@ -41,6 +45,8 @@ class Fleet:
     redundant: int = 0
     """Copies in each layer beyond one of each expert."""
     min_replicas: int = 1
+    prices: tuple[tuple[float, ...], ...] = ()
+    """[R][S] seconds of a byte from each rank to each of `servers`. Empty: all links are alike."""
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -71,7 +77,7 @@ def solve(
     rule: Rule = "affinity",
     seed: int = 0,
 ) -> Solution:
-    """Solve on a share of the recorded requests, and forecast on the others.
+    """Solve on a share of the recorded requests, and forecast on the others. The links are priced.
 
     tables: those by which requests are dispatched now; None: by load. rule: how tables dispatch requests.
     The ranks are numbered so that as many experts as possible stay where they are.
@@ -81,6 +87,8 @@ def solve(
     ranks = len(fleet.ranks)
     found = SOLVERS[solver](known, ranks, seed)
     found = _numbered_like(found, present, profile.layers, fleet)
+    if fleet.prices:
+        found = priced(known, found, np.array(fleet.prices)[:, :ranks], seed)
     homes = _on_servers(found, profile, fleet, present.version + 1)
     least = min(fleet.min_replicas, len(fleet.capacities))
     placement = around_homes.place(
@@ -120,19 +128,32 @@ def _forecast(
 ) -> Forecast:
     """What the placement does with `routes`. Without tables, requests go to the ranks in turn."""
     ranks, servers = len(fleet.ranks), fleet.servers
+    prices = np.array(fleet.prices) if fleet.prices else None
+    worth = None if prices is None else worth_of(prices[:, :ranks])
     own = (np.arange(routes.requests) % ranks).astype(np.int16)
     if tables is not None:
         scores = request_scores(tables.scores.astype(np.float64), routes)
-        own = request_ranks(scores, np.diff(routes.starts), rule)
+        own = request_ranks(scores, np.diff(routes.starts), rule, worth)
     homes = _indices(homes_in(placement, profile.layers), servers)
-    found = measure(routes.experts, homes, own[routes.owners], len(servers))
+    own = own[routes.owners]
+    found = measure(routes.experts, homes, own, len(servers), prices)
     capacity = np.array([fleet.capacities[server] for server in servers])
     return Forecast(
         local=found.rate,
         remote_bytes=found.remote_bytes(profile.hidden, NUMBER_BYTES),
         critical=float((found.loads / capacity).max(axis=1).sum()),
         balancedness=float(balancedness(found.loads).mean()),
+        link_seconds=None if prices is None else _link_seconds(routes, homes, own, prices, profile.hidden),
     )
+
+
+def _link_seconds(
+    routes: Routes, homes: SmallArray, own: SmallArray, prices: FloatArray, hidden: int
+) -> float:
+    """Seconds that the rows of a token's remote pairs take there and back. own: [t] rank of each token."""
+    each = np.broadcast_to(own[:, None], routes.experts.shape[:2])
+    asked = hosts(routes.experts, homes, each, prices)
+    return float(prices[own[:, None, None], asked].sum() / len(own)) * 2 * hidden * NUMBER_BYTES
 
 
 def _indices(homes: SmallArray, servers: Sequence[int]) -> SmallArray:

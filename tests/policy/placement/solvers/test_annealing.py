@@ -116,7 +116,7 @@ def test_gains_are_what_an_exchange_adds(seed: int, size: int, data: st.DataObje
     spare = data.draw(st.sampled_from([0.0, 0.05, 1.0]))
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, 5, (size, 12)).astype(np.float32) + np.float32(0.01)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), ranks, AnnealingSearch(spare=spare))
+    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), ranks, AnnealingSearch(spare=spare))
     state = annealing._State(
         layer, rng.permutation(np.repeat(np.arange(ranks), experts_per_rank(size, ranks)))
     )
@@ -151,7 +151,7 @@ def test_every_rank_has_its_share_of_the_experts(
 def test_polish_ends_where_no_exchange_gains() -> None:
     rng = np.random.default_rng(0)
     rows = rng.gamma(0.3, size=(12, 50)).astype(np.float32)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
+    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
     start = rng.permutation(np.arange(12) % 3)
     found = polish(layer, start)
     assert layer.value(found) > layer.value(start)
@@ -164,7 +164,7 @@ def test_polish_ends_where_no_exchange_gains() -> None:
 def test_anneal_returns_the_best_that_it_saw() -> None:
     """The temperature is so high that the search only gets worse. The start was best."""
     rows = np.kron(np.eye(3), np.ones((4, 5))).astype(np.float32)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
+    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
     start = np.arange(12) // 4
     found = anneal(layer, start, np.random.default_rng(0), AnnealingSearch(steps=50, hot=1e3, cold=1e3))
     assert same_clusters(found, start)
@@ -188,7 +188,7 @@ def test_overload_worked_example() -> None:
 
 def test_mixtures_keep_what_both_agree_on() -> None:
     rows = np.ones((6, 4), dtype=np.float32)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 2, AnnealingSearch())
+    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 2, AnnealingSearch())
     one, other = np.array([0, 0, 0, 1, 1, 1]), np.array([1, 1, 0, 0, 0, 1])
     found = {tuple(mix(layer, one, other, np.random.default_rng(seed)).tolist()) for seed in range(20)}
     assert found == {(0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 0)}
@@ -197,7 +197,7 @@ def test_mixtures_keep_what_both_agree_on() -> None:
 def test_offspring_is_at_least_as_good_as_its_parents() -> None:
     rng = np.random.default_rng(0)
     rows = rng.gamma(0.2, size=(16, 80)).astype(np.float32)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 4, AnnealingSearch(spare=0.05))
+    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 4, AnnealingSearch(spare=0.05))
     runs = [rng.permutation(np.arange(16) % 4) for _ in range(3)]
     best = max(layer.value(run) for run in runs)
     kept = recombine(layer, list(runs), rng, AnnealingSearch(offspring=0))

@@ -123,8 +123,8 @@ def place(
     rival = speculative.search_layer(rows, ranks, rng, speculative.CrossEntropySearch())
     if search.evener is not None:
         search = replace(search, spare=min(search.spare, search.evener * overload(rival, loads, ranks)))
-    small = _Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
-    large = _Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search)
+    small = Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
+    large = Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search)
     runs = [anneal(small, rng.permutation(labels), rng, search) for _ in range(search.runs)]
     return polish(large, recombine(small, [*runs, polish(small, rival)], rng, search))
 
@@ -135,7 +135,7 @@ def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
 
 
 def recombine(
-    layer: _Layer, runs: list[IntArray], rng: np.random.Generator, search: AnnealingSearch
+    layer: Layer, runs: list[IntArray], rng: np.random.Generator, search: AnnealingSearch
 ) -> IntArray:
     """The best assignment [E] among `runs` and their offspring.
 
@@ -154,7 +154,7 @@ def recombine(
     return runs[int(np.argmax(values))]
 
 
-def mix(layer: _Layer, one: IntArray, other: IntArray, rng: np.random.Generator) -> IntArray:
+def mix(layer: Layer, one: IntArray, other: IntArray, rng: np.random.Generator) -> IntArray:
     """[E] the assignment `one`, in which some experts that `other` has on another rank are exchanged at
     random.
 
@@ -202,7 +202,9 @@ def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) ->
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
+    """A layer's token ids, as exchanges see them."""
+
     rows: RowArray
     """[E, m] how often each token chose each expert."""
     loads: FloatArray
@@ -211,15 +213,26 @@ class _Layer:
     """Load of a rank above which it pays the price."""
     ranks: int
     price: float
+    worth: RowArray | None = None
+    """[R, R] what a choice on each rank counts for a token on each rank. None: 1 on its own rank, else 0."""
 
     @classmethod
-    def of(cls, rows: RowArray, loads: FloatArray, ranks: int, search: AnnealingSearch) -> _Layer:
+    def of(
+        cls,
+        rows: RowArray,
+        loads: FloatArray,
+        ranks: int,
+        search: AnnealingSearch,
+        worth: FloatArray | None = None,
+    ) -> Layer:
+        """The layer of token ids that `chosen` took. loads: [E], in any unit. worth: see `link_prices`."""
         total = float(rows.sum(dtype=np.float64))
         cap = (1 / ranks + search.spare) * total
-        return cls(rows, loads * (total / loads.sum()), cap, ranks, search.price)
+        given = None if worth is None else worth.astype(np.float32)
+        return cls(rows, loads * (total / loads.sum()), cap, ranks, search.price, given)
 
     def value(self, labels: IntArray) -> float:
-        """Choices on the tokens' best ranks, minus the price of overloaded ranks."""
+        """Worth of the choices on the tokens' best ranks, minus the price of overloaded ranks."""
         state = _State(self, labels)
         return state.local - self.price * float(np.maximum(state.carried - self.cap, 0.0).sum())
 
@@ -227,7 +240,7 @@ class _Layer:
 class _State:
     """An assignment of experts to ranks, with what exchanges need to know."""
 
-    def __init__(self, layer: _Layer, labels: IntArray) -> None:
+    def __init__(self, layer: Layer, labels: IntArray) -> None:
         self.layer = layer
         self.labels = labels.copy()
         """[E] the rank of each expert."""
@@ -236,27 +249,44 @@ class _State:
         self.carried = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
         """[R] load of each rank."""
         self.members = [np.flatnonzero(labels == rank) for rank in range(layer.ranks)]
+        self.values = self.choices if layer.worth is None else layer.worth.T @ self.choices
+        """[R, m] worth of each token's choices, if the token is on each rank."""
         self.local = self._local()
         every = range(layer.ranks)
         self._rest = [[[r for r in every if r not in (here, there)] for there in every] for here in every]
         """For each two ranks, the list of all other ranks."""
 
     def _local(self) -> float:
-        return float(self.choices.max(axis=0).sum(dtype=np.float64))
+        return float(self.values.max(axis=0).sum(dtype=np.float64))
 
     def gains(self, expert: int, others: IntArray) -> FloatArray:
         """[n] gain in value from exchanging `expert` with each of `others`, which are all on one other
         rank."""
         layer, here, there = self.layer, self.labels.item(expert), self.labels.item(others[0])
         own, given = layer.rows[expert], layer.rows.take(others, axis=0)
-        best = np.subtract(self.choices[there] + own, given)
-        given += self.choices[here] - own
-        np.maximum(best, given, out=best)
-        if layer.ranks > 2:
-            np.maximum(best, self.choices.take(self._rest[here][there], axis=0).max(axis=0), out=best)
+        if layer.worth is not None:
+            best = self._best(own - given, layer.worth[there] - layer.worth[here])
+        else:
+            best = np.subtract(self.choices[there] + own, given)
+            given += self.choices[here] - own
+            np.maximum(best, given, out=best)
+            if layer.ranks > 2:
+                np.maximum(best, self.choices.take(self._rest[here][there], axis=0).max(axis=0), out=best)
         more = layer.loads.take(others) - layer.loads.item(expert)
         gains: FloatArray = best.sum(axis=1, dtype=np.float64) - self.local
         return gains - layer.price * (self._over(here, more) + self._over(there, -more))
+
+    def _best(self, moved: RowArray, change: RowArray) -> RowArray:
+        """[n, m] worth of each token's best rank, if the choices `moved` [n, m] change ranks.
+
+        change: [R] how much more such a choice counts then, for a token on each rank.
+        """
+        same = change == 0
+        start = self.values[same].max(axis=0) if same.any() else np.float32(-np.inf)
+        best: RowArray = np.broadcast_to(start, moved.shape).astype(np.float32)
+        for rank in np.flatnonzero(~same).tolist():
+            np.maximum(best, self.values[rank] + change[rank] * moved, out=best)
+        return best
 
     def _over(self, rank: int, more: FloatArray) -> FloatArray:
         """[n] how much further above the cap a rank gets by `more` load."""
@@ -270,6 +300,8 @@ class _State:
         moved = rows[one] - rows[other]
         self.choices[here] -= moved
         self.choices[there] += moved
+        if self.layer.worth is not None:
+            self.values += np.outer(self.layer.worth[there] - self.layer.worth[here], moved)
         self.carried[here] -= loads[one] - loads[other]
         self.carried[there] += loads[one] - loads[other]
         self.labels[one], self.labels[other] = there, here
@@ -277,7 +309,7 @@ class _State:
         self.local = self._local()
 
 
-def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: AnnealingSearch) -> IntArray:
+def anneal(layer: Layer, labels: IntArray, rng: np.random.Generator, search: AnnealingSearch) -> IntArray:
     """The best assignment [E] on the path of an annealing run that starts from `labels`."""
     state, value = _State(layer, labels), layer.value(labels)
     best, best_value = state.labels.copy(), value
@@ -298,7 +330,7 @@ def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: An
     return best
 
 
-def polish(layer: _Layer, labels: IntArray) -> IntArray:
+def polish(layer: Layer, labels: IntArray) -> IntArray:
     """Exchange experts as long as an exchange gains. Returns the changed `labels` [E]."""
     state = _State(layer, labels)
     least = EXACT * float(layer.loads.sum())

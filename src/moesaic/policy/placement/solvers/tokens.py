@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile, SmallArray
 from moesaic.core.tokens import IntArray
 
 
-def labelled(profile: Profile, experts: SmallArray) -> Coclusters:
+def labelled(
+    profile: Profile, experts: SmallArray, worth: npt.NDArray[np.float64] | None = None
+) -> Coclusters:
     """Clusters of `experts` and of the tokens that fit them. experts: [layers, E] ranks from 0.
+
+    worth: [R, R] of `link_prices.worth_of`. A token id then belongs to the rank where its choices are worth
+    most. None: only choices on its own rank count.
 
     A token id belongs to the rank with most of its choices, the lowest of equal ones. Its confidence is the
     share of its choices there. An id that the profile has never seen has confidence 0 and the label of its
@@ -26,10 +32,12 @@ def labelled(profile: Profile, experts: SmallArray) -> Coclusters:
         choices = rank_choices(counts, experts[layer], ranks)
         total = choices.sum(axis=1)
         seen = total > 0
-        labels[layer] = np.where(seen, choices.argmax(axis=1), choices.sum(axis=0).argmax())
+        values = choices if worth is None else choices @ worth
+        labels[layer] = np.where(seen, values.argmax(axis=1), values.sum(axis=0).argmax())
         if profile.nearest is not None:
             labels[layer] = np.where(seen, labels[layer], labels[layer][profile.nearest])
-        confidence[layer] = choices.max(axis=1) / np.maximum(total, 1)
+        own = np.take_along_axis(choices, labels[layer, :, None].astype(np.int64), axis=1)[:, 0]
+        confidence[layer] = np.where(seen, own, 0) / np.maximum(total, 1)
     return Coclusters(ranks, experts.astype(np.int16), labels, confidence)
 
 

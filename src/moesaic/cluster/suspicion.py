@@ -1,0 +1,51 @@
+"""Watches processes of other hosts for signs of life. `policy.fleet.silence` says what silence means.
+
+The thread that reads a connection measures its silence, so a supervisor that was busy or stopped accuses
+nobody: what arrived meanwhile counts first.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.member import Member, Role
+from moesaic.cluster.publishing import Publisher
+from moesaic.cluster.router import Router
+from moesaic.policy.fleet.silence import RULE, Verdict
+
+LOG = logging.getLogger(__name__)
+
+
+class Suspicion:
+    """Suspects silent members, trusts them again, and gives them up. Only the supervisor's thread uses it."""
+
+    def __init__(self, publisher: Publisher, router: Router) -> None:
+        self._publisher, self._router = publisher, router
+
+    def look(self, member: Member, now: float) -> str | None:
+        """Acts on the silence of a member of another host. Returns why it was given up; None if it was not.
+
+        now: time on the clock of `member.last_seen`.
+        """
+        if not isinstance(member.child, RemoteProcess) or member.child.killed:
+            return None
+        silence = member.child.connection.silence
+        member.last_seen = max(member.last_seen, now - silence)
+        verdict = RULE.judge(silence, member.in_service)
+        if verdict is Verdict.GONE:
+            return f"{member.name} sent nothing for {silence:.1f} s: giving it up"
+        if member.suspected != (verdict is Verdict.SUSPECTED):
+            self._set(member, verdict is Verdict.SUSPECTED)
+        return None
+
+    def _set(self, member: Member, suspected: bool) -> None:
+        member.suspected = suspected
+        if suspected:
+            LOG.warning("%s is suspected: nothing is heard of it", member.name)
+        else:
+            LOG.warning("%s is trusted again", member.name)
+        if member.role is Role.SERVER:
+            self._publisher.publish()
+        else:
+            self._router.suspect(member.worker, suspected)

@@ -1,0 +1,244 @@
+"""Hosts, which processes run on them, and the links between them (`--topology FILE`).
+
+The file is TOML, or JSON with the same tables if its name ends in .json:
+
+    [links]                       # between two hosts, and between processes of one host
+    latency_us = 100.0            # one way
+    gb_per_s = 1.25               # 10^9 bytes/s of one direction
+    inside_latency_us = 5.0
+    inside_gb_per_s = 20.0
+
+    [[hosts]]
+    name = "a"
+    ranks = [0, 1]                # worker 0 and server 0, worker 1 and server 1
+
+    [[hosts]]
+    name = "b"
+    workers = []                  # or workers and servers by themselves
+    servers = [2, 3]
+
+    [[between]]                   # two hosts with a link of their own
+    hosts = ["a", "b"]
+    latency_us = 10.0
+    gb_per_s = 12.5
+
+A socket of a machine may be named as a host, with a fast link to the machine's other socket.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.curves import Tables, tables_of
+from moesaic.core.errors import ConfigError
+from moesaic.core.paced import LinkModel
+
+FLAG = "--topology"
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and its processes. Sockets of one machine can be hosts, too."""
+
+    name: str
+    workers: tuple[int, ...] = ()
+    """Numbers of its attention workers."""
+    servers: tuple[int, ...] = ()
+    """Numbers of its expert servers."""
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """The link between two hosts. Both directions are alike."""
+
+    one: str
+    other: str
+    link: LinkModel
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way from an attention worker to an expert server."""
+
+    link: LinkModel
+    near: bool
+    """Whether both are on one host."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The hosts of a cluster and their links."""
+
+    hosts: tuple[Host, ...]
+    """The first one is the host of `moesaic serve`. A process that no host names is there."""
+    inside: LinkModel
+    """Between two processes of one host."""
+    between: LinkModel
+    """Between two hosts that `links` does not have."""
+    links: tuple[HostLink, ...] = ()
+    _links: dict[frozenset[str], LinkModel] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found = {frozenset((one.one, one.other)): one.link for one in self.links}
+        object.__setattr__(self, "_links", found)
+
+    def host_of_worker(self, worker: int) -> str:
+        """The name of the host of an attention worker."""
+        return next((host.name for host in self.hosts if worker in host.workers), self.hosts[0].name)
+
+    def host_of_server(self, server: int) -> str:
+        """The name of the host of an expert server."""
+        return next((host.name for host in self.hosts if server in host.servers), self.hosts[0].name)
+
+    def link(self, one: str, other: str) -> LinkModel:
+        """The link between two hosts, or inside of one."""
+        return self.inside if one == other else self._links.get(frozenset((one, other)), self.between)
+
+    def way(self, worker: int, server: int) -> Way:
+        """The way from a worker to a server."""
+        here, there = self.host_of_worker(worker), self.host_of_server(server)
+        return Way(self.link(here, there), here == there)
+
+    def prices(self, ranks: int) -> FloatArray:
+        """[R, R] seconds that a byte takes from the worker of each rank to the server of each rank.
+
+        The latency is left out, since it does not grow with the rows. Own servers cost nothing.
+
+        Example: ranks 0 and 1 on a host with 20 GB/s, rank 2 on another one with 1.25 GB/s between them ->
+        [[0, 0.05, 0.8], [0.05, 0, 0.8], [0.8, 0.8, 0]] in units of 1e-9.
+        """
+        every = range(ranks)
+        found = np.array([[1 / self.way(w, s).link.bandwidth for s in every] for w in every])
+        np.fill_diagonal(found, 0.0)
+        return found
+
+    @property
+    def host_prices(self) -> FloatArray:
+        """[H, H] seconds that a byte takes between two hosts, or between two processes of one."""
+        names = [host.name for host in self.hosts]
+        return np.array([[1 / self.link(a, b).bandwidth for b in names] for a in names])
+
+    def places(self, ranks: int) -> npt.NDArray[np.int64]:
+        """[R] the index of each rank's host. Raises ConfigError if a rank has its worker elsewhere."""
+        names = [host.name for host in self.hosts]
+        for rank in range(ranks):
+            there = self.host_of_worker(rank)
+            if there != self.host_of_server(rank):
+                allowed = f"on host {there!r} too, where worker {rank} is"
+                raise ConfigError.field(
+                    f"{FLAG}: server {rank}", f"host {self.host_of_server(rank)!r}", allowed
+                )
+        return np.array([names.index(self.host_of_server(rank)) for rank in range(ranks)], dtype=np.int64)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError unless each of these ranks has a host, and its worker and server the same."""
+        for kind in ("workers", "servers"):
+            named = sorted(number for host in self.hosts for number in getattr(host, kind))
+            if named != list(range(ranks)):
+                allowed = f"each of 0 to {ranks - 1} on one host, as --ranks {ranks} has"
+                raise ConfigError.field(f"{FLAG}: {kind} (or ranks)", named, allowed)
+        self.places(ranks)
+
+
+# ---- the file
+
+
+def read(path: Path) -> Topology:
+    """Read a file. Raises ConfigError with one line that names the file, the key and what is allowed."""
+    if path.suffix != ".json":
+        return of_tables(tables_of(FLAG, path), str(path))
+    try:
+        tables = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError.field(FLAG, str(path), f"a file to read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{FLAG}: {path} is not a JSON file: {error}") from error
+    if not isinstance(tables, dict):
+        raise ConfigError(
+            f"{FLAG}: {path}: got {type(tables).__name__}; allowed: an object with hosts, links"
+        )
+    return of_tables(tables, str(path))
+
+
+def of_tables(tables: Mapping[str, Any], name: str) -> Topology:
+    """The topology of parsed tables. Raises ConfigError that names the key. name: of the tables."""
+    checks = Tables(FLAG, name)
+    checks.only(tables, "", "links", "hosts", "between")
+    keys = ("latency_us", "gb_per_s", "inside_latency_us", "inside_gb_per_s")
+    links = checks.table(tables, "links", *keys)
+    hosts = tuple(_host(checks, one, f"hosts.{i}") for i, one in enumerate(_list(checks, tables, "hosts")))
+    if not hosts:
+        raise checks.wrong("hosts", [], "at least one table [[hosts]]")
+    _check_hosts(checks, hosts)
+    between = _list(checks, {"between": [], **tables}, "between")
+    return Topology(
+        hosts,
+        _link(checks, links, "links", "inside_"),
+        _link(checks, links, "links"),
+        _pairs(checks, between, {host.name for host in hosts}),
+    )
+
+
+def _link(checks: Tables, table: Mapping[str, Any], place: str, prefix: str = "") -> LinkModel:
+    latency = checks.number(table, f"{place}.{prefix}latency_us")
+    return LinkModel(1e-6 * latency, 1e9 * checks.number(table, f"{place}.{prefix}gb_per_s", above=True))
+
+
+def _list(checks: Tables, tables: Mapping[str, Any], key: str) -> list[Any]:
+    found = tables.get(key)
+    if not isinstance(found, list):
+        raise checks.wrong(key, found, f"tables [[{key}]]")
+    return found
+
+
+def _host(checks: Tables, table: Any, place: str) -> Host:
+    checks.table({place: table}, place, "name", "ranks", "workers", "servers")
+    name = table.get("name")
+    if not isinstance(name, str) or not name:
+        raise checks.wrong(f"{place}.name", name, "the name of the host")
+    numbers = {}
+    for key in ("ranks", "workers", "servers"):
+        found = table.get(key, [])
+        whole = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
+        if not whole:
+            raise checks.wrong(f"{place}.{key}", found, "a list of numbers from 0 on")
+        numbers[key] = found
+    ranks = numbers["ranks"]
+    return Host(name, tuple(ranks + numbers["workers"]), tuple(ranks + numbers["servers"]))
+
+
+def _check_hosts(checks: Tables, hosts: tuple[Host, ...]) -> None:
+    """Raise ConfigError for a name or a process that is given twice."""
+    for what, named in (
+        ("name", [host.name for host in hosts]),
+        ("workers (or ranks)", [number for host in hosts for number in host.workers]),
+        ("servers (or ranks)", [number for host in hosts for number in host.servers]),
+    ):
+        for one, other in pairwise(sorted(named)):
+            if one == other:
+                raise checks.wrong(f"hosts: {what}", one, "each once")
+
+
+def _pairs(checks: Tables, tables: list[Any], names: set[str]) -> tuple[HostLink, ...]:
+    found: dict[frozenset[str], HostLink] = {}
+    for index, table in enumerate(tables):
+        place = f"between.{index}"
+        checks.table({place: table}, place, "hosts", "latency_us", "gb_per_s")
+        both = table.get("hosts")
+        known = isinstance(both, list) and len(both) == 2 and all(one in names for one in both)
+        if not known or both[0] == both[1]:
+            allowed = f"two of the hosts {', '.join(sorted(names))}"
+            raise checks.wrong(f"{place}.hosts", both, allowed)
+        if frozenset(both) in found:
+            raise checks.wrong(f"{place}.hosts", both, "each pair of hosts once")
+        found[frozenset(both)] = HostLink(both[0], both[1], _link(checks, table, place))
+    return tuple(found.values())

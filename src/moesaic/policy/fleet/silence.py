@@ -1,0 +1,52 @@
+"""When a process of another host that sends nothing is suspected, and when it is given up.
+
+Both ends of a connection between hosts send signs of life every 0.2 s, from threads that no step delays. What
+follows from silence depends on what an error costs:
+
+- Suspicion is cheap to take back, so it comes early. Clients ask other servers, and a worker gets no new
+  requests.
+- Giving up is final: the connection is closed, experts are loaded elsewhere, and the process joins again as a
+  new one. One lost packet is repeated after 0.2 to 0.4 s, three in a row after 1.4 s.
+- A process that starts may hold the interpreter for long, such as while it imports torch. Nobody waits for
+  it, so it has more time.
+
+A process of the supervisor's own host has no network between, so it is only watched for freezing.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Verdict(enum.Enum):
+    TRUSTED = "trusted"
+    SUSPECTED = "suspected"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class SilenceRule:
+    """Seconds without a sign of life from a process of another host, and what they mean."""
+
+    suspected: float = 1.0
+    gone: float = 2.0
+    gone_while_starting: float = 30.0
+    """As `gone`, for a process that does not serve yet."""
+    lost_supervisor: float = 3.0
+    """Seconds after which a process gives up its supervisor and joins again. It is longer than `gone`, since
+    a busy supervisor would otherwise lose all hosts at once."""
+
+    def judge(self, silence: float, in_service: bool) -> Verdict:
+        """What a silence of so many seconds means.
+
+        >>> SilenceRule().judge(1.4, in_service=True)
+        <Verdict.SUSPECTED: 'suspected'>
+        """
+        if silence >= (self.gone if in_service else self.gone_while_starting):
+            return Verdict.GONE
+        return Verdict.SUSPECTED if in_service and silence >= self.suspected else Verdict.TRUSTED
+
+
+RULE = SilenceRule()
+"""The rule of every cluster."""

@@ -1,0 +1,84 @@
+"""What links cost: the worth of a choice by where it is computed, and the rows that cross each link.
+
+A (token, expert) pair that the token's own rank computes crosses no link. Another one costs the seconds that
+its bytes take on the link to its server's host. So every objective that counts local pairs becomes one that
+counts seconds: a pair counts by its *worth*, which is 1 on the own rank and 0 over the slowest link. Where
+all links are alike, that is the number of local pairs again.
+
+This is the two-level machine of Speculative MoE (nodes with fast links inside, slow ones between), with any
+number of levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.profile import SmallArray
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def worth_of(prices: FloatArray) -> FloatArray:
+    """[S, R] worth, 0 to 1, of a pair that server s computes for a token on rank r.
+
+    prices: [R, S] seconds of a byte from each rank to each server; at least one is above 0.
+
+    Example: prices 0, 1, 4 from rank 0 to servers 0, 1, 2 -> worth 1, 0.75, 0.
+    """
+    worth: FloatArray = 1.0 - prices.T / max(float(prices.max()), 1e-300)
+    return worth
+
+
+@dataclass(frozen=True)
+class LinkLoads:
+    """What a token sends from host to host, over all layers. The diagonal counts links inside of a host."""
+
+    pairs: FloatArray
+    """[H, H] mean (token, expert) pairs of tokens on host g that another rank's server on host h computes."""
+    rows: FloatArray
+    """[H, H] mean rows from host g to host h, if a row goes once to each server."""
+    once: FloatArray
+    """[H, H] mean rows from host g to host h, if a row goes once to each other host and is sent on there.
+
+    The diagonal is that of `rows`.
+    """
+
+    def sizes(self, row_bytes: float, once: bool = False) -> FloatArray:
+        """[H, H] bytes that host g sends to host h for a token: rows, and answers to the pairs of h's tokens.
+
+        once: a row goes once to each host. Answers are one row for each pair.
+
+        Example: a token on host 0 sends one row of 8 bytes to host 1, which computes 2 pairs -> 8 bytes from
+        0 to 1, and 16 from 1 to 0.
+        """
+        found: FloatArray = ((self.once if once else self.rows) + self.pairs.T) * row_bytes
+        return found
+
+    def seconds(self, prices: FloatArray, row_bytes: float, once: bool = False) -> float:
+        """Seconds that a token's bytes take on all links together. prices: [H, H] seconds of a byte."""
+        return float((self.sizes(row_bytes, once) * prices).sum())
+
+
+def link_loads(found: SmallArray, own: SmallArray, places: npt.NDArray[np.integer], count: int) -> LinkLoads:
+    """The loads of the links for some tokens, at least one.
+
+    found: [t, layers, k] server of each pair. own: [t, layers] rank of each token, whose own server has the
+    same number. places: [R] the index of each server's host. count: number of hosts.
+
+    Example: a token on rank 0 has experts on ranks 0, 2, 3, 3. Ranks 2 and 3 are on host 1. Then 3 pairs and
+    2 rows go from host 0 to host 1, and with `once` 1 row.
+    """
+    tokens, layers, _ = found.shape
+    asked = np.zeros((tokens, layers, len(places)), dtype=np.int64)
+    token, layer = np.arange(tokens)[:, None, None], np.arange(layers)[None, :, None]
+    np.add.at(asked, (token, layer, found), 1)
+    np.put_along_axis(asked, own[:, :, None].astype(np.int64), 0, axis=2)
+    on_host = np.eye(count)[places]
+    here = on_host[own]
+    pairs, rows = asked @ on_host, (asked > 0) @ on_host
+    inside = here > 0
+    once = np.where(inside, rows, rows > 0)
+    return LinkLoads(*(np.einsum("tlg,tlh->gh", here, each) / tokens for each in (pairs, rows, once)))

@@ -1,0 +1,144 @@
+"""Fits any solver's clusters to links with different prices.
+
+The solvers count a choice on another rank alike, wherever that rank is. This module starts from their
+clusters and maximises worth (`link_prices`), which counts a choice by the link to its server:
+
+ 1. *Numbers.* Ranks are renumbered, so that clusters with choices of the same requests share a host. First
+    two numbers are swapped in all layers, then in one layer at a time, as long as that gains. The value is
+    that of align.py, with the overlap of two clusters counted by the worth between their ranks. Where links
+    are alike, nothing changes.
+ 2. *Exchanges.* Each layer is annealed briefly and polished as in annealing.py, with worth in place of local
+    choices. The busiest rank may carry as much as before, or as the cap of annealing.py allows.
+ 3. *Token ids* go to the rank where their choices are worth most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.coclusters import Coclusters
+from moesaic.core.profile import Counts, Profile
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.link_prices import worth_of
+from moesaic.policy.placement.solvers.align import EXACT, overlaps
+from moesaic.policy.placement.solvers.annealing import (
+    AnnealingSearch,
+    Layer,
+    anneal,
+    chosen,
+    dense,
+    overload,
+    polish,
+)
+from moesaic.policy.placement.solvers.solver import Progress
+from moesaic.policy.placement.solvers.tokens import labelled
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def priced(
+    profile: Profile,
+    clusters: Coclusters,
+    prices: FloatArray,
+    seed: int = 0,
+    progress: Progress | None = None,
+    search: AnnealingSearch | None = None,
+) -> Coclusters:
+    """Other clusters, whose choices take fewer seconds on the links. Equal arguments give equal clusters.
+
+    prices: [R, R] seconds of a byte from each rank to each rank's server, 0 on the diagonal.
+
+    Example: ranks 0 and 1 share a host, and so do ranks 2 and 3. The tokens of clusters 0 and 2 also choose
+    experts of each other. Then clusters 0 and 2 come onto one host.
+    """
+    worth, settings = worth_of(prices), search or AnnealingSearch()
+    experts = renumbered(profile, clusters.experts.astype(np.int64), worth)
+    layers = len(experts)
+    for layer, counts in enumerate(profile.counts):
+        rng = np.random.default_rng((seed, layer))
+        experts[layer] = _exchanged(counts, experts[layer], worth, rng, settings)
+        if progress is not None:
+            progress(layer + 1, layers)
+    return replace(labelled(profile, experts.astype(np.int16), worth), notes=clusters.notes)
+
+
+def renumbered(profile: Profile, experts: IntArray, worth: FloatArray) -> IntArray:
+    """The ranks [layers, E] with other numbers, for which the value of `agreement` is higher or as high."""
+    layers, ranks = len(experts), len(worth)
+    overlap, even = overlaps(profile, experts, ranks), (worth + worth.T) / 2
+    numbers = np.tile(np.arange(ranks), (layers, 1))
+    changed = True
+    while changed:
+        before = numbers.copy()
+        numbers = _everywhere(overlap, numbers, even)[numbers]
+        for layer in range(layers):
+            numbers[layer] = _one_layer(overlap, numbers, layer, even)
+        changed = bool((numbers != before).any())
+    return np.take_along_axis(numbers, experts, axis=1)
+
+
+def agreement(overlap: FloatArray, numbers: IntArray, worth: FloatArray) -> float:
+    """Sum of the overlaps [layers, R, layers, R] of any two clusters, times the worth between their ranks.
+
+    numbers: [layers, R] the rank of each cluster.
+    """
+    flat = numbers.ravel()
+    return float((overlap.reshape(len(flat), -1) * worth[flat][:, flat]).sum())
+
+
+def _everywhere(overlap: FloatArray, numbers: IntArray, worth: FloatArray) -> IntArray:
+    """[R] the number that each rank should get in all layers."""
+    ranks = len(worth)
+    held = np.eye(ranks)[numbers.ravel()]
+    between = held.T @ overlap.reshape(len(held), -1) @ held
+    return _swaps(np.arange(ranks), lambda new: float((between * worth[new][:, new]).sum()))
+
+
+def _one_layer(overlap: FloatArray, numbers: IntArray, layer: int, worth: FloatArray) -> IntArray:
+    """[R] the numbers of a layer's clusters, given those of the other layers."""
+    ranks = len(worth)
+    others = np.eye(ranks)[numbers]
+    others[layer] = 0.0
+    gain = 2 * overlap[layer].reshape(ranks, -1) @ others.reshape(-1, ranks) @ worth
+    own, each = overlap[layer, :, layer], np.arange(ranks)
+    return _swaps(numbers[layer], lambda new: float(gain[each, new].sum() + (own * worth[new][:, new]).sum()))
+
+
+def _swaps(numbers: IntArray, value: Callable[[IntArray], float]) -> IntArray:
+    """Swap two of the numbers [R] as long as that raises the value. Returns the changed numbers."""
+    numbers, best, changed = numbers.copy(), value(numbers), True
+    while changed:
+        changed = False
+        for one, other in combinations(range(len(numbers)), 2):
+            numbers[[one, other]] = numbers[[other, one]]
+            found = value(numbers)
+            if found > best + EXACT:
+                best, changed = found, True
+            else:
+                numbers[[one, other]] = numbers[[other, one]]
+    return numbers
+
+
+def _exchanged(
+    counts: Counts, labels: IntArray, worth: FloatArray, rng: np.random.Generator, search: AnnealingSearch
+) -> IntArray:
+    """The ranks [E] of a layer's experts after exchanges that gain worth."""
+    ranks = len(worth)
+    if ranks in (1, len(labels)) or not len(counts.experts):
+        return labels
+    rows = dense(counts, len(labels))
+    loads = rows.sum(axis=0, dtype=np.float64)
+    brief = replace(
+        search,
+        spare=max(search.spare, overload(labels, loads, ranks)),
+        hot=search.warm,
+        steps=search.brief,
+    )
+    small = Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, brief, worth)
+    large = Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, brief, worth)
+    return polish(large, max(labels, anneal(small, labels, rng, brief), key=large.value))
