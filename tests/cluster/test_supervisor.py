@@ -246,7 +246,7 @@ def test_a_process_that_cannot_be_started_now_is_started_later(
         return local.spawn_server(config)
 
     with cluster(expert_servers=2) as served:
-        monkeypatch.setattr("moesaic.cluster.members.spawn_server", spawn)
+        monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spawn)
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish(Plan((60, killing(served, "expert server 0")))) == expected
         assert tries == 4

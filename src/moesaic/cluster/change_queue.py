@@ -131,10 +131,13 @@ class ChangeQueue:
         self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers), future))
 
     def join(self, process: RemoteProcess, weights: str) -> None:
-        """Adds a change for a process that joins from another machine.
+        """Adds a change for a process that joins from another machine, unless a launcher waits for it.
 
         weights: fingerprint that its checkpoint must have.
         """
+        if process.ticket:
+            self._members.take(process)
+            return
         server = process.role is Role.SERVER
         if server and self.layout is None:
             process.kill()  # it will try again
