@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import forked_workers
 
-
-@pytest.fixture(scope="package", autouse=True)
-def forking() -> Iterator[forked_workers.Forking]:
-    with forked_workers.process() as started:
-        yield started
+@pytest.fixture(scope="module", autouse=True)
+def quick(quick_workers: None) -> None:
+    """Processes start as forks in every file."""
 
 
 @pytest.fixture
