@@ -32,8 +32,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """And what is there now stays."""
-    gc.collect()
+    """And what is there now stays, the garbage too: to look for it would take a second in each process."""
     gc.freeze()
     gc.enable()
 
