@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.support import forked_workers
 from tests.support.hosts import Hosts, missing
 
 
-@pytest.fixture(scope="package", autouse=True)
-def forking() -> Iterator[forked_workers.Forking]:
-    with forked_workers.process() as started:
-        yield started
+@pytest.fixture(scope="module", autouse=True)
+def quick(quick_workers: None) -> None:
+    """Processes start as forks in every file."""
 
 
 @pytest.fixture
