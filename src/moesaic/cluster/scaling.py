@@ -157,6 +157,8 @@ class Changes:
             new = self._placed([*numbers, member.number])
             yield from self._move(new, joining=member, joined=joined)
         except Exception:
+            if joined is not None and member.complaint is None:
+                joined.process.kill()  # another process failed, as on a host that died: this one joins again
             self._members.remove(member)
             self._publisher.publish()
             raise
