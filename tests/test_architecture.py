@@ -53,11 +53,13 @@ EDGES: dict[str, tuple[str, ...]] = {
     "cluster": (
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
         "policy.fleet.silence",
+        "policy.fleet.nodes",  # where Ray should start a process
         *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
         *("trace.parts", "transport"),
         # placements from live routing: the verdict, what a process is asked, and what it answers
         *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
         *("solving.job", "trace.live_routing"),
+        *("joining.options", "joining.watcher"),  # what a process of another host is started with
         "models.fingerprint",  # whether a process that joins has the same checkpoint
     ),
     # joins a cluster as one role or the other
@@ -210,6 +212,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "llguidance": ("structured",),
     "triton": ("kernels.triton",),
     "opentelemetry": ("server.otlp",),
+    "ray": ("cluster.ray_launcher",),
 }
 """Foreign library -> the only places that import it."""
 
@@ -235,6 +238,7 @@ LATE_IMPORTS = {
     "kernels.table": "Triton is imported for --kernels triton only, and need not be installed",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "joining.__main__": "only a worker needs torch, which takes seconds to import",
+    "launch": "Ray is needed for --distributed-executor-backend ray only, and need not be installed",
     "models.hub": "the hub's library is needed for hub ids only and takes a second to import",
     "verify.reference": "transformers need not be installed",
     "templates.__main__": "its parent says where modules are found",

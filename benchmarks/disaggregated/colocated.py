@@ -192,8 +192,8 @@ def _stopwatches(folder: Path) -> Iterator[None]:
     )
     with (
         patch.dict(os.environ, {breakdown.FOLDER: str(folder), "PYTHONPATH": paths}),
-        patch("moesaic.cluster.members.spawn_worker", worker),
-        patch("moesaic.cluster.members.spawn_server", server),
+        patch("moesaic.cluster.launcher.spawn_worker", worker),
+        patch("moesaic.cluster.launcher.spawn_server", server),
     ):
         yield
 

@@ -114,7 +114,7 @@ def sampled(folder: Path) -> Iterator[None]:
 
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = {FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with patch.dict(os.environ, environment), patch("moesaic.cluster.members.spawn_worker", worker):
+    with patch.dict(os.environ, environment), patch("moesaic.cluster.launcher.spawn_worker", worker):
         yield
 
 

@@ -237,7 +237,7 @@ def _cluster(shape: Shape, model: str) -> Iterator[Cluster]:
     with (
         patch("moesaic.cluster.supervisor.FROZEN_SECONDS", FROZEN_SECONDS),
         patch(
-            "moesaic.cluster.members.spawn_server",
+            "moesaic.cluster.launcher.spawn_server",
             _over_tcp if shape.transport == "tcp" else local.spawn_server,
         ),
         _connections(shape),

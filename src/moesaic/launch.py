@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moesaic.cluster.launcher import Launcher, LocalLauncher
 from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
@@ -82,7 +83,8 @@ def launch(
             connection, how_it_ended = worker.connection, worker.how_it_ended
         else:
             router = Router()
-            supervisor = Supervisor(here, cluster, router, time.monotonic, live)
+            launcher, cluster = _launcher(here, cluster)
+            supervisor = Supervisor(here, cluster, router, time.monotonic, live, launcher)
             stack.callback(supervisor.stop)
             connection, how_it_ended = router, supervisor.how_it_ended
             supervisor.start()
@@ -95,6 +97,24 @@ def launch(
             max_waiting=max_waiting,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
+
+
+def _launcher(config: WorkerConfig, cluster: ClusterConfig) -> tuple[Launcher, ClusterConfig]:
+    """What starts the processes, and `cluster` with the address to which they connect.
+
+    Raises ConfigError if Ray is not installed, or has no cluster.
+    """
+    if not cluster.on_ray:
+        return LocalLauncher(), cluster
+    try:
+        from moesaic.cluster.ray_launcher import RayLauncher
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("ray"):
+            raise
+        allowed = f"local, or pip install 'moesaic[ray]' first ({error})"
+        raise ConfigError.field("--distributed-executor-backend", "ray", allowed) from error
+    launcher = RayLauncher(config, cluster)
+    return launcher, launcher.settled(cluster)
 
 
 def _live_routing(
@@ -148,6 +168,8 @@ def _checked(config: WorkerConfig, cluster: ClusterConfig | None, record: Record
     """The directory of the checkpoint. Raises ConfigError for settings that contradict each other."""
     if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
+    if cluster is not None and cluster.on_ray:
+        _check_ray(config, record)
     if cluster is not None and cluster.prefill_workers > 0 and record.record_routing is not None:
         allowed = "nothing with --prefill-workers: a request's rows would be those of two workers"
         raise ConfigError.field("--record-routing", str(record.record_routing), allowed)
@@ -156,3 +178,15 @@ def _checked(config: WorkerConfig, cluster: ClusterConfig | None, record: Record
     if cluster is not None and cluster.schedule_policy_file is not None:
         curves.read(Path(cluster.schedule_policy_file))
     return files.resolve(config.model.model, config.model.revision)
+
+
+def _check_ray(config: WorkerConfig, record: RecordConfig) -> None:
+    """Raises ConfigError for settings that are those of one host."""
+    for flag, value, why in (
+        ("--trace", config.trace, "its parts are files of this host"),
+        ("--record-routing", record.record_routing, "its parts are files of this host"),
+        ("--pin-threads", config.model.pin_threads or None, "Ray shares out the cores"),
+    ):
+        if value is not None:
+            allowed = f"nothing with --distributed-executor-backend ray: {why}"
+            raise ConfigError.field(flag, str(value), allowed)

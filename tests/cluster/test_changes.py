@@ -119,7 +119,7 @@ def spawning(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Scene]]:
     def spawn(config: object) -> FakeProcess:
         return scenes[-1].process(scenes[-1].members.all[-1].name)
 
-    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spawn)
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spawn)
     yield scenes
     for scene in scenes:
         scene.members.stop()
@@ -251,8 +251,8 @@ def test_a_newcomer_that_cannot_be_started_leaves_all_as_it_was(monkeypatch: pyt
     def spawn(config: object) -> FakeProcess:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spawn)
-    monkeypatch.setattr("moesaic.cluster.members.spawn_worker", spawn)
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spawn)
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", spawn)
     for servers, workers in ((2, 1), (1, 2)):
         with pytest.raises(ScalingError, match="temporarily unavailable; the cluster is as it was"):
             next(scene.changes.scale(servers, workers))
@@ -314,8 +314,8 @@ def test_ranks_pair_by_place_and_share_its_cores(monkeypatch: pytest.MonkeyPatch
         spawned.append(config)
         return FakeProcess(*local_pair())
 
-    monkeypatch.setattr("moesaic.cluster.members.spawn_worker", spawn)
-    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spawn)
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", spawn)
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spawn)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     worker = WorkerConfig(ModelConfig("m", pin_threads=True))
     members = Members(worker, Router(), lambda member, message: None, lambda: 0.0, RANKS)

@@ -45,8 +45,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
         found.append((config.devices, getattr(config, "beside", None)))
         return FakeProcess(*local_pair())
 
-    monkeypatch.setattr("moesaic.cluster.members.spawn_worker", spawn)
-    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spawn)
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", spawn)
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spawn)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     return found
 

@@ -126,8 +126,8 @@ def test_the_same_bits_whatever_the_queues_wait_for(
 
         return spawned
 
-    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spy(local.spawn_server))
-    monkeypatch.setattr("moesaic.cluster.members.spawn_worker", spy(local.spawn_worker))
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spy(local.spawn_server))
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", spy(local.spawn_worker))
     queues = QueueConfig(0.02, 4, 64, 5.0)
     with cluster(schedule="async", attention_workers=2, expert_servers=2, queues=queues) as served:
         served.submit(*workload(8, 24))

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from moesaic import LLM, SamplingParams
-from moesaic.cluster import members
+from moesaic.cluster import launcher
 from moesaic.cluster.local import ChildProcess
 from moesaic.config import ExpertServerConfig
 from moesaic.testing import byte_tokenizer
@@ -133,7 +133,7 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
 def reached(transport: str, faults: Faults) -> AbstractContextManager[object]:
     """Around the start of the processes: how workers reach servers where no setting says it."""
     if transport == "tcp":
-        return patch("moesaic.cluster.members.spawn_server", over_tcp(members.spawn_server))
+        return patch("moesaic.cluster.launcher.spawn_server", over_tcp(launcher.spawn_server))
     return faulty(faults, seed=7) if transport == "faulty" else nullcontext()
 
 

@@ -200,7 +200,7 @@ def test_without_a_prefill_worker_the_others_compute_prompts(monkeypatch: pytest
     with prefill_cluster(expert_servers=0) as served:
         served.submit(*workload())
         served.finish()
-        monkeypatch.setattr("moesaic.cluster.members.spawn_worker", no_process)
+        monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", no_process)
         os.kill(served.pid("prefill worker 0"), signal.SIGKILL)
         served.until(lambda: served.supervisor.status()[-1].stage != "serving")
         before = served.stats.transfers.sent

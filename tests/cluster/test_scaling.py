@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from moesaic.cluster import members
+from moesaic.cluster import launcher
 from moesaic.cluster.local import ChildProcess
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError, ScalingError
@@ -145,14 +145,14 @@ def test_a_newcomer_that_keeps_dying_leaves_everything_as_it_was(expected: list[
 @pytest.mark.slow
 def test_a_worker_that_keeps_dying_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(attention_workers=1, expert_servers=1) as served:
-        spawn = members.spawn_worker
+        spawn = launcher.spawn_worker
 
         def stillborn(config: WorkerConfig) -> ChildProcess:
             process = spawn(config)
             os.kill(process.pid, signal.SIGKILL)
             return process
 
-        monkeypatch.setattr(members, "spawn_worker", stillborn)
+        monkeypatch.setattr(launcher, "spawn_worker", stillborn)
         future = served.supervisor.scale(attention_workers=2)
         served.until(future.done)
         with pytest.raises(ScalingError, match="attention worker 1 did not come up"):
@@ -203,14 +203,14 @@ def test_by_hand_too_there_are_as_many_as_autoscaling_allows() -> None:
 
 @pytest.mark.slow
 def test_ranks_stay_pairs(expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn, own, beside = members.spawn_worker, [], []
+    spawn, own, beside = launcher.spawn_worker, [], []
 
     def spawn_worker(config: WorkerConfig) -> ChildProcess:
         own.append(config.own_server)
         beside.append(config.beside)
         return spawn(config)
 
-    monkeypatch.setattr(members, "spawn_worker", spawn_worker)
+    monkeypatch.setattr(launcher, "spawn_worker", spawn_worker)
     ranks = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
     with cluster(min_replicas=2, **ranks) as served:  # type: ignore[arg-type]
         for servers, workers in ((3, None), (None, 3), (3, 2)):

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
-from moesaic.cluster import local, members
+from moesaic.cluster import launcher, local
 from moesaic.config import WorkerConfig
 from moesaic.core.experts import ServerEntry
 from moesaic.experts.connector import Connector
@@ -29,7 +29,7 @@ def faulty(faults: Faults, seed: int) -> Iterator[None]:
 
     Forked workers read them from their environment (`forked_workers`).
     """
-    before = members.spawn_worker
+    before = launcher.spawn_worker
 
     def worker(config: WorkerConfig) -> local.ChildProcess:
         if before is not local.spawn_worker:
@@ -41,7 +41,7 @@ def faulty(faults: Faults, seed: int) -> Iterator[None]:
     told = json.dumps(asdict(faults) | {"seed": seed})
     with (
         patch.dict(os.environ, {FAULTS: told, "PYTHONPATH": paths}),
-        patch("moesaic.cluster.members.spawn_worker", worker),
+        patch("moesaic.cluster.launcher.spawn_worker", worker),
     ):
         yield
 

@@ -94,8 +94,8 @@ def process() -> Iterator[Forking]:
         return spawn("moesaic.experts", config.to_json(), "expert server", config.devices)
 
     with (
-        patch("moesaic.cluster.members.spawn_worker", spawn_worker),
-        patch("moesaic.cluster.members.spawn_server", spawn_server),
+        patch("moesaic.cluster.launcher.spawn_worker", spawn_worker),
+        patch("moesaic.cluster.launcher.spawn_server", spawn_server),
         patch("moesaic.launch.spawn_worker", spawn_worker),
     ):
         yield forking

@@ -39,7 +39,7 @@ def one_broken_server(file: Path) -> Iterator[None]:
     def server(config: ExpertServerConfig) -> local.ChildProcess:
         return local._spawn("tests.support.nan_server", config.to_json(), "expert server")
 
-    with patch.dict(os.environ, environment(file)), patch("moesaic.cluster.members.spawn_server", server):
+    with patch.dict(os.environ, environment(file)), patch("moesaic.cluster.launcher.spawn_server", server):
         yield
 
 

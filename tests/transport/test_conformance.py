@@ -19,6 +19,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import BlockStats, ExpertServerStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from moesaic.transport.awaited import AwaitedConnection
 from moesaic.transport.base import Connection
 from moesaic.transport.codec import decode
 from moesaic.transport.local import local_pair
@@ -98,7 +99,15 @@ def sealed_connections() -> Pair:
     return StreamConnection(SealedSocket(one, keys)), StreamConnection(SealedSocket(two, keys.swapped()))
 
 
+def awaited_connections() -> Pair:
+    one, two = stream_connections()
+    awaited = AwaitedConnection()
+    assert awaited.connect(one)
+    return awaited, two
+
+
 PAIRS = {
+    "awaited": awaited_connections,
     "local": local_pair,
     "unix": stream_connections,
     "tcp": tcp_connections,

@@ -1,6 +1,7 @@
 """The changes that a cluster has still to make: requested by users, by joining servers, or by its own load.
 
-Changes happen one at a time, in the order of the requests. Changes due to load come last.
+Changes happen one at a time, in the order of the requests. Changes due to load come last. Workers that join
+from other hosts change no placement. So they load beside all else, and a lost server need not wait for them.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class ChangeQueue:
         self._note = note
         self._queue: deque[_QueuedChange] = deque()
         self._current: _QueuedChange | None = None
+        self._arriving: list[_QueuedChange] = []
+        """Workers of other hosts that are loading."""
         self._quiet_until = -math.inf
         self._gone: list[str] = []
         """Names of the servers that the last attempt to remove lost servers knew. Another loss does not wait
@@ -99,8 +102,8 @@ class ChangeQueue:
     @property
     def under_way(self) -> str | None:
         """Description of the change under way; None if there is none."""
-        wanted = self._current
-        return None if wanted is None else wanted.what
+        under_way = [self._current, *self._arriving]
+        return next((wanted.what for wanted in under_way if wanted is not None), None)
 
     def lay_out(self, layout: ExpertLayout, homes: Placement | None = None) -> None:
         """Set the layout of the experts. homes: see `Balancing`."""
@@ -128,10 +131,13 @@ class ChangeQueue:
         self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers), future))
 
     def join(self, process: RemoteProcess, weights: str) -> None:
-        """Adds a change for a process that joins from another machine.
+        """Adds a change for a process that joins from another machine, unless a launcher waits for it.
 
         weights: fingerprint that its checkpoint must have.
         """
+        if process.ticket:
+            self._members.take(process)
+            return
         server = process.role is Role.SERVER
         if server and self.layout is None:
             process.kill()  # it will try again
@@ -143,7 +149,8 @@ class ChangeQueue:
             return
         joined = Joined(process, weights)
         change = self.changes.add_server(joined) if server else self.changes.add_worker(joined)
-        self._queue.append(_QueuedChange(f"{process.role.value} joins from {process.peer}", change))
+        wanted = _QueuedChange(f"{process.role.value} joins from {process.peer}", change)
+        (self._queue if server else self._arriving).append(wanted)
 
     def add_report(self, member: Member, load: list[list[int]]) -> None:
         """Adds a server's report. load: [L][E] pairs, see `Loads.add_report`."""
@@ -154,37 +161,51 @@ class ChangeQueue:
         """Continues the change under way, or begins the next one."""
         if self.balancing is not None:
             self.balancing.loads.tick(now, [member.number for member in self._members.servers])
+        for wanted in list(self._arriving):
+            if self._ends(wanted):
+                self._arriving.remove(wanted)
         if self._current is None:
             self._current = self._next(now)
-        if self._current is None:
-            return
-        try:
-            next(self._current.change)
-        except StopIteration:
-            self._end(self._current, None)
-        except (ScalingError, ConfigError) as error:
-            self._note(f"{self._current.what}: {error}")
-            self._quiet_until = now + RETRY_SECONDS
-            self._end(self._current, error)
-        except Exception as error:
-            self._quiet_until = now + RETRY_SECONDS
-            self._end(
-                self._current, ScalingError(f"{self._current.what} failed: {type(error).__name__}: {error}")
-            )
-            raise
+        if self._current is not None and self._ends(self._current, now):
+            self._current = None
 
     def stop(self, why: str) -> None:
         """Refuses all waiting changes. why: the reason for their users."""
         open_changes, self._current = [self._current, *self._queue], None
         self._queue.clear()
+        self._arriving.clear()
         for wanted in open_changes:
             if wanted is not None and wanted.future is not None:
                 wanted.future.set_exception(ScalingError(why))
 
     # ---- internal
 
-    def _end(self, wanted: _QueuedChange, error: Exception | None) -> None:
-        self._current = None
+    def _ends(self, wanted: _QueuedChange, now: float = -math.inf) -> bool:
+        """Continues a change. Returns whether it ended. now: for a change after whose failure others wait.
+
+        An exception that no change should raise is raised again once the change counts as ended.
+        """
+        try:
+            next(wanted.change)
+        except StopIteration:
+            self._tell(wanted, None)
+            return True
+        except (ScalingError, ConfigError) as error:
+            self._note(f"{wanted.what}: {error}")
+            self._quiet_until = max(self._quiet_until, now + RETRY_SECONDS)
+            self._tell(wanted, error)
+            return True
+        except Exception as error:
+            self._quiet_until = max(self._quiet_until, now + RETRY_SECONDS)
+            self._arriving = [one for one in self._arriving if one is not wanted]
+            self._current = None if self._current is wanted else self._current
+            self._tell(wanted, ScalingError(f"{wanted.what} failed: {type(error).__name__}: {error}"))
+            raise
+        return False
+
+    @staticmethod
+    def _tell(wanted: _QueuedChange, error: Exception | None) -> None:
+        """Tells the user of a change how it ended."""
         LOG.info("%s: %s", wanted.what, error or "done")
         if wanted.future is not None and error is None:
             wanted.future.set_result(None)
@@ -192,7 +213,8 @@ class ChangeQueue:
             wanted.future.set_exception(error)
 
     def _next(self, now: float) -> _QueuedChange | None:
-        left_workers = [one for one in self._members.clients if one.elsewhere and one.stage is Stage.STOPPED]
+        clients = [one for one in self._members.clients if one.elsewhere and not one.on_trial]
+        left_workers = [one for one in clients if one.stage is Stage.STOPPED]
         if left_workers:
             change = self.changes.remove_worker(left_workers[0])
             return _QueuedChange(f"{left_workers[0].name} is gone", change)

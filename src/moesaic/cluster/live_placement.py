@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moesaic.config import worker_environment
+from moesaic.cluster.dispatching import tables_of
+from moesaic.config import ClusterConfig, worker_environment
 from moesaic.core.cluster_status import PlacementSolve
 from moesaic.core.errors import MoesaicError
+from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tables import Tables
 from moesaic.policy.placement.online import SolveRule, Traffic, Verdict
@@ -58,6 +60,14 @@ class LivePlacement:
         """What the thread found, or why it found nothing."""
         self._traffic: Traffic | None = None
         self._stopped = False
+
+    @classmethod
+    def of(
+        cls, routing: LiveRouting, cluster: ClusterConfig, placement: Placement | None, now: float
+    ) -> LivePlacement:
+        """The solves of a cluster that begins with `placement`. routing: what its workers record."""
+        tables, workers = tables_of(cluster, placement), range(cluster.attention_workers)
+        return cls(routing, cluster.rebalance_interval, now, tables, workers)
 
     def take(
         self, now: float, job: Callable[[Profile], Job], traffic: Callable[[], Traffic]

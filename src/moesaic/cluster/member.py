@@ -91,6 +91,11 @@ class Member:
     """True while it is being added. If it keeps dying, the change has failed, not the service."""
     elsewhere: bool = False
     """True if it joined from another machine. The supervisor cannot restart it."""
+    joined: bool = False
+    """True if its processes join over TCP, by themselves or for a launcher. They know the secret, and their
+    weights are compared."""
+    waiting: str = ""
+    """Why its process has no host yet, in words for people. Empty: it has one."""
     host: str = ""
     """The address of the machine from which it joined. Empty: the supervisor's own machine."""
     suspected: bool = False

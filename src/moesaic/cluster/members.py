@@ -11,8 +11,8 @@ from typing import cast
 
 from moesaic.cluster import numa
 from moesaic.cluster.cores import Cores
-from moesaic.cluster.join_listener import RemoteProcess
-from moesaic.cluster.local import spawn_server, spawn_worker
+from moesaic.cluster.join_listener import JoinListener, RemoteProcess
+from moesaic.cluster.launcher import Launcher, LocalLauncher
 from moesaic.cluster.member import Member, Process, Role, Stage
 from moesaic.cluster.router import Router
 from moesaic.config import SMALL_MODEL, ClusterConfig, ExpertServerConfig, WorkerConfig, gpus
@@ -51,17 +51,21 @@ class Members:
         on_message: Callable[[Member, messages.Message | ConnectionLost], None],
         clock: Callable[[], float],
         cluster: ClusterConfig = ClusterConfig(),
+        launcher: Launcher | None = None,
     ) -> None:
+        """launcher: starts the processes; None: on this host."""
+        self.launcher: Launcher = LocalLauncher() if launcher is None else launcher
         self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
         """Number of ranks at the start, each a worker and a server; None: there are no ranks."""
-        self._cores = Cores(worker, numa.here(cluster.numa))
+        self._cores = Cores(worker, numa.here("off" if cluster.on_ray else cluster.numa))
         pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
         threads = [
             worker.model.threads or pinned or self._cores.threads(place, cluster.expert_servers)
             for place in range(max(1, cluster.expert_servers))
         ]
-        self._gpus = () if worker.model.device == "cpu" else gpus(cluster.devices)
-        self._capacities = cluster.capacities or tuple(map(float, threads))
+        elsewhere = self.launcher.elsewhere
+        self._gpus = () if elsewhere or worker.model.device == "cpu" else gpus(cluster.devices)
+        self._capacities = cluster.capacities or ((1.0,) if elsewhere else tuple(map(float, threads)))
         """Capacity weights of the servers started here, by number. Later servers have the last weight."""
         self.workers: list[Member] = []
         self.prefill_workers: list[Member] = []
@@ -120,9 +124,26 @@ class Members:
                 self.servers = [*self.servers, member]
         return member
 
+    def begin(self, listener: JoinListener | None) -> None:
+        """Asks for hosts for all members. listener: where processes of other hosts connect."""
+        if listener is not None:
+            self.launcher.call_back_at(listener.address)
+        self.ask()
+
+    def ask(self, servers: int | None = None, workers: int | None = None) -> None:
+        """Asks for hosts for these numbers of processes; None: as many as now."""
+        self.launcher.ask(
+            {
+                Role.WORKER: len(self.workers) if workers is None else workers,
+                Role.PREFILL: len(self.prefill_workers),
+                Role.SERVER: len(self.servers) if servers is None else servers,
+            }
+        )
+
     def spawn_worker(self, member: Member) -> None:
         """Starts the next process of a worker of either role."""
         prefill = member.role is Role.PREFILL
+        member.joined = self.launcher.elsewhere
         alike = self._here(self.prefill_workers if prefill else self.workers)
         place = self._place(member, alike)
         cpus = self._cores.cpus(Role.WORKER, self._here(self.clients).index(member), self._ranks)
@@ -137,11 +158,12 @@ class Members:
             record=part_of(self._worker_config.record, member.name, member.incarnation + 1),
         )
         with numa.on(self._cores.nodes(place, len(alike))):
-            child = spawn_worker(config)
+            child = self.launcher.worker(member, config)
         self._listen(member, child)
 
     def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
         """Starts the server's next process, which waits for a Hold."""
+        member.joined = self.launcher.elsewhere
         place = self._place(member, self.servers_here)
         cpus = self._cores.cpus(Role.SERVER, place, self._ranks)
         config = replace(
@@ -153,7 +175,7 @@ class Members:
             checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
         with numa.on(self._cores.nodes(place, len(self.servers_here))):
-            child = spawn_server(config)
+            child = self.launcher.server(member, config)
         self._listen(member, child)
 
     def adopt(
@@ -163,7 +185,8 @@ class Members:
 
         weights: fingerprint that its checkpoint must have. layout: of the experts, for a server.
         """
-        member.elsewhere, member.devices, member.host = True, (), process.host
+        member.elsewhere = member.joined = True
+        member.devices, member.host = (), process.host
         member.host_id = "" if process.host_id == this_host() else process.host_id
         member.weights, used = weights, self._native(member.role)
         if member.role is Role.SERVER:
@@ -201,6 +224,11 @@ class Members:
         name = next(names, "")
         native = name.startswith("native (")
         return cast("KernelName", name[len("native (") : -1]) if native else None
+
+    def take(self, process: RemoteProcess) -> None:
+        """Gives a process to the launcher that started it, which may have given it up meanwhile."""
+        if not self.launcher.take(process):
+            process.kill()
 
     def why_not(self, role: Role) -> str | None:
         """Why no process of this role can join; None if one can."""
@@ -269,6 +297,7 @@ class Members:
             child.stop()
         for thread in self._ending:
             thread.join()
+        self.launcher.stop()
 
     @staticmethod
     def _here(members: list[Member]) -> list[Member]:
@@ -289,6 +318,8 @@ class Members:
 
     def _beside(self, worker: Member) -> int:
         """Number of other processes that may use a GPU of this worker."""
+        if self.launcher.elsewhere:
+            return 0  # a GPU is given to one process only
         others = [member for member in self.all if member is not worker]
         if worker.devices:
             return beside(worker.devices, [member.devices for member in others])

@@ -59,7 +59,7 @@ class Publisher:
         self._holds += 1
         member.last_hold, member.complaint = self._holds, None
         held = union(member.number, (self.placement, self.coming))
-        secret = b"" if member.elsewhere else self._secret  # a server that joined knows the secret already
+        secret = b"" if member.joined else self._secret  # a server that joined knows the secret already
         _send(member, messages.Hold(member.last_hold, held, secret))
 
     def serve(self, placement: Placement) -> None:

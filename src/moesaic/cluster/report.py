@@ -17,7 +17,10 @@ from moesaic.core.placement import Placement, ranges
 
 
 def process_status(
-    member: Member, placement: Placement | None, now: float, watched: bool = True
+    member: Member,
+    placement: Placement | None,
+    now: float,
+    watched: bool = True,
 ) -> ProcessStatus:
     """Returns the status of one process.
 
@@ -37,7 +40,8 @@ def process_status(
         last_failure=member.last_failure,
         silent_seconds=round(max(0.0, now - member.last_seen), 3),
         host=member.host,
-        address=member.endpoint.remote if member.elsewhere else member.endpoint.address,
+        waiting=member.waiting,
+        address=member.endpoint.remote if member.joined else member.endpoint.address,
         layers=len(held),
         experts=sum(map(len, held.values())),
         held={layer: ranges(experts) for layer, experts in held.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from moesaic.core import messages
@@ -63,6 +64,16 @@ class WorkerRecord:
     """True if it computes prompts for other workers."""
     kv: messages.ReceivesKV | None = None
     """Where it receives KV. None: it does not."""
+
+
+def only(message: messages.Admitted, wanted: Callable[[int], bool]) -> messages.Admitted:
+    """The message about those of its requests that are wanted."""
+    kept = [index for index, request_id in enumerate(message.request_ids) if wanted(request_id)]
+    return messages.Admitted(
+        [message.request_ids[index] for index in kept],
+        [message.queue_seconds[index] for index in kept],
+        [message.cached_tokens[index] for index in kept],
+    )
 
 
 def until_next(request: Request, generated: int) -> Request:

@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import replace
 
 from moesaic.cluster.objectives import Objectives
-from moesaic.cluster.requests import Entry, Transfer, WorkerRecord, send, until_next, without_scores
+from moesaic.cluster.requests import Entry, Transfer, WorkerRecord, only, send, until_next, without_scores
 from moesaic.cluster.totals import as_one, counters, total
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
@@ -109,8 +109,7 @@ class Router:
         """
         with self._lock:
             self._workers[worker] = WorkerRecord(connection, info, prefill=prefill, kv=kv)
-            self._held_back.clear()
-            self._place([key for key, entry in self._entries.items() if entry.worker is None])
+            self._place_all()
 
     def drain(self, worker: int) -> None:
         """Gives this worker no new requests, because it will leave."""
@@ -123,7 +122,7 @@ class Router:
         with self._lock:
             if worker in self._workers:
                 self._workers[worker].suspected = suspected
-                self._place([])
+                self._place_all()
 
     def drained(self, worker: int) -> bool:
         """Whether all its requests have ended."""
@@ -229,6 +228,11 @@ class Router:
         }
 
     # ---- internal, with the lock held
+
+    def _place_all(self) -> None:
+        """Sends every request that waits to a worker, in order of arrival."""
+        self._held_back.clear()
+        self._place([key for key, entry in self._entries.items() if entry.worker is None])
 
     def _place(self, request_ids: list[int]) -> None:
         """Sends each of these requests to a worker, after those that are held back. Without workers they
@@ -388,13 +392,4 @@ class Router:
 
     def _first_time(self, message: messages.Admitted) -> messages.Admitted:
         """Removes requests that moved from the message, since the engine knows that they were admitted."""
-        known = [
-            index
-            for index, request_id in enumerate(message.request_ids)
-            if request_id not in self._entries or not self._entries[request_id].moved
-        ]
-        return messages.Admitted(
-            [message.request_ids[index] for index in known],
-            [message.queue_seconds[index] for index in known],
-            [message.cached_tokens[index] for index in known],
-        )
+        return only(message, lambda key: key not in self._entries or not self._entries[key].moved)

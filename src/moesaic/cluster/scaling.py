@@ -40,6 +40,8 @@ Change = Generator[None, None, None]
 class ScalingLimits:
     """How long each part of a change may take."""
 
+    hosts: float = 600.0
+    """Seconds that a new process waits for a host."""
     loading: float = 900.0
     """Seconds until a new process serves."""
     taking: float = 900.0
@@ -222,6 +224,7 @@ class Changes:
     def _towards(self, servers: int, workers: int) -> Change:
         """Adds members first, then removes the newest ones."""
         members = self._members
+        members.ask(servers, workers)
         while len(members.servers) < servers:
             yield from self.add_server()
         while len(members.workers) < workers:
@@ -331,8 +334,12 @@ class Changes:
     def _wait(
         self, done: Callable[[], bool], seconds: float = math.inf, needed: Collection[Member] = ()
     ) -> Change:
-        """Waits for `done`. Raises ScalingError if one of `needed` cannot do its part, or after `seconds`."""
-        end = self._clock() + seconds
+        """Waits for `done`. Raises ScalingError if one of `needed` cannot do its part, or after `seconds`.
+
+        The seconds begin when each has a host.
+        """
+        begun = self._clock()
+        end = begun + seconds
         while not done():
             for member in needed:
                 if member.complaint is not None:
@@ -340,6 +347,11 @@ class Changes:
                 given_up = member.on_trial and len(member.deaths) >= self._limits.attempts
                 if member.stage is Stage.STOPPED or given_up:
                     raise ScalingError(f"{member.name} did not come up: {member.last_failure}")
+                if member.waiting:
+                    if self._clock() > begun + self._limits.hosts:
+                        how = f"{member.waiting}; given up after {self._limits.hosts:g} s"
+                        raise ScalingError(f"{member.name}: {how}")
+                    end = self._clock() + seconds
             if self._clock() > end:
                 raise ScalingError(f"{', '.join(m.name for m in needed)}: not ready after {seconds:.0f} s")
             yield

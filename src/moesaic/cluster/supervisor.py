@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 
 from moesaic.cluster.change_queue import ChangeQueue
-from moesaic.cluster.dispatching import dispatch_of, tables_of
+from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
 from moesaic.cluster.join_listener import JoinListener, own_door
 from moesaic.cluster.killing import kill
+from moesaic.cluster.launcher import Launcher
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
@@ -64,11 +65,11 @@ class Supervisor:
         router: Router,
         clock: Callable[[], float],
         routing: LiveRouting | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
-        """routing: what the workers record, with --rebalance routing. Raises ConfigError for settings of
-        `cluster` that are not possible."""
-        self._cluster = cluster
-        self._router = router
+        """routing: what the workers record, with --rebalance routing. launcher: starts the processes; None:
+        on this host. Raises ConfigError for settings of `cluster` that are not possible."""
+        self._cluster, self._router = cluster, router
         self._placement_file = read_placement(cluster)
         self._clock = clock
         self._rule = RestartRule()
@@ -85,14 +86,14 @@ class Supervisor:
             transport=transport,
             remote_address=None if cluster.cluster_address is None else own_door(cluster.cluster_address),
         )
-        self._members = Members(member, router, self._receive, clock, cluster)
+        self._members = Members(member, router, self._receive, clock, cluster, launcher)
         self._links = Links(self._members, cluster)
         self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, self._links.worth)
         self._publisher = Publisher(self._members, self._secret, self._links.ways)
         self._suspicion = Suspicion(self._publisher, router)
         self._failures = Failures()
         self._note = self._failures.note
-        live = None if routing is None else self._live(routing)
+        live = None if routing is None else LivePlacement.of(routing, cluster, self._placement_file, clock())
         self._changes = ChangeQueue(
             self._members, self._publisher, router, cluster, clock, self._note, live, self._links
         )
@@ -108,12 +109,6 @@ class Supervisor:
             newcomers = Newcomers(cluster.cluster_address, self._secret, model, *parts)
             self._join_listener = newcomers.listener
 
-    def _live(self, routing: LiveRouting) -> LivePlacement:
-        """What solves placements by what the workers record."""
-        cluster = self._cluster
-        tables, workers = tables_of(cluster, self._placement_file), range(cluster.attention_workers)
-        return LivePlacement(routing, cluster.rebalance_interval, self._clock(), tables, workers)
-
     def start(self) -> None:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""
         for role, number in (
@@ -123,6 +118,7 @@ class Supervisor:
         ):
             for _ in range(number):
                 self._members.add(role)
+        self._members.begin(self._join_listener)
         for member in self._members.clients:
             self._members.spawn_worker(member)
         self._thread.start()
@@ -321,11 +317,11 @@ class Supervisor:
     def _check(self, member: Member, heard_all: bool, now: float) -> None:
         if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
             self._spawn(member)
-        gone = self._suspicion.look(member, now) if member.elsewhere else None
+        gone = self._suspicion.look(member, now) if member.joined else None
         if gone is not None and member.child is not None:
             self._note(gone)
             member.child.kill()
-        silent = heard_all and not member.elsewhere and now - member.last_seen > FROZEN_SECONDS
+        silent = heard_all and not member.joined and now - member.last_seen > FROZEN_SECONDS
         if member.in_service and silent and member.child is not None:
             self._note(f"{member.name} sent nothing for {FROZEN_SECONDS:g} s: killing it")
             member.child.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.member import Member, Role
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
@@ -28,9 +29,10 @@ class Suspicion:
 
         now: time on the clock of `member.last_seen`.
         """
-        if not isinstance(member.child, RemoteProcess) or member.child.killed:
+        child = member.child.peer if isinstance(member.child, LaunchedProcess) else member.child
+        if not isinstance(child, RemoteProcess) or child.killed:
             return None
-        silence = member.child.connection.silence
+        silence = child.connection.silence
         member.last_seen = max(member.last_seen, now - silence)
         verdict = RULE.judge(silence, member.in_service)
         if verdict is Verdict.GONE:

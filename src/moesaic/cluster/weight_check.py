@@ -76,7 +76,7 @@ class WeightCheck:
 
     def holds(self, member: Member, message: messages.Holds) -> None:
         """Keeps the Holds of a server that joined until its experts were compared. Passes on all others."""
-        if not member.elsewhere:
+        if not member.joined:
             self._accept(member, message)
             return
         if message.weights != self._weights:

@@ -55,6 +55,9 @@ def check_levels(cluster: ClusterConfig, record: RecordConfig) -> None:
             flag, only = "--" + name.replace("_", "-"), "nothing" if default is None else default
             allowed = f"{only} with --fast-memory, unless there are --expert-servers"
             raise ConfigError.field(flag, value, allowed)
+    if cluster.on_ray:
+        allowed = "local with --fast-memory, unless there are --expert-servers"
+        raise ConfigError.field("--distributed-executor-backend", "ray", allowed)
     if cluster.devices is not None:
         allowed = "nothing with --fast-memory; with --device cuda, CUDA_VISIBLE_DEVICES chooses the GPUs"
         raise ConfigError.field("--devices", cluster.devices, allowed)

@@ -1,5 +1,5 @@
-"""The settings of `scale`, `join`, `place`, `profile show`, `hardware measure`, `bench kernels` and
-`compress`.
+"""The settings of `scale`, `join`, `cluster init`, `place`, `profile show`, `hardware measure`,
+`bench kernels`, `compress` and `trace`.
 
 The command lines of these commands are generated from them.
 """
@@ -77,6 +77,14 @@ class Join:
         check_threads(self.threads)
         if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ConfigError.field("--capacity", self.capacity, "a positive number")
+
+
+@dataclass(frozen=True)
+class InitCluster:
+    """Make the secret of a cluster."""
+
+    file: Path = Path("cluster.secret")
+    """New file for the secret. It gets mode 600, so that only this user can read it."""
 
 
 SolverName = Literal["ours", "sem-moe", "speculative", "eplb", "moetuner", "metis", "kmeans", "vanilla"]

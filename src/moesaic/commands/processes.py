@@ -36,6 +36,8 @@ def as_lines(status: Status) -> list[str]:
         lines.append(f"placement from live routing: {status['placement_solve']['state']}")
     if status["join_address"]:
         lines.append(f"processes of other machines can join at {status['join_address']}")
+    waiting = (process for process in status["processes"] if process.get("waiting"))
+    lines += [f"{process['name']}: {process['waiting']}" for process in waiting]
     if status["paced"]:
         lines.append(f"times are those of modelled devices: {status['paced']}")
     if not status["watched"]:

@@ -24,7 +24,8 @@ def prepared(cluster: ClusterConfig, device: Device) -> ClusterConfig:
     cluster = on_nodes(cluster, device)
     processes = _processes(cluster.resolved())
     descriptors.prepare(processes)
-    warn_of_many(processes, cores())
+    if not cluster.on_ray:
+        warn_of_many(processes, cores())
     return cluster
 
 

@@ -12,6 +12,7 @@ from moesaic.config.environment import (
     one_gpu,
     renderer_environment,
     settings,
+    watched_environment,
     worker_environment,
 )
 from moesaic.config.expert_server import ExpertServerConfig
@@ -23,6 +24,7 @@ from moesaic.config.values import (
     Device,
     DispatchName,
     Dtype,
+    ExecutorBackend,
     HostTransport,
     KernelName,
     LogLevel,
@@ -54,6 +56,7 @@ __all__ = [
     "Device",
     "DispatchName",
     "Dtype",
+    "ExecutorBackend",
     "ExpertServerConfig",
     "HostTransport",
     "KernelName",
@@ -82,5 +85,6 @@ __all__ = [
     "renderer_environment",
     "resolve_server",
     "settings",
+    "watched_environment",
     "worker_environment",
 ]

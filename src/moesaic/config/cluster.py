@@ -9,6 +9,7 @@ from typing import get_args
 from moesaic.config.values import (
     Align,
     DispatchName,
+    ExecutorBackend,
     MoeCollectives,
     NumaBinding,
     Rebalance,
@@ -117,6 +118,9 @@ class ClusterConfig(ParallelConfig):
     """GPUs that processes take in turn, by CUDA's numbers or UUIDs with commas between: attention workers
     first, then prefill workers, then expert servers. A group of ranks takes as many as it has ranks. Implies
     --device cuda. None: those of CUDA_VISIBLE_DEVICES, or all."""
+    distributed_executor_backend: ExecutorBackend = "local"
+    """Where the processes run. local: on this host; mp means the same. ray: on the nodes of the Ray cluster
+    of RAY_ADDRESS, or of this host."""
     paced: str | None = None
     """TOML file of modelled devices. Workers and servers compute as always, and hold each result until the
     modelled device would have finished. A test instrument: it makes everything slower."""
@@ -152,7 +156,12 @@ class ClusterConfig(ParallelConfig):
         """True if there are several processes, or may be: workers, expert servers or ranks."""
         several = self.attention_workers > 1 or self.prefill_workers > 0 or self.expert_servers > 0
         may_change = self.autoscale is not None or self.cluster_address is not None
-        return several or self.tensor_parallel_size > 1 or may_change
+        return several or self.tensor_parallel_size > 1 or may_change or self.on_ray
+
+    @property
+    def on_ray(self) -> bool:
+        """True if a Ray cluster has the processes."""
+        return self.distributed_executor_backend == "ray"
 
     @property
     def capacities(self) -> tuple[float, ...]:
@@ -221,7 +230,8 @@ class ClusterConfig(ParallelConfig):
         one_of("--transport", self.transport, get_args(Transport))
         if self.transport == "shm" and self.cluster_address is not None:
             raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")
-        if (self.cluster_address is None) != (self.cluster_secret_file is None):
+        self._check_backend()
+        if (self.cluster_address is None) != (self.cluster_secret_file is None) and not self.on_ray:
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
         for name in RANKS_WITH_EXPERTS if self.expert_servers > 0 else ():
             given, default = getattr(self, name), getattr(ClusterConfig, name)
@@ -254,6 +264,24 @@ class ClusterConfig(ParallelConfig):
         elif self.capacities and len(self.capacities) != self.expert_servers:
             allowed = f"{self.expert_servers} numbers, one for each of --expert-servers"
             raise ConfigError.field("--expert-capacities", self.expert_capacities, allowed)
+
+    def _check_backend(self) -> None:
+        flag = "--distributed-executor-backend"
+        one_of(flag, self.distributed_executor_backend, get_args(ExecutorBackend))
+        refused = {
+            "devices": "Ray gives each process its GPUs",
+            "paced": "its file is on this host only",
+            "schedule_policy_file": "its file is on this host only",
+        }
+        for name, why in refused.items() if self.on_ray else ():
+            if getattr(self, name) is not None:
+                one = "--" + name.replace("_", "-")
+                raise ConfigError.field(one, getattr(self, name), f"nothing with {flag} ray: {why}")
+        if self.on_ray and self.rebalance == "routing":
+            allowed = f"load with {flag} ray: routes are recorded in files of this host"
+            raise ConfigError.field("--rebalance", "routing", allowed)
+        if self.on_ray and self.transport == "shm":
+            raise ConfigError.field("--transport", "shm", f"auto, socket with {flag} ray")
 
     @property
     def _scales_servers(self) -> bool:

@@ -97,6 +97,20 @@ def worker_environment(
     return {"OMP_WAIT_POLICY": "passive", **kept, **seen}
 
 
+def watched_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that a Ray actor starts.
+
+    It sees the GPUs that Ray gave the actor, or none. It has neither Ray's own variables nor its number of
+    OpenMP threads, which is that of the actor.
+    """
+    kept = {
+        name: value
+        for name, value in worker_environment(environment).items()
+        if name != "OMP_NUM_THREADS" and not name.startswith("RAY_")
+    }
+    return {"CUDA_VISIBLE_DEVICES": "", **kept}
+
+
 def renderer_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a process that renders chat templates.
 

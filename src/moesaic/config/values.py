@@ -44,6 +44,8 @@ HostTransport = Literal["shm", "socket"]
 KVRole = Literal["prefill", "decode"]
 """What an attention worker has to do with the KV of other workers."""
 Transport = Literal["auto", HostTransport]
+ExecutorBackend = Literal["local", "mp", "ray"]
+"""Where processes start. mp is vLLM's name of local."""
 
 SMALL_MODEL = 1 << 28
 """Bytes of weights below which a model is computed by one thread. Its products are so small that several

@@ -32,6 +32,8 @@ class ProcessStatus:
     """Seconds since its last sign of life."""
     host: str = ""
     """The address of its machine. Empty: it was started on the machine of `moesaic serve`."""
+    waiting: str = ""
+    """Why the process has no host yet, such as that no node has room. Empty: it has one."""
     address: str = ""
     """The address at which clients reach an expert server."""
     layers: int = 0

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moesaic.config import worker_environment
@@ -44,7 +45,7 @@ class Child:
         on_joined: called when it has joined. Raises what `server.serve_once` raises.
         """
         assert self.process.stdout is not None
-        event, text = "lost", "the process ended"
+        event = text = ""
         for line in self.process.stdout:
             event, text = json.loads(line)
             if event == "joined":
@@ -59,6 +60,12 @@ class Child:
             raise ConnectionLost(f"the process {self.process.pid} {how}")
         return 0
 
+    def close(self) -> None:
+        """Closes the pipes to the process, which has ended."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
     def end(self) -> None:
         """End the process."""
         if self.process.stdin is not None:
@@ -67,13 +74,19 @@ class Child:
         self.process.wait()
 
 
-def start(joining: JoinOptions, secret: bytes, devices: tuple[str, ...] = ()) -> Child:
-    """Start the process. devices: the GPUs that it sees; empty: those of this process."""
+def start(
+    joining: JoinOptions,
+    secret: bytes,
+    devices: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Child:
+    """Start the process. devices: the GPUs that it sees; empty: those of this process. environment: its
+    variables; None: those of this process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "moesaic.joining", "--options", joining.to_json()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=worker_environment(devices=devices),
+        env=worker_environment(environment, devices),
         process_group=0,
     )
     assert process.stdin is not None

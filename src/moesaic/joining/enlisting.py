@@ -121,9 +121,7 @@ def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path,
     Raises ConfigError if it is not there, or if it is not the one that the cluster serves.
     """
     model = Path(joining.model or enlisted.model)
-    if not model.is_dir() and not (is_gguf(model) and model.is_file()):
-        allowed = "a directory with the checkpoint that is served, or its GGUF file"
-        raise ConfigError.field("--model", str(model), allowed)
+    check_path(model)
     stamp = fingerprint.stamp(model)
     other = fingerprint.difference(fingerprint.of(model), enlisted.weights)
     if other:
@@ -135,6 +133,13 @@ def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path,
 def instruction_sets() -> tuple[str, ...]:
     """Those of the native kernels that this machine can run; empty if they were not built."""
     return () if plain is None else plain.instruction_sets()
+
+
+def check_path(model: Path) -> None:
+    """Raises ConfigError if there is no checkpoint at this path."""
+    if not model.is_dir() and not (is_gguf(model) and model.is_file()):
+        allowed = "a directory with the checkpoint that is served, or its GGUF file"
+        raise ConfigError.field("--model", str(model), allowed)
 
 
 def threads_of(joining: JoinOptions) -> int:

@@ -1,0 +1,24 @@
+"""What it costs to have the processes of a cluster on several hosts.
+
+    python benchmarks/cluster.py ray demo        start and steady state on a Ray cluster against this host
+
+--quick: a look at whether it works. Checkpoints come from `make_checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+
+from clusters import on_ray
+from parts import run
+
+PARTS = {"ray": on_ray}
+
+
+def model(command: argparse.ArgumentParser, part: ModuleType) -> None:
+    command.add_argument("model", nargs="?", default="demo", help="a Hugging Face directory, or demo")
+
+
+if __name__ == "__main__":
+    run(__doc__, PARTS, 120, model)

@@ -1,0 +1,248 @@
+"""Clusters whose processes run on the nodes of a Ray cluster, with real actors and processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic.cluster.scaling import ScalingLimits
+from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
+from tests.cluster.test_identity import alone, workload
+from tests.support import cluster_driver
+from tests.support.cluster_driver import Answer, Cluster, Running
+from tests.support.processes import gone
+
+ray = pytest.importorskip("ray", reason="the extra moesaic[ray] is missing")
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")]
+
+STORE = 80 << 20
+"""Bytes of each node's object store, the least that Ray takes. Nothing is put there."""
+
+
+class Nodes:
+    """A Ray cluster on this machine. Each node has room for one process."""
+
+    def __init__(self, count: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._folder = tempfile.mkdtemp(prefix="ray")
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": self._folder}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE})
+        self.address = str(self._cluster.address)
+        self.nodes: list[Any] = [self.add(wait=False) for _ in range(count)]
+        self._cluster.wait_for_nodes()
+
+    def add(self, wait: bool = True, **resources: float) -> Any:
+        given = {"num_cpus": 1} | resources
+        return self._cluster.add_node(wait=wait, object_store_memory=STORE, **given)
+
+    def remove(self, node: Any) -> None:
+        self._cluster.remove_node(node)
+
+    def kill(self, node: Any) -> None:
+        """Kills a node with SIGKILL. Its actors end when they notice."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def left(self) -> tuple[list[str], list[str]]:
+        """Actors that live and placement groups that have room, once nobody is connected."""
+        from ray._private import state
+        from ray.util.placement_group import placement_group_table
+
+        ray.init(address=self.address, configure_logging=False, log_to_driver=False)
+        try:
+            actors = [one["State"] for one in state.actors().values() if one["State"] != "DEAD"]
+            groups = [one["state"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
+            return actors, groups
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        started = Nodes(4)
+        patch.setenv("RAY_ADDRESS", started.address)
+        yield started
+        started.close()
+
+
+def command(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def joining(address: str) -> list[int]:
+    """Ids of the processes of this machine that were started to join a cluster."""
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if "moesaic.joining" in command(pid) and address in command(pid)]
+
+
+@contextmanager
+def on_ray(folder: Path, nodes: Nodes, **more: Any) -> Iterator[Cluster]:
+    """A cluster on these nodes. Nothing of it is left after it."""
+    settings: dict[str, Any] = {"rebalance_interval": 0.0, "cluster_secret_file": str(folder / "secret")}
+    with cluster_driver.cluster(distributed_executor_backend="ray", **settings | more) as running:
+        address = running.supervisor.report().join_address
+        assert address is not None
+        yield running
+    deadline = time.monotonic() + 30
+    while joining(address) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not joining(address)
+    assert not ray.is_initialized()
+    while any(nodes.left()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert nodes.left() == ([], [])
+
+
+def processes(running: Cluster) -> dict[str, Any]:
+    """The running process of each member, by its name."""
+    return {member.name: member.child for member in running.supervisor._members.all}
+
+
+def answers(running: Cluster, disturb: Callable[[int], None] = lambda tokens: None) -> list[Answer]:
+    running.running = Running()
+    running.submit(*workload(6, 24))
+    return running.finish(disturb)
+
+
+def once(action: Callable[[], object], after: int = 40) -> Callable[[int], None]:
+    """Does something when requests have so many tokens."""
+    todo = [action]
+    return lambda tokens: [todo.pop()() for _ in todo * (tokens > after)] and None
+
+
+def actor_pid(process: Any) -> int:
+    from ray._private import state
+
+    return int(state.actors(process.room._actor._actor_id.hex())["Pid"])
+
+
+def serving(running: Cluster) -> bool:
+    return all(one.stage == "serving" for one in running.supervisor.status())
+
+
+def test_whatever_dies_the_tokens_are_those_of_one_process(
+    tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(*workload(6, 24))
+    with on_ray(tmp_path, nodes, attention_workers=1, expert_servers=2, min_replicas=2) as running:
+        assert len({process.room.node for process in processes(running).values()}) == 3
+        assert answers(running) == expected
+
+        # an actor: its process ends with it, and the next one gets an actor of its own
+        before = processes(running)["expert server 0"]
+        assert answers(running, once(lambda: os.kill(actor_pid(before), signal.SIGKILL))) == expected
+        running.until(lambda: processes(running)["expert server 0"] is not before and serving(running))
+
+        # a frozen process: it is killed although its actor lives
+        address = str(running.supervisor.report().join_address)
+        before = processes(running)["expert server 1"]
+        [frozen] = [pid for pid in joining(address) if before.joining.ticket in command(pid)]
+        assert answers(running, once(lambda: os.kill(frozen, signal.SIGSTOP))) == expected
+        running.until(lambda: processes(running)["expert server 1"] is not before and serving(running))
+        assert gone(frozen)
+
+        # the node of the attention worker and everything on it
+        before = processes(running)["attention worker 0"]
+        [node] = [one for one in nodes.nodes if one.node_id == before.room.node]
+        assert answers(running, once(lambda: nodes.kill(node))) == expected
+        running.until(lambda: processes(running)["attention worker 0"] is not before and serving(running))
+        assert processes(running)["attention worker 0"].room.node != before.room.node
+
+        # no room is left: the change waits, says why, and goes on with a new node
+        scaling = running.supervisor.scale(expert_servers=3)
+        running.until(lambda: any(one.waiting for one in running.supervisor.status()))
+        [why] = [one.waiting for one in running.supervisor.status() if one.waiting]
+        assert re.fullmatch(
+            r"waiting for a host: no node has 1 CPU free; \d nodes have 0 of \d CPU free", why
+        )
+        assert answers(running) == expected
+        nodes.add()
+        running.until(scaling.done)
+        scaling.result()
+        assert answers(running) == expected
+        assert len({process.room.node for process in processes(running).values()}) == 4
+
+        # and a change that gets no room in time is undone
+        monkeypatch.setattr(running.supervisor._changes.changes, "_limits", ScalingLimits(hosts=2.0))
+        scaling = running.supervisor.scale(attention_workers=2)
+        running.until(scaling.done)
+        with pytest.raises(
+            ScalingError, match="no node has 1 CPU free; .* given up after 2 s; the cluster is"
+        ):
+            scaling.result()
+        scaling = running.supervisor.scale(expert_servers=2)
+        running.until(scaling.done)
+        assert answers(running) == expected
+
+
+def test_a_pair_is_on_one_node_and_sees_the_gpus_that_ray_gave_it(tmp_path: Path, nodes: Nodes) -> None:
+    node = nodes.add(num_cpus=2, num_gpus=2)
+    ranks = {"data_parallel_size": 1, "expert_servers": 1, "enable_expert_parallel": True}
+    with on_ray(tmp_path, nodes, **ranks) as running:
+        started = processes(running)
+        assert [process.room.node for process in started.values()] == [node.node_id] * 2
+        address = running.supervisor.report().join_address
+        seen = [variables(pid) for pid in sorted(joining(str(address)))]
+        assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen) == ["", "0"]
+        assert not any(name.startswith(("RAY_", "OMP_NUM")) for one in seen for name in one)
+    nodes.remove(node)
+
+
+def variables(pid: int) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    return dict(line.split("=", 1) for line in text.split("\0") if line)
+
+
+def test_what_a_node_lacks_ends_the_start_with_one_line(
+    tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moesaic.cluster.ray_launcher import RayRoom
+
+    init = RayRoom.__init__
+    missing = str(tmp_path / "none")
+    monkeypatch.setattr(RayRoom, "__init__", lambda self, group, _: init(self, group, missing))
+    line = "node .*: --cluster-secret-file: .*none: No such file or directory; every node needs"
+    with (
+        pytest.raises(ConnectionLost, match=line),
+        on_ray(tmp_path, nodes, attention_workers=1, expert_servers=0),
+    ):
+        pass
+
+
+def test_without_ray_or_a_ray_cluster_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(**settings: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nmore")
+
+    asked = {"distributed_executor_backend": "ray"}
+    line = r"allowed: local, or ray with a .* RAY_ADDRESS \(Could not find any running Ray instance.\)$"
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "init", nothing)
+        with pytest.raises(ConfigError, match=line), cluster_driver.cluster(**asked):
+            pass
+    monkeypatch.delitem(sys.modules, "moesaic.cluster.ray_launcher", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    line = r"pip install 'moesaic\[ray\]' first"
+    with pytest.raises(ConfigError, match=line), cluster_driver.cluster(**asked):
+        pass
