@@ -227,12 +227,12 @@ from pathlib import Path
 from moesaic.transport import host
 
 host.this_host = lambda: "another boot:1"  # before any other module takes it from there
-from moesaic.joining import member
 from moesaic.joining.options import JoinOptions
+from moesaic.joining.server import serve_once
 from moesaic.transport.secret import read_secret
 
 secret = read_secret(Path(sys.argv[2]), "secret")
-member.server(JoinOptions(sys.argv[1], threads=1), secret, lambda enlisted: None)
+serve_once(JoinOptions(sys.argv[1], threads=1), secret, lambda enlisted: None)
 """
 
 

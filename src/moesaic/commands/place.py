@@ -83,7 +83,7 @@ class _Solving:
         placement = blind = redundancy.place(profile, clusters, copies)
         if (prices := self.prices) is not None:
             clusters = priced(profile, clusters, prices, options.seed, partial(self.show, f"{what}, links"))
-            placement = redundancy.place(profile, clusters, copies)
+            placement = redundancy.place(profile, clusters, copies, prices=self.rank_prices)
         return _Solved(clusters, placement, self.clock() - begun, blind)
 
     def links(self, learned: Profile, solved: _Solved, others: Routes) -> LinkReport | None:
