@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.cluster.member import RestartRule
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.request import RequestOutput
 from moesaic.core.structured import StructuredOutputsParams
@@ -207,6 +208,33 @@ def test_without_a_prefill_worker_the_others_compute_prompts(monkeypatch: pytest
         served.submit(*workload())
         assert served.finish()[len(LENGTHS) + 1 :] == alone(*workload())
         assert served.stats.transfers.sent == before
+
+
+@pytest.mark.parametrize("count", pairs.some([1, 2], [1]))
+def test_a_prefill_worker_that_keeps_dying_is_given_up(count: int) -> None:
+    """Its prompts go to the other one, or to the attention worker if there is none."""
+    with prefill_cluster(prefill_workers=count) as served:
+        served.supervisor._rule = RestartRule(first_delay=0.01)
+        served.submit(*workload(40))
+        killed: set[int] = set()
+
+        def given_up() -> bool:
+            [one] = [one for one in served.supervisor.status() if one.name == "prefill worker 0"]
+            if one.pid is not None and one.pid not in killed:
+                killed.add(one.pid)
+                os.kill(one.pid, signal.SIGKILL)
+            return one.stage == "stopped"
+
+        served.until(given_up)
+        assert served.finish() == alone(*workload(40))
+        served.submit(*workload(4))
+        assert served.finish()[len(LENGTHS) + 1 :] == alone(*workload(4))
+        nothing_is_left(served)
+        report = served.supervisor.report()
+        [gone] = [one for one in report.processes if one.stage != "serving"]
+        assert (gone.name, gone.stage, gone.deaths, gone.pid) == ("prefill worker 0", "stopped", 6, None)
+        assert "signal 9" in (gone.last_failure or "")
+        assert "prefill worker 0 keeps dying and is given up" in report.failures[-1].what
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ class Role(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """STARTING -> SERVING (-> DRAINING -> STOPPED). A death leads to WAITING, then to STARTING again."""
+    """STARTING -> SERVING (-> DRAINING -> STOPPED). A death leads to WAITING, then to STARTING again. A prefill
+    worker that died too often is STOPPED."""
 
     STARTING = "starting"
     SERVING = "serving"

@@ -351,8 +351,20 @@ class Supervisor:
         again = member.died(how, self._clock(), self._rule)
         if member.role is not Role.SERVER:
             self._router.leave(member.worker)
-        if self._members.watched and not expected and not (again and self._announced):
-            self._end(how if again else f"{member.name} keeps dying; last failure: {how}")
+        if not self._members.watched or expected or (again and self._announced):
+            return
+        if again:
+            self._end(how)
+        elif member.role is Role.PREFILL and self._announced:
+            self._give_up(member, how)
+        else:
+            self._end(f"{member.name} keeps dying; last failure: {how}")
+
+    def _give_up(self, member: Member, how: str) -> None:
+        """Does not restart a prefill worker any more. The service goes on without it."""
+        member.stage = Stage.STOPPED
+        what = "attention workers compute its prompts, or other prefill workers do"
+        self._note(f"{member.name} keeps dying and is given up; {what}; last failure: {how}")
 
     def _lay_out(self, layout: ExpertLayout) -> None:
         """Sets the placement for the first layout, and starts the servers."""
