@@ -125,6 +125,15 @@ def test_blocks_travel_as_they_are_complete_and_the_last_one_with_the_states(
     pair.close()
 
 
+def test_an_idle_sender_reports_that_all_has_arrived(pair: Pair) -> None:
+    """Nothing else happens at it after the last step, which ends before the last pieces have arrived."""
+    pair.begin()
+    pair.step(5)
+    pair.step(10)
+    pair.wait(lambda: pair.sender.stats().sent_bytes == 2 * HEADER_BYTES + 18 + 6)
+    pair.wait(lambda: messages.KVSent(pair.sender.stats()) in pair.reports)
+
+
 def test_the_page_is_the_one_that_stands_at_the_last_multiple(pair: Pair) -> None:
     pair.begin(tokens=70)
     table = np.array([[0] * 18])

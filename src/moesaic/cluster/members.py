@@ -28,6 +28,7 @@ TO_ROUTER = (
     messages.PromptLogprobs,
     messages.Stats,
     messages.KVReceived,
+    messages.KVSent,
     messages.KVNotSent,
 )
 """The messages of a worker that requests wait for."""

@@ -131,15 +131,21 @@ class Supervisor:
 
     # ---- called by other threads
 
-    def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
+    def scale(
+        self,
+        expert_servers: int | None = None,
+        attention_workers: int | None = None,
+        prefill_workers: int | None = None,
+    ) -> Future[None]:
         """Changes to these numbers of processes; None: as many as now. The future ends with the change.
 
-        The future raises ConfigError for numbers below 1, and ScalingError if nothing was changed.
+        The future raises ConfigError for numbers that are too small, and ScalingError if nothing was changed.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         if self._members.watched:
-            self._members.inbox.put(lambda: self._changes.scale(expert_servers, attention_workers, future))
+            numbers = expert_servers, attention_workers, prefill_workers
+            self._members.inbox.put(lambda: self._changes.scale(*numbers, future))
         else:
             future.set_exception(ScalingError(UNSUPERVISED))
         return future

@@ -102,9 +102,9 @@ class ClusterConfig(ParallelConfig):
     stay."""
     autoscale: str | None = None
     """Limits of the numbers of processes. MIN:MAX is for expert servers, or for ranks with
-    --enable-expert-parallel; attention-workers=1:3,expert-servers=2:6 names them. Processes are added and
-    removed by how busy they are, how many requests wait, and whether --slo-ttft and --slo-itl are met. None:
-    numbers change only by command."""
+    --enable-expert-parallel; attention-workers=1:3,prefill-workers=1:2,expert-servers=2:6 names them.
+    Processes are added and removed by how busy they are, how many requests wait, and whether --slo-ttft and
+    --slo-itl are met. None: numbers change only by command."""
     slo_ttft: float | None = None
     """Objective: milliseconds from a request's arrival to its first token."""
     slo_itl: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -53,18 +54,20 @@ class Link:
         transport: HostTransport,
         heap_bytes: int,
         arrived: Callable[[int, float], None],
+        idle: Callable[[], None],
         lost: Callable[[Link], None],
     ) -> None:
         """arrived: called with the bytes of each piece that has arrived, and its seconds on the way.
 
-        lost: called once when nothing more can be sent. Both are called in the link's thread.
+        idle: called once all pieces so far have arrived. lost: called once when nothing more can be sent. All
+        three are called in the link's thread.
         """
         self.address = target.address
         self.lost = False
         self.queued = 0
         """Bytes of pieces that wait."""
         self._target, self._transport, self._heap = target, transport, heap_bytes
-        self._arrived, self._lost = arrived, lost
+        self._arrived, self._idle, self._lost = arrived, idle, lost
         self._lock = threading.Lock()
         self._pieces: deque[_Piece] = deque()
         self._open: dict[int, tuple[Call, _Piece, float]] = {}
@@ -120,6 +123,8 @@ class Link:
                 _, piece, begun = self._open.pop(call.number)
                 caller.release(call)
                 self._arrived(piece.num_bytes, time.monotonic() - begun)
+                if not (self._open or self._pieces):
+                    self._idle()
             if not self._post(caller):
                 wait([caller], (self._wakeup.fileno(),), spin=0.0)
 
@@ -240,7 +245,8 @@ class KVSender(Transfers):
         if target.address not in self._links:
             for address in [address for address, link in self._links.items() if link.lost]:
                 self._links.pop(address).close()
-            self._links[target.address] = Link(target, self._transport, self._heap, self._arrived, self._lost)
+            told = self._arrived, self._idle, self._lost
+            self._links[target.address] = Link(target, self._transport, self._heap, *told)
         return self._links[target.address]
 
     def _lost(self, link: Link) -> None:
@@ -251,6 +257,11 @@ class KVSender(Transfers):
     def _arrived(self, num_bytes: int, seconds: float) -> None:
         self._count(TransferStats(sent_bytes=num_bytes, sent_seconds=seconds))
 
+    def _idle(self) -> None:
+        """Report what has arrived: a worker without requests would say it with its next step."""
+        with contextlib.suppress(ConnectionLost):  # the process ends
+            self._report(messages.KVSent(self.stats()))
+
     def _count(self, more: TransferStats) -> None:
         with self._lock:
             counts = vars(self._stats)
@@ -260,10 +271,8 @@ class KVSender(Transfers):
 
     def _give_up(self, transfers: list[int]) -> None:
         self._count(TransferStats(failed=len(transfers)))
-        try:
+        with contextlib.suppress(ConnectionLost):  # the process ends
             self._report(messages.KVNotSent(transfers))
-        except ConnectionLost:
-            pass  # the process ends
 
 
 def _places(plan: StepPlan, index: int, done: int) -> tuple[int, int] | None:
