@@ -174,10 +174,12 @@ def one_run(engine: Served, requests: list[TraceRow], seed: int, tell: Tell) -> 
 
 def _moved(before: TransferStats, after: TransferStats) -> dict[str, float]:
     sent, seconds = after.sent_bytes - before.sent_bytes, after.sent_seconds - before.sent_seconds
+    early = after.early_bytes - before.early_bytes
     return {
         "kv_requests": after.received - before.received,
         "kv_gb": sent / 1e9,
-        "kv_gb_per_s": sent / 1e9 / seconds if seconds else 0.0,
+        "kv_gb_per_s": (sent - early) / 1e9 / seconds if seconds else 0.0,
+        "kv_early": early / sent if sent else 0.0,
     }
 
 
@@ -185,7 +187,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="prefill apart and chunked, on two cores; medians of the rounds")
     table.add_column("setting")
     columns = ("req/s", "tokens/s", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "longest gap p50", "p99")
-    for column in (*columns, "KV GB", "GB/s"):
+    for column in (*columns, "KV GB", "GB/s", "early"):
         table.add_column(column, justify="right")
     for setting in SETTINGS:
         mine = [row for row in rows if row["setting"] == setting.name]
@@ -197,7 +199,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             for share in ("p50", "p99")
         ]
         rates = [f"{middle['requests_per_s']:.2f}", f"{middle['tokens_per_s']:.1f}"]
-        moved = [f"{middle['kv_gb']:.3f}", f"{middle['kv_gb_per_s']:.2f}"] if middle["kv_gb"] else ["", ""]
+        moved = [f"{middle['kv_gb']:.3f}", f"{middle['kv_gb_per_s']:.2f}", f"{middle['kv_early']:.0%}"]
+        moved = moved if middle["kv_gb"] else [""] * 3
         table.add_row(setting.name, *rates, *times, *moved)
     console.print(table)
 

@@ -103,6 +103,25 @@ def test_every_cache_type_travels(cache: str) -> None:
         served.until(lambda: served.stats.transfers.received == 6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+@pytest.mark.parametrize("cache", ["float32", "int8"])
+def test_layers_travel_while_others_are_computed(cache: str, schedule: str) -> None:
+    """In long prompts each layer is enough for a piece. Chunks of 128 rows leave 72 of the last prompt."""
+    numbers = random.Random(3)
+    prompts = [[numbers.randrange(3, 900) for _ in range(length)] for length in (200, 400, 129, 456)]
+    asked = prompts, [SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=0)] * 4
+    with prefill_cluster(
+        expert_servers=1, schedule=schedule, kv_cache_dtype=cache, max_num_batched_tokens=128
+    ) as served:
+        served.submit(*asked)
+        assert served.finish() == alone(*asked, kv_cache_dtype=cache)
+        nothing_is_left(served)
+        served.until(lambda: served.stats.transfers.received == 4)
+        transfers = served.stats.transfers
+        assert 0 < transfers.early_bytes < transfers.sent_bytes
+
+
 FAMILIES = {"states": "qwen3-next", "convolutions": "lfm2", "latent": "deepseek-lite"}
 
 

@@ -22,7 +22,7 @@ from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.runtime.transfer.receiving import KVReceiver
-from moesaic.runtime.transfer.sending import KVSender
+from moesaic.runtime.transfer.sending import EARLY_BYTES, PIECE_BYTES, KVSender
 from moesaic.runtime.worker import Worker
 from moesaic.structured import vocabulary
 from moesaic.structured.constraints import Constraints
@@ -62,7 +62,8 @@ def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
         return Transfers()
     assert isinstance(memory, PagedKV | HybridMemory), "refused with what has another memory"
     if config.kv_role == "prefill":
-        return KVSender(memory, config.cache.block_size, connection.send, config.transport)
+        early = EARLY_BYTES if parts.loaded.device.type == "cpu" else PIECE_BYTES
+        return KVSender(memory, config.cache.block_size, connection.send, config.transport, early=early)
     receiver = KVReceiver(memory, config.cache.block_size, connection.send)
     connection.send(ReceivesKV(receiver.address, receiver.secret))
     return receiver
