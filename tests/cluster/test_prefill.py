@@ -19,6 +19,7 @@ from moesaic.core.request import RequestOutput
 from moesaic.core.structured import StructuredOutputsParams
 from moesaic.launch import launch
 from moesaic.testing import byte_tokenizer
+from tests.cluster.test_groups import same
 from tests.cluster.test_identity import alone
 from tests.support import model_configs, pairs, tiny_models
 from tests.support.cluster_driver import PATIENCE, Answer, Cluster, cluster
@@ -120,6 +121,39 @@ def test_layers_travel_while_others_are_computed(cache: str, schedule: str) -> N
         served.until(lambda: served.stats.transfers.received == 4)
         transfers = served.stats.transfers
         assert 0 < transfers.early_bytes < transfers.sent_bytes
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "ranks with experts": {"expert_servers": 0},
+    "all-reduce": {"expert_servers": 0, "moe_collectives": "all-reduce"},
+    "lockstep": {"expert_servers": 1},
+    "async": {"expert_servers": 1, "schedule": "async", "attention_workers": 2},
+    "barrier": {"expert_servers": 1, "schedule": "barrier", "prefill_workers": 2},
+    "two batches in flight": {"expert_servers": 1, "inflight_batches": 2},
+}
+
+
+@pytest.mark.parametrize("shape", pairs.some(list(GROUPS), ["ranks with experts", "async"]))
+def test_kv_of_all_ranks_travels(shape: str) -> None:
+    """From a group of ranks to another one, whose ranks have the same heads."""
+    with prefill_cluster(tensor_parallel_size=2, **GROUPS[shape]) as served:
+        served.submit(*workload())
+        same(served.finish(), alone(*workload()))
+        nothing_is_left(served)
+        served.until(lambda: served.stats.transfers.received == 6)
+        assert served.stats.transfers.failed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["prefill worker 0", "attention worker 0"])
+def test_a_group_dies_during_a_transfer(victim: str) -> None:
+    with prefill_cluster(tensor_parallel_size=2, expert_servers=1) as served:
+        served.submit(*workload(40))
+        kill = DuringTransfer(served, victim, after=3)
+        same(served.finish(kill), alone(*workload(40)))
+        assert kill.left == 0
+        served.until(lambda: all(one.stage == "serving" for one in served.supervisor.status()))
+        nothing_is_left(served)
 
 
 FAMILIES = {"states": "qwen3-next", "convolutions": "lfm2", "latent": "deepseek-lite"}

@@ -201,9 +201,6 @@ class ClusterConfig(ParallelConfig):
         at_least("--attention-workers", self.attention_workers, 1)
         at_least("--expert-servers", self.expert_servers, 0)
         at_least("--prefill-workers", self.prefill_workers, 0)
-        if self.prefill_workers > 0 and self.tensor_parallel_size > 1:
-            allowed = "0 with --tensor-parallel-size: each rank has keys and values of its own heads"
-            raise ConfigError.field("--prefill-workers", self.prefill_workers, allowed)
         at_least("--redundant-experts", self.redundant_experts, 0)
         at_least("--min-replicas", self.min_replicas, 1)
         if not 0 <= self.rebalance_interval < math.inf:

@@ -20,6 +20,7 @@ from moesaic.runtime.cache_size import check_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
+from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.runtime.transfer.receiving import KVReceiver
 from moesaic.runtime.transfer.sending import EARLY_BYTES, PIECE_BYTES, KVSender
@@ -57,10 +58,10 @@ def _build_parts(context: WorkerContext) -> WorkerParts:
 
 def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
     """What the worker does with the KV of other workers."""
-    config, connection, memory = context.config, context.connection, parts.memory
+    config, connection, memory = context.config, context.connection, parts.images or parts.memory
     if config.kv_role is None:
         return Transfers()
-    assert isinstance(memory, PagedKV | HybridMemory), "refused with what has another memory"
+    assert isinstance(memory, PagedKV | HybridMemory | GroupMemory), "refused with what has another memory"
     if config.kv_role == "prefill":
         early = EARLY_BYTES if parts.loaded.device.type == "cpu" else PIECE_BYTES
         return KVSender(memory, config.cache.block_size, connection.send, config.transport, early=early)
