@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from moesaic.core.errors import ConfigError, ScalingError
 from tests.cluster.test_identity import alone
 from tests.cluster.test_prefill import nothing_is_left, prefill_cluster, workload
 from tests.support import pairs
-from tests.support.cluster_driver import Cluster, cluster
+from tests.support.cluster_driver import PATIENCE, Cluster, cluster
 
 COUNT = len(workload()[0])
 SCHEDULES = ("lockstep", "async", "barrier")
@@ -42,14 +43,17 @@ def during(served: Cluster, future: Future[None]) -> None:
 def test_prefill_workers_come_and_go_during_traffic(schedule: str) -> None:
     """One that leaves first ends its prompts and the transfers that are under way."""
     with prefill_cluster(expert_servers=1, schedule=schedule) as served:
+        changes = served.supervisor._changes.changes
+        changes._limits = replace(changes._limits, draining=PATIENCE)  # however busy the machine is
         for number in (3, 1, 0, 2):
             during(served, served.supervisor.scale(prefill_workers=number))
             assert len(prefill_workers(served)) == number
         answers = served.finish()
         assert answers == alone(*workload(24)) * (len(answers) // COUNT)
         nothing_is_left(served)
-        counters = served.supervisor.report().counters
-        assert (counters.moved_requests, counters.process_deaths, served.broken_off) == (0, 0, 0)
+        report = served.supervisor.report()
+        found = report.counters.moved_requests, report.counters.process_deaths, served.broken_off
+        assert found == (0, 0, 0), report.failures
         assert served.stats.transfers.failed == 0
 
 
