@@ -35,7 +35,14 @@ CONFIG = "/etc/moesaic/server.yaml"
 """Where unit and container read deploy/server.yaml."""
 WITHOUT_A_PANEL = {
     *("collective_bytes", "group_pairs", "group_local_pairs", "group_shuffled_rows", "group_kept_rows"),
-    *("kv_received_tokens", "kv_transfer_seconds", "paced_runs", "paced_late_runs", "refused_connections"),
+    *(
+        "kv_received_tokens",
+        "kv_transfer_seconds",
+        "kv_transfer_early_bytes",
+        "paced_runs",
+        "paced_late_runs",
+        "refused_connections",
+    ),
     *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"),
     *("spec_decode_break_even_acceptance", "time_per_output_token_seconds"),
 }

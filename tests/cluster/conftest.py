@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.forked_workers import Forking
 from tests.support.hosts import Hosts, missing
 
 
@@ -40,9 +41,11 @@ def running_hosts(shared: Path) -> Iterator[Hosts]:
     """Three hosts. This thread has the network of the first one, and so have workers that are forked here."""
     if missing():
         pytest.skip(missing())
-    with Hosts(3, [shared]) as made, made[0].entered(), forked_workers.process() as forking:
+    forking = Forking()
+    with Hosts(3, [shared]) as made, made[0].entered(), forking.quick():
         forking.start()
         yield made
+    forking.end()
 
 
 @pytest.fixture

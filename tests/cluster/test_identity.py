@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from moesaic import LLM, SamplingParams
-from moesaic.cluster import local
+from moesaic.cluster import launcher, local
 from moesaic.config import QueueConfig, Schedule
 from tests.support.cluster_driver import Answer, cluster
 

@@ -28,7 +28,7 @@ from moesaic.cluster.members import Members
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes, Joined
+from moesaic.cluster.scaling import COUNTED, Change, Changes, Joined
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -117,18 +117,19 @@ class ChangeQueue:
 
     # ---- requests
 
-    def scale(self, servers: int | None, workers: int | None, future: Future[None]) -> None:
+    def scale(
+        self, servers: int | None, workers: int | None, prefill: int | None, future: Future[None]
+    ) -> None:
         """Requests these numbers. It is refused while another requested change is under way."""
         pending = [self._current, *self._queue]
         try:
             if any(wanted is not None and wanted.future is not None for wanted in pending):
                 raise ScalingError("the cluster is being scaled already; wait for its end", conflict=True)
-            now = len(self._members.servers), len(self._members.workers)
-            self.changes.check(now[0] if servers is None else servers, now[1] if workers is None else workers)
+            self.changes.wanted(servers, workers, prefill)
         except (ScalingError, ConfigError) as error:
             future.set_exception(error)
             return
-        self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers), future))
+        self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers, prefill), future))
 
     def join(self, process: RemoteProcess, weights: str) -> None:
         """Adds a change for a process that joins from another machine, unless a launcher waits for it.
@@ -148,7 +149,7 @@ class ChangeQueue:
             threading.Thread(target=process.refuse, args=(unlike,), daemon=True).start()
             return
         joined = Joined(process, weights)
-        change = self.changes.add_server(joined) if server else self.changes.add_worker(joined)
+        change = self.changes.add_server(joined) if server else self.changes.add_worker(process.role, joined)
         wanted = _QueuedChange(f"{process.role.value} joins from {process.peer}", change)
         (self._queue if server else self._arriving).append(wanted)
 
@@ -250,13 +251,30 @@ class ChangeQueue:
 
     def _scaling(self, now: float) -> _QueuedChange | None:
         """The change to as many processes of each role as --autoscale wants; usually None."""
-        servers, workers = self._members.servers, self._members.workers
+        members, router = self._members, self._router
+        waiting, prompts = router.stats().waiting, router.waiting_prompts()
+        prefill = router.prefill_seconds()
         sample = Sample(
-            processes={"expert_servers": len(servers), "attention_workers": len(workers)},
-            waiting=self._router.stats().waiting,
-            missed=self._router.objectives.missed,
-            busy={(member.number, member.incarnation): member.stats.busy_seconds for member in servers},
-            occupied=self._router.occupied(),
+            processes={
+                "expert_servers": len(members.servers),
+                "attention_workers": len(members.workers),
+                "prefill_workers": len(members.prefill_workers),
+            },
+            waiting={
+                "expert_servers": waiting,
+                "attention_workers": waiting - prompts,
+                "prefill_workers": prompts,
+            },
+            missed=router.objectives.missed,
+            busy={
+                "expert_servers": {one.process: one.stats.busy_seconds for one in members.servers},
+                "prefill_workers": {
+                    one.process: prefill[one.worker]
+                    for one in members.prefill_workers
+                    if one.worker in prefill
+                },
+            },
+            occupied=router.occupied(),
         )
         wanted = self._autoscaling.wanted(now, sample)
         if not wanted:
@@ -264,7 +282,7 @@ class ChangeQueue:
         numbers = [
             f"{sample.processes[name]} to {count} {name.replace('_', ' ')}" for name, count in wanted.items()
         ]
-        change = self.changes.scale(wanted.get("expert_servers"), wanted.get("attention_workers"))
+        change = self.changes.scale(*map(wanted.get, COUNTED))
         return _QueuedChange(f"autoscaling from {', '.join(numbers)}", change)
 
     def _job(self, profile: Profile, placement: Placement) -> Job:

@@ -34,14 +34,17 @@ class Scale:
     """New number of expert servers. None: unchanged."""
     attention_workers: int | None = None
     """New number of attention workers. None: unchanged."""
+    prefill_workers: int | None = None
+    """New number of prefill workers. None: unchanged."""
 
     def __post_init__(self) -> None:
-        for flag, number in (
-            ("--expert-servers", self.expert_servers),
-            ("--attention-workers", self.attention_workers),
+        for flag, number, least in (
+            ("--expert-servers", self.expert_servers, 1),
+            ("--attention-workers", self.attention_workers, 1),
+            ("--prefill-workers", self.prefill_workers, 0),
         ):
-            if number is not None and number < 1:
-                raise ConfigError.field(flag, number, "an integer of at least 1")
+            if number is not None and number < least:
+                raise ConfigError.field(flag, number, f"an integer of at least {least}")
 
 
 @dataclass(frozen=True)
