@@ -4,7 +4,7 @@ name picks these kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,20 +45,22 @@ def attention(native: Kernels, dtype: torch.dtype) -> torch.Tensor:
     return native.paged_attention(torch.randn(4, 4, 40), keys, values, batch, 0.3)
 
 
-def everything_else(name: str) -> list[torch.Tensor]:
-    """Products with float32 weights, and operations that are no product with weights."""
+def everything_else(name: str, caches: Collection[torch.dtype]) -> list[torch.Tensor]:
+    """Products with float32 weights, operations that are no product with weights, attention over `caches`."""
     torch.manual_seed(0)
     native, rows = table.pick("cpu", name), torch.arange(operations.INPUTS)
     found = [
         compute(rows) for operation in operations.OPERATIONS for compute in operation(native, torch.float32)
     ]
     found += [compute(rows) for dtype in CACHED for compute in operations.store(native, dtype)]
-    return found + [attention(native, dtype) for dtype in CACHED]
+    return found + [attention(native, dtype) for dtype in caches]
 
 
 @each
-def test_all_but_products_with_bf16_weights_has_the_bits_of_avx512(name: str) -> None:
-    for found, wanted in zip(everything_else(name), everything_else("avx512"), strict=True):
+def test_all_but_products_with_bf16_numbers_has_the_bits_of_avx512(name: str) -> None:
+    """Attention over a bf16 cache is such a product where rows are rounded, but not where they are split."""
+    caches = [dtype for dtype in CACHED if name not in table.ROUNDING or dtype is not torch.bfloat16]
+    for found, wanted in zip(everything_else(name, caches), everything_else("avx512", caches), strict=True):
         assert same_bits(found, wanted)
 
 
