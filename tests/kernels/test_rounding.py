@@ -158,17 +158,19 @@ def answers(path: Path, kernels: str, **settings: Any) -> list[tuple[list[int], 
 @pytest.mark.parametrize("name", [name for name in HERE if name != "amx_bf16x2"] or [NONE])
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_workers")
-@pytest.mark.parametrize("model", ["qwen3-bias-dense-layers", "deepseek-full"])
+@pytest.mark.parametrize(
+    ("model", "cache"), [("qwen3-bias-dense-layers", "bfloat16"), ("deepseek-full", "float32")]
+)
 def test_clusters_and_models_in_pages_have_the_bits_of_one_process(
-    name: str, model: str, tmp_path_factory: pytest.TempPathFactory
+    name: str, model: str, cache: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = Written(tmp_path_factory.mktemp)[model]
-    wanted = answers(path, name)
-    assert wanted != answers(path, "avx512")
+    wanted = answers(path, name, kv_cache_dtype=cache)
+    assert wanted != answers(path, "avx512", kv_cache_dtype=cache)
     paged = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=2, prefill_rows=19)
-    assert answers(path, name, offload=paged, max_num_seqs=4) == wanted
+    assert answers(path, name, kv_cache_dtype=cache, offload=paged, max_num_seqs=4) == wanted
     for settings in ({"attention_workers": 2}, {"schedule": "async", "max_num_batched_tokens": 16}):
-        with cluster(str(path), kernels=name, max_model_len=128, **settings) as served:
+        with cluster(str(path), kernels=name, kv_cache_dtype=cache, max_model_len=128, **settings) as served:
             served.submit(PROMPTS, [GREEDY] * len(PROMPTS))
             assert served.finish() == wanted
             servers = [one for one in served.supervisor.report().processes if one.role == "expert server"]

@@ -8,7 +8,8 @@
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t TOKENS = 64;  // whose keys or values are in tiles at a time
+constexpr int64_t TOKENS = 64;         // whose keys or values are in tiles at a time
+constexpr int64_t WAITED_TOKENS = 32;  // the same of keys that a team waits for: the first ones are not fetched before
 #if defined(MOESAIC_AMX_BF16)
 constexpr int64_t MANY_TOKENS = SPLIT;  // the same of values that meet many lines
 #else
@@ -46,42 +47,49 @@ class PairProducts : protected Units {
         const bf16 *keys[SPLIT], *values[SPLIT];
         int64_t head = team.waits ? 0 : team.units[0].kv_head;  // of these addresses
         find(team.units[0], head, origin, begin, end, job_.keys, job_.key_width, keys);
-        if (job_.values != nullptr) find(team.units[0], head, origin, begin, end, job_.values, job_.value_width, values);
+        if (job_.values != nullptr) {
+            find(team.units[0], head, origin, begin, end, job_.values, job_.value_width, values);
+        }
         std::fill(keys, keys + begin, keys[begin]), std::fill(keys + end, keys + SPLIT, keys[begin]);
         bf16* tiles = whole_line(near);
-        for (int64_t i = begin / TOKENS * TOKENS; i < end; i += TOKENS) {
-            int64_t next = i + TOKENS, left = end - next;
-            auto coming = left > 0 ? to_fetch(team, keys + next, left, job_.key_width, steps_of_keys(team))
-                                   : to_fetch(team, values + begin, first_values(begin, end), job_.value_width,
-                                              steps_of_keys(team));
+        int64_t some = team.waits ? WAITED_TOKENS : TOKENS, steps = team.size * some / SIDE * key_width_ / CHUNK;
+        for (int64_t i = begin / some * some; i < end; i += some) {
+            int64_t next = i + some, left = std::min(some, end - next);
+            auto coming = left > 0 ? to_fetch(team, keys + next, left, job_.key_width, steps)
+                                   : to_fetch(team, values + begin, first_values(begin, end), job_.value_width, steps);
             for (int64_t u = 0; u < team.size; u++) {
                 const Unit& unit = team.units[u];
                 if (u == 0 || unit.kv_head != team.units[u - 1].kv_head) {
-                    turn(keys + i, (unit.kv_head - head) * job_.key_width, std::min(TOKENS, end - i), tiles, coming);
+                    turn(keys + i, (unit.kv_head - head) * job_.key_width, some, tiles, coming);
                 }
-                score_unit(unit, origin + i, work_of(work, u), tiles, scores_of(work, unit, u) + i, coming);
+                score_unit(unit, origin + i, some, work_of(work, u), tiles, scores_of(work, unit, u) + i);
             }
         }
     }
 
-    // Computes the sums of values origin + [begin, end), each times its probability.
+    // Computes the sums of values origin + [begin, end), each times its probability. The probabilities are rounded
+    // where the scores were.
     template <class Part>
     void weigh(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work, float* near,
                const Part& part) const {
         const bf16* values[SPLIT] = {};
-        int64_t head = team.waits ? 0 : team.units[0].kv_head, width = job_.values == nullptr ? job_.key_width : job_.value_width;
-        find(team.units[0], head, origin, begin, end, job_.values == nullptr ? job_.keys : job_.values, width, values);
-        for (int64_t u = 0; u < team.size; u++) round_chances(team.units[u], begin, end, scores_of(work, team.units[u], u));
+        bool in_key = job_.values == nullptr;
+        int64_t head = team.waits ? 0 : team.units[0].kv_head, width = in_key ? job_.key_width : job_.value_width;
+        find(team.units[0], head, origin, begin, end, in_key ? job_.keys : job_.values, width, values);
+        for (int64_t u = 0; u < team.size; u++) {
+            round_chances(team.units[u], begin, end, scores_of(work, team.units[u], u));
+        }
         bf16* tiles = whole_line(near);
         int64_t some = is_many(team.units[0]) ? MANY_TOKENS : TOKENS;
         for (int64_t i = begin / some * some; i < end; i += some) {
             int64_t left = end - i - some, steps = 0, count = std::min(some, end - i);
             for (int64_t u = 0; u < team.size; u++) steps += count / 2 + 1;
-            auto coming = to_fetch(team, values + i + some, job_.values == nullptr ? 0 : left, width, steps);
+            auto coming = to_fetch(team, values + i + some, in_key ? 0 : left, width, steps);
             for (int64_t u = 0; u < team.size; u++) {
                 const Unit& unit = team.units[u];
                 if (u == 0 || unit.kv_head != team.units[u - 1].kv_head) {
-                    pair_tokens(values + i, (unit.kv_head - head) * width, std::max<int64_t>(0, begin - i), count, tiles, coming);
+                    int64_t from = std::max<int64_t>(0, begin - i);
+                    pair_tokens(values + i, (unit.kv_head - head) * width, from, count, tiles, coming);
                 }
                 PairSums sums{part(u).values, value_width_, i <= begin};
                 weigh_unit(unit, origin + i, count, scores_of(work, unit, u) + i / 2, tiles, sums);
@@ -97,32 +105,34 @@ class PairProducts : protected Units {
         return reinterpret_cast<bf16*>((reinterpret_cast<uintptr_t>(near) + 63) / 64 * 64);
     }
 
-    Coming<bf16> to_fetch(const Team& team, const bf16* const* tokens, int64_t left, int64_t width, int64_t steps) const {
+    // Fetches at most TOKENS of the `left` tokens at these addresses in so many steps.
+    Coming<bf16> to_fetch(const Team& team, const bf16* const* tokens, int64_t left, int64_t width,
+                          int64_t steps) const {
         int64_t row = width * (team.waits ? job_.kv_heads : 1) * int64_t(sizeof(bf16));
         return Coming<bf16>(tokens, std::max<int64_t>(0, std::min(left, TOKENS)), row, steps);
     }
+    // How many values are fetched while the last keys are multiplied.
     int64_t first_values(int64_t begin, int64_t end) const {
         return job_.values == nullptr ? 0 : std::min(end, (begin / TOKENS + 1) * TOKENS) - begin;
     }
-    int64_t steps_of_keys(const Team& team) const { return team.size * TOKENS / SIDE * key_width_ / CHUNK; }
 
-    // Puts the keys of `count` tokens into tiles, each key `offset` after its address.
-    void turn(const bf16* const* keys, int64_t offset, int64_t count, bf16* tiles, Coming<bf16>& coming) const {
-        for (int64_t t = 0; t < count; t += SIDE) {
+    // Puts the keys of `tokens` tokens into tiles, each key `offset` after its address.
+    void turn(const bf16* const* keys, int64_t offset, int64_t tokens, bf16* tiles, Coming<bf16>& coming) const {
+        for (int64_t t = 0; t < tokens; t += SIDE) {
             const bf16* own[SIDE];
             for (int64_t k = 0; k < SIDE; k++) own[k] = keys[t + k] + offset;
-            turn_pairs(own, job_.key_width, tiles + t / SIDE * TILE, TOKENS / SIDE * TILE, coming);
+            turn_pairs(own, job_.key_width, tiles + t / SIDE * TILE, tokens / SIDE * TILE, coming);
         }
     }
 
-    void score_unit(const Unit& unit, int64_t token, const float* query, const bf16* tiles, float* scores,
-                    Coming<bf16>&) const {
+    void score_unit(const Unit& unit, int64_t token, int64_t tokens, const float* query, const bf16* tiles,
+                    float* scores) const {
         const bf16* rows = reinterpret_cast<const bf16*>(query);
         each_rows(unit.lines(), [&](int64_t line, int64_t count) {
-            Range range = seen(unit, line, count, token, TOKENS);
+            Range range = seen(unit, line, count, token, tokens);
             if (range.begin >= range.end) return;
             int64_t first = range.begin / SIDE, last = (range.end + SIDE - 1) / SIDE;
-            multiply_pairs({rows + line * key_width_, key_width_, count}, tiles, TOKENS / SIDE, first, last, 0,
+            multiply_pairs({rows + line * key_width_, key_width_, count}, tiles, tokens / SIDE, first, last, 0,
                            (job_.key_width + 1) / 2, {scores + line * SPLIT + first * SIDE, SPLIT, true});
         });
     }

@@ -171,7 +171,7 @@ inline void turn_pairs(const bf16* const* columns, int64_t width, bf16* tiles, i
     }
 }
 
-// Puts two rows of numbers [width], null for zeros, into one pair of each column: those of a tile, then of the next one.
+// Puts two rows of numbers [width], null for zeros, into a pair of each column. Columns go on in the next tile.
 inline void pair_up(const bf16* even, const bf16* odd, int64_t width, bf16* tiles) {
     alignas(64) static constexpr uint16_t kLow[CHUNK] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                          8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
