@@ -66,6 +66,25 @@ def test_tiles_add_values_in_the_order_of_their_instruction(length: int) -> None
     assert same_bits(found, in_tiles(torch.ones(1, length), values.t())[0] / length)
 
 
+@each_rounding
+def test_a_sum_that_became_too_small_has_no_sign(name: str) -> None:
+    """Both sets make it zero with its sign. Chances of 0 for tokens of later rows would take that sign."""
+    keys, values = torch.zeros(1, 64, 1, 8, dtype=BF16), torch.zeros(1, 64, 1, 8, dtype=BF16)
+    values[0, :2, 0] = torch.tensor([1.0, -1.5])[:, None] * 2.0**-126
+    attend = table.pick("cpu", name).paged_attention
+    prefill = attend(
+        torch.zeros(40, 4, 8),
+        keys,
+        values,
+        AttentionBatch.build(tokens([40], [40], 64, num_blocks=1), 64),
+        1.0,
+    )
+    decode = attend(
+        torch.zeros(1, 4, 8), keys, values, AttentionBatch.build(tokens([1], [2], 64, num_blocks=1), 64), 1.0
+    )
+    assert same_bits(decode[0], prefill[1]) and same_bits(decode, torch.zeros(1, 4, 8))
+
+
 def deviation(name: str, width: int, context: int, spread: float) -> float:
     """The error beside float64: root mean square, as a share of the results' size.
 

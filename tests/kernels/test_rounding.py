@@ -45,7 +45,7 @@ def attention(native: Kernels, dtype: torch.dtype) -> torch.Tensor:
     return native.paged_attention(torch.randn(4, 4, 40), keys, values, batch, 0.3)
 
 
-def everything_else(name: str, caches: Collection[torch.dtype]) -> list[torch.Tensor]:
+def everything_else(name: str, caches: Collection[torch.dtype] = CACHED) -> list[torch.Tensor]:
     """Products with float32 weights, operations that are no product with weights, attention over `caches`."""
     torch.manual_seed(0)
     native, rows = table.pick("cpu", name), torch.arange(operations.INPUTS)
