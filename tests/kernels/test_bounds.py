@@ -9,12 +9,12 @@ import mmap
 import pytest
 import torch
 from tests.support.guarded import Guarded
-from tests.support.native_kernels import CACHED, STORED, close, close_mlp, met
+from tests.support.native_kernels import CACHED, STORED, close, close_attention, close_mlp, met
 from tests.support.paged_steps import tokens
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
-from moesaic.kernels.reference.cache import decode, encode
+from moesaic.kernels.reference.cache import encode
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -99,9 +99,6 @@ def test_attention(
         keys, values = (
             draw(guarded, blocks, block_size, heads, width, dtype=dtype) for width in (key_width, value_width)
         )
-        close(
-            native.paged_attention(query, keys, values, batch, 0.3),
-            REFERENCE.paged_attention(query, decode(keys), decode(values), batch, 0.3),
-        )
+        close_attention(native, query, keys, values, batch, 0.3)
         if value_width <= key_width:
             native.paged_attention(query, keys, None, batch, 0.3, None, value_width)

@@ -9,13 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.support.native_kernels import CACHED, close
+from tests.support.native_kernels import CACHED, STORED, close, close_attention
 from tests.support.paged_steps import cache, fill, no_tokens, tokens, unused
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.reference.attention import attention_plain
-from moesaic.kernels.reference.cache import decode
-from moesaic.kernels.table import REFERENCE, Kernels
+from moesaic.kernels.table import Kernels
 
 torch.set_num_threads(1)
 STEPS = {
@@ -48,8 +47,7 @@ def test_attention(native: Kernels, step: str, dtype: torch.dtype) -> None:
         keys, values = (
             cache(block_size, kv_heads, width, dtype, blocks) for width in (key_width, value_width)
         )
-        wanted = REFERENCE.paged_attention(query, decode(keys), decode(values), batch, 0.2, window)
-        close(native.paged_attention(query, keys, values, batch, 0.2, window), wanted)
+        close_attention(native, query, keys, values, batch, 0.2, window)
 
 
 @pytest.mark.parametrize("dtype", CACHED)
@@ -62,33 +60,29 @@ def test_the_value_can_lie_in_the_key(
     for block_size, window in ((16, None), (5, 300)):
         batch = AttentionBatch.build(tokens([1, 9, 1], [300, 20, 5], block_size), block_size)
         query, keys = torch.randn(11, heads, key_width), cache(block_size, 1, key_width, dtype)
-        found = native.paged_attention(query, keys, None, batch, 0.05, window, value_width)
-        close(found, attention_plain(query, decode(keys), None, batch, 0.05, window, value_width))
+        options = (batch, 0.05, window, value_width)
+        found = close_attention(native, query, keys, None, *options, plain=attention_plain)
         if dtype is not torch.int8:  # the scale is behind the key
             shown = keys[..., :value_width]
             assert torch.equal(native.paged_attention(query, keys, shown, batch, 0.05, window), found)
 
 
-def test_every_number_of_cached_tokens(native: Kernels) -> None:
-    keys, values = cache(16, 2, 24), cache(16, 2, 24)
+@pytest.mark.parametrize("dtype", STORED)
+def test_every_number_of_cached_tokens(native: Kernels, dtype: torch.dtype) -> None:
+    keys, values = cache(16, 2, 24, dtype), cache(16, 2, 24, dtype)
     for length in (*range(1, 36), *range(250, 262), *range(508, 516)):
         batch = AttentionBatch.build(tokens([1, min(length, 3)], [length, length], 16), 16)
         query = torch.randn(batch.batch.num_rows, 4, 24)
-        close(
-            native.paged_attention(query, keys, values, batch, 0.3),
-            attention_plain(query, keys, values, batch, 0.3),
-        )
+        close_attention(native, query, keys, values, batch, 0.3, plain=attention_plain)
 
 
-def test_every_window(native: Kernels) -> None:
-    keys, values = cache(5, 1, 9), cache(5, 1, 9)
+@pytest.mark.parametrize("dtype", STORED)
+def test_every_window(native: Kernels, dtype: torch.dtype) -> None:
+    keys, values = cache(5, 1, 9, dtype), cache(5, 1, 9, dtype)
     batch = AttentionBatch.build(tokens([1, 20, 1], [300, 290, 7], 5), 5)
     query = torch.randn(22, 2, 9)
     for window in (*range(1, 40), 255, 256, 257, 299, 300, 301):
-        close(
-            native.paged_attention(query, keys, values, batch, 0.3, window),
-            attention_plain(query, keys, values, batch, 0.3, window),
-        )
+        close_attention(native, query, keys, values, batch, 0.3, window, plain=attention_plain)
 
 
 @pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
@@ -105,9 +99,10 @@ def test_garbage_beyond_a_context_never_leaks(native: Kernels, dtype: torch.dtyp
         assert torch.equal(native.paged_attention(query, keys, None if in_key else values, *options), wanted)
 
 
-def test_tokens_that_a_window_has_left_are_not_read(native: Kernels) -> None:
+@pytest.mark.parametrize("dtype", STORED)
+def test_tokens_that_a_window_has_left_are_not_read(native: Kernels, dtype: torch.dtype) -> None:
     batch = AttentionBatch.build(tokens([1, 1], [300, 40], 8), 8)
-    query, keys, values = torch.randn(2, 4, 24), cache(8, 2, 24), cache(8, 2, 24)
+    query, keys, values = torch.randn(2, 4, 24), cache(8, 2, 24, dtype), cache(8, 2, 24, dtype)
     wanted = native.paged_attention(query, keys, values, batch, 0.3, 10)
     for blocks, length in zip(batch.batch.block_tables, (300, 40), strict=True):
         left = torch.from_numpy(blocks)[: (length - 10) // 8]
@@ -128,13 +123,13 @@ def test_rows_see_only_their_own_past(native: Kernels) -> None:
 
 def test_scores_far_apart(native: Kernels) -> None:
     batch = AttentionBatch.build(tokens([1, 20], [700, 300], 16), 16)
-    query, keys, values = torch.randn(21, 4, 16), cache(16, 2, 16), cache(16, 2, 16)
-    for scale in (1e-8, 30.0, 1000.0):
-        wanted = REFERENCE.paged_attention(query, keys, values, batch, scale)
-        close(native.paged_attention(query, keys, values, batch, scale), wanted, 1e-3)
+    query = torch.randn(21, 4, 16)
+    for dtype, scale in itertools.product(STORED, (1e-8, 30.0, 1000.0)):
+        keys, values = cache(16, 2, 16, dtype), cache(16, 2, 16, dtype)
+        close_attention(native, query, keys, values, batch, scale, tolerance=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", CACHED)
 @pytest.mark.parametrize("length", [1, 20, 300])
 @pytest.mark.parametrize("where", ["query", "keys", "values"])
 def test_what_is_not_a_number_stays_so(native: Kernels, where: str, length: int, dtype: torch.dtype) -> None:

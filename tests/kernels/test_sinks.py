@@ -6,12 +6,11 @@ import itertools
 
 import pytest
 import torch
-from tests.support.native_kernels import CACHED, close, same_bits
+from tests.support.native_kernels import CACHED, STORED, close_attention, same_bits
 from tests.support.paged_steps import cache, tokens
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.reference.attention import attention_plain
-from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import REFERENCE, Kernels
 
 torch.set_num_threads(1)
@@ -68,17 +67,17 @@ def test_native_attention(native: Kernels, step: str, dtype: torch.dtype) -> Non
         batch = AttentionBatch.build(tokens(*STEPS[step], block_size, num_blocks=blocks), block_size)
         query, sinks = torch.randn(batch.batch.num_rows, heads, 24), 3 * torch.randn(heads)
         keys, values = (cache(block_size, kv_heads, width, dtype, blocks) for width in (24, 33))
-        wanted = REFERENCE.paged_attention(
-            query, decode(keys), decode(values), batch, SCALE, window, sinks=sinks
-        )
-        close(native.paged_attention(query, keys, values, batch, SCALE, window, sinks=sinks), wanted)
+        close_attention(native, query, keys, values, batch, SCALE, window, sinks=sinks)
 
 
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_row_has_the_same_bits_in_any_company(native: Kernels, window: int | None) -> None:
+def test_a_row_has_the_same_bits_in_any_company(
+    native: Kernels, window: int | None, dtype: torch.dtype
+) -> None:
     """Its splits are joined by one task or by several, and the sink comes last."""
     lengths = [700, 300, 257, 40, 1]
-    sinks, keys, values = 3 * torch.randn(6), cache(5, 2, 24), cache(5, 2, 24)
+    sinks, keys, values = 3 * torch.randn(6), cache(5, 2, 24, dtype), cache(5, 2, 24, dtype)
     query = torch.randn(len(lengths), 6, 24)
     whole = tokens([1] * len(lengths), lengths, 5)
 

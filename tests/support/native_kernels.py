@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from moesaic.core.experts import SILU, Activation
-from moesaic.kernels.table import INTEGER, ROUNDING, Kernels, instruction_sets
+from moesaic.kernels.reference.cache import decode
+from moesaic.kernels.table import INTEGER, REFERENCE, ROUNDING, Kernels, instruction_sets
 
 ROWS = (0, 1, 2, 3, 5, 7, 8, 13, 49, 130)
 WIDTHS = (1, 7, 24, 33, 100, 1030, 2100)
@@ -65,6 +66,41 @@ def met(native: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tens
     rounds = native.name in ROUNDING_NAMES and weight.dtype is torch.bfloat16
     together = weight.stride(1) == 1
     return rows.bfloat16().to(rows.dtype) if rounds and together else rows
+
+
+def rounds_attention(native: Kernels, dtype: torch.dtype) -> bool:
+    """Whether `native` rounds queries and chances to bf16 over a cache of this type."""
+    return native.name in ROUNDING_NAMES and dtype is torch.bfloat16
+
+
+def close_attention(
+    native: Kernels,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    *options: Any,
+    plain: Callable[..., torch.Tensor] = REFERENCE.paged_attention,
+    tolerance: float = 1e-5,
+    **more: Any,
+) -> torch.Tensor:
+    """Attention of `native`, after a check that it is that of `plain` over the decoded cache.
+
+    It may differ by `tolerance` times the largest number. A rounded chance is off by 2^-8 of itself at most.
+    """
+    found = native.paged_attention(query, keys, values, *options, **more)
+    rounds = rounds_attention(native, keys.dtype)
+    seen = query.bfloat16().float() if rounds else query
+    own_keys, own_values = decode(keys), None if values is None else decode(values)
+    wanted = plain(seen, own_keys, own_values, *options, **more)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    if not wanted.numel():
+        return found
+    allowed = tolerance * wanted.abs().max()
+    if rounds:
+        of_values = own_keys[..., : wanted.shape[-1]] if own_values is None else own_values
+        allowed = allowed + plain(seen, own_keys, of_values.abs(), *options, **more) * 2.0**-8
+    assert bool(((found - wanted).abs() <= allowed).all())
+    return found
 
 
 EDGE = 2e-6

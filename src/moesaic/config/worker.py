@@ -63,10 +63,10 @@ class ModelConfig:
     kernels: KernelName = "auto"
     """Kernels for a CPU: the native ones of one instruction set, or the torch reference. auto takes the
     fastest that this CPU runs in float32. avx512_bf16 and amx_bf16 round the activations that meet bf16
-    weights to bf16: they are faster, and answers may differ. So do avx512_int8, amx_int8, avx2_vnni_int8 and
-    avx2_int8, which round the activations that meet weights in integers to int8. amx_bf16x3 splits the
-    activations that meet bf16 weights into three bf16 numbers, which hold a float32, and amx_bf16x2 into
-    two, which hold 16 of its 24 bits."""
+    weights, or a bf16 KV cache, to bf16: they are faster, and answers may differ. So do avx512_int8,
+    amx_int8, avx2_vnni_int8 and avx2_int8, which round the activations that meet weights in integers to int8.
+    amx_bf16x3 splits the activations that meet bf16 weights into three bf16 numbers, which hold a float32,
+    and amx_bf16x2 into two, which hold 16 of its 24 bits."""
 
 
 @dataclass(frozen=True)

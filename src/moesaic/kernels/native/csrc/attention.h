@@ -8,16 +8,19 @@
 
 #include <algorithm>
 
+#if defined(MOESAIC_AVX512_BF16)
+#include "attention_pairs.h"
+#else
 #include "attention_products.h"
+#endif
 #include "shared_splits.h"
 
 namespace MOESAIC_ISA {
 
-template <class T>
-class AttentionOf : UnitProducts<T> {
-    using Products = UnitProducts<T>;
-    using Products::job_, Products::key_width_, Products::value_width_, Products::unit_lines_, Products::few_rows_;
-    using Products::near_, Products::few, Products::is_many, Products::rows_of, Products::first_of, Products::last_of;
+template <class Products>
+class AttentionOf : Products {
+    using Products::job_, Products::value_width_, Products::unit_lines_, Products::few_rows_, Products::near_;
+    using Products::few, Products::rows_of, Products::first_of, Products::last_of;
     using Products::work_floats, Products::work_of, Products::scores_of, Products::pack_query;
 
    public:
@@ -29,7 +32,7 @@ class AttentionOf : UnitProducts<T> {
         all_units_ = job.kv_heads * head_groups_;
         choose_many_rows();
         for (int64_t s = 0; s < job.sequences; s++) {
-            if (!few(s)) near_ = std::max(KEYS * key_width_, VALUES * value_width_);
+            this->make_room(!few(s));
         }
     }
 
@@ -118,16 +121,19 @@ class AttentionOf : UnitProducts<T> {
         shared.each([&](const SplitClass& one) { classes[classes.size++] = one; });
         int64_t groups = job_.kv_heads * head_groups_, together = MOST_LINES / group_heads_;
         parallel(classes.size * groups, products_, [&](int64_t task, int worker) {
+            typename Products::Task registers;
             const SplitClass& one = classes[task / groups];
             int64_t group = task % groups, kv = group / head_groups_, head = group % head_groups_ * group_heads_;
             int64_t heads = std::min(group_heads_, per_kv_head_ - head);
             for (int64_t first = 0; first < one.count; first += together) {
                 int64_t count = std::min(together, one.count - first), lines = count * heads;
-                float* memory = worker_scratch(worker, work_floats(lines) + Gathered::floats(lines, value_width_));
+                int64_t size = Gathered::floats(lines, value_width_);
+                float* memory = worker_scratch(worker, work_floats(lines) + size + near_);
+                float* near = memory + work_floats(lines) + size;
                 Gathered all = Gathered::at(memory + work_floats(lines), lines, value_width_);
                 const int64_t* members = shared.order.data + one.first + first;
                 gather_together(members, count, {members[0], 0, count, kv * per_kv_head_ + head, heads, kv},
-                                one.split * SPLIT, memory, all);
+                                one.split * SPLIT, memory, near, all);
                 for (int64_t m = 0; m < count; m++) {
                     Gathered part = stored_part(stored, members[m], one.split, group, heads);
                     std::memcpy(part.values, all.values + m * heads * value_width_, size_t(heads * value_width_) * 4);
@@ -140,40 +146,41 @@ class AttentionOf : UnitProducts<T> {
 
     // As `gather` for rows of several sequences that attend to all of a split. unit: has a row for each of them.
     void gather_together(const int64_t* members, int64_t count, const Unit& unit, int64_t origin, float* work,
-                         const Gathered& part) const {
+                         float* near, const Gathered& part) const {
         for (int64_t m = 0; m < count; m++) {
-            pack_query({members[m], 0, 1, unit.head, unit.heads, unit.kv_head}, work + m * unit.heads * key_width_);
+            pack_query({members[m], 0, 1, unit.head, unit.heads, unit.kv_head}, work, near, m * unit.heads);
         }
         float* scores = scores_of(work, unit, 0);
-        this->score({&unit, 1, false}, origin, 0, SPLIT, work);
+        this->score({&unit, 1, false}, origin, 0, SPLIT, work, near);
         for (int64_t line = 0; line < unit.lines(); line++) {
             soften(scores + line * SPLIT, 0, SPLIT, 0, SPLIT, job_.scale, part.most + line, part.sum + line);
         }
-        this->weigh({&unit, 1, false}, origin, 0, SPLIT, work, [&](int64_t) { return part; });
+        this->weigh({&unit, 1, false}, origin, 0, SPLIT, work, near, [&](int64_t) { return part; });
     }
 
     // Computes all splits of a team, one after another. Those in `stored` are computed already.
     void whole(const Team& team, const Stored& stored, int worker) const {
+        typename Products::Task registers;
         int64_t size = Gathered::floats(unit_lines_, value_width_);
         float* memory = worker_scratch(worker, team.size * (work_floats(unit_lines_) + 2 * size) + near_);
-        float* work = memory + team.size * 2 * size;
+        float *work = memory + team.size * 2 * size, *near = work_of(work, team.size);
         auto at = [&](float* from, int64_t u) {
             return Gathered::at(from + u * size, team.units[u].lines(), value_width_);
         };
         auto all = [&](int64_t u) { return at(memory, u); };
         auto part = [&](int64_t u) { return at(memory + team.size * size, u); };
         for (int64_t u = 0; u < team.size; u++) {
-            pack_query(team.units[u], work_of(work, u)), clear(all(u), team.units[u].lines());
+            pack_query(team.units[u], work_of(work, u), near), clear(all(u), team.units[u].lines());
         }
         int64_t begin = first_of(team.units[0], 0) / SPLIT;
         int64_t end = (last_of(team.units[0], team.units[0].rows - 1) + SPLIT - 1) / SPLIT;
         for (int64_t split = begin; split < end; split++) {
             bool known = stored.has(team.units[0], split);
             if (!known && split == begin) {
-                gather(team, split, work, all);
+                gather(team, split, work, near, all);
                 continue;
             }
-            if (!known) gather(team, split, work, part);
+            if (!known) gather(team, split, work, near, part);
             for (int64_t u = 0; u < team.size; u++) {
                 const Gathered& next = known ? stored_part(stored, team.units[u], split) : part(u);
                 for (int64_t line = 0; line < team.units[u].lines(); line++) join(all(u), next, line);
@@ -196,9 +203,11 @@ class AttentionOf : UnitProducts<T> {
             const Team team = apart ? Team{&units[task / splits], 1, false} : teams[task / splits];
             int64_t split = task % splits, unit = team.units - units.data;
             if (stored.has(team.units[0], split)) return;
+            typename Products::Task registers;
             float* work = worker_scratch(worker, team.size * work_floats(unit_lines_) + near_);
-            for (int64_t u = 0; u < team.size; u++) pack_query(team.units[u], work_of(work, u));
-            gather(team, split, work, [&](int64_t u) { return part_of(unit + u, split); });
+            float* near = work_of(work, team.size);
+            for (int64_t u = 0; u < team.size; u++) pack_query(team.units[u], work_of(work, u), near);
+            gather(team, split, work, near, [&](int64_t u) { return part_of(unit + u, split); });
         });
         parallel(units.size, units.size * splits * size, [&](int64_t task, int) {
             Gathered all = part_of(task, 0);
@@ -215,14 +224,13 @@ class AttentionOf : UnitProducts<T> {
 
     // Computes one split of a team. `work` contains the packed queries. part(u): for the results of unit u.
     template <class Part>
-    void gather(const Team& team, int64_t split, float* work, const Part& part) const {
+    void gather(const Team& team, int64_t split, float* work, float* near, const Part& part) const {
         for (int64_t u = 0; u < team.size; u++) clear(part(u), team.units[u].lines());
         int64_t origin = split * SPLIT;
         int64_t begin = std::max(first_of(team.units[0], 0), origin) - origin;
         int64_t end = std::min(last_of(team.units[0], team.units[0].rows - 1), origin + SPLIT) - origin;
         if (begin >= end) return;
-        bool many = is_many(team.units[0]);
-        many ? this->score_near(team.units[0], origin, begin, end, work) : this->score(team, origin, begin, end, work);
+        this->score(team, origin, begin, end, work, near);
         for (int64_t u = 0; u < team.size; u++) {
             const Unit& unit = team.units[u];
             float* scores = scores_of(work, unit, u);
@@ -233,8 +241,7 @@ class AttentionOf : UnitProducts<T> {
                        part(u).sum + line);
             }
         }
-        many ? this->weigh_near(team.units[0], origin, begin, end, work, part(0))
-             : this->weigh(team, origin, begin, end, work, part);
+        this->weigh(team, origin, begin, end, work, near, part);
     }
 
     // The part of a head's sink in the sum of chances, which are relative to the score `most`.
@@ -257,9 +264,13 @@ class AttentionOf : UnitProducts<T> {
     int64_t per_kv_head_, head_groups_, group_heads_, many_rows_, all_units_;
 };
 
+#if defined(MOESAIC_AVX512_BF16)
+inline void attention(const moesaic::Attention& job) { AttentionOf<PairProducts>(job).run(); }  // over a bf16 cache
+#else
 inline void attention(const moesaic::Attention& job) {
-    if (job.item == 1) return AttentionOf<int8_t>(job).run();
-    job.item == 2 ? AttentionOf<bf16>(job).run() : AttentionOf<float>(job).run();
+    if (job.item == 1) return AttentionOf<UnitProducts<int8_t>>(job).run();
+    job.item == 2 ? AttentionOf<UnitProducts<bf16>>(job).run() : AttentionOf<UnitProducts<float>>(job).run();
 }
+#endif
 
 }  // namespace MOESAIC_ISA

@@ -10,7 +10,6 @@
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t MANY_LINES = 8 * MOST_LINES;             // maximum query vectors of a unit whose rows are many
 constexpr int64_t KEYS = LANES == 16 ? 2 * LANES : LANES;  // tokens whose keys are in columns at a time
 constexpr int64_t VALUES = LANES == 16 ? 64 : 32;          // tokens whose values are widened at a time
 constexpr int LINES = LANES == 4 ? 4 : 6;                  // query vectors of a tile
@@ -40,24 +39,6 @@ inline void turn(const T* const* keys, int64_t width, float* out) {
             for (int64_t n = 0; n < LANES; n++) store(to + n * vectors * KEYS, x[folded_lane(n)]);
         }
     }
-}
-
-struct Range {
-    int64_t begin, end;
-};
-
-// Calls use(first, count) for tiles of similar size, of at most LINES lines each.
-template <class Use>
-inline void each_tile(int64_t lines, const Use& use) {
-    int64_t tiles = (lines + LINES - 1) / LINES;
-    for (int64_t t = 0; t < tiles; t++) use(lines * t / tiles, lines * (t + 1) / tiles - lines * t / tiles);
-}
-
-// Calls use(integral constant) for n, 1 to R.
-template <int R, class Use>
-inline void with_rows(int64_t n, const Use& use) {
-    if (n == R) return use(std::integral_constant<int, R>{});
-    if constexpr (R > 1) with_rows<R - 1>(n, use);
 }
 
 // Reorders the packed queries [rows, key_width] of a tile: out[vector][row][lane].
@@ -115,7 +96,7 @@ inline void score_many(const float* queries, int64_t lines, const T* const* keys
     constexpr int kMost = KEYS / LANES;
     int64_t vectors = padded(width) / LANES;
     for (int64_t t = 0; t < KEYS; t += LANES) turn(keys + t, width, near + t);
-    each_tile(lines, [&](int64_t line, int64_t rows) {
+    each_tile(lines, LINES, [&](int64_t line, int64_t rows) {
         Range range = seen(line, rows);
         if (range.begin >= range.end) return;
         int64_t first = range.begin / LANES * LANES;
@@ -172,7 +153,7 @@ inline void weigh_many(const float* chances, int64_t lines, const float* near, c
                        float* sums, int64_t stride) {
     constexpr int C = VALUE_VECTORS;
     auto columns = [&](int64_t column, auto vectors) {
-        each_tile(lines, [&](int64_t line, int64_t rows) {
+        each_tile(lines, LINES, [&](int64_t line, int64_t rows) {
             Range range = seen(line, rows);
             with_rows<LINES>(rows, [&](auto r) {
                 weigh_tile<decltype(r)::value, decltype(vectors)::value>(

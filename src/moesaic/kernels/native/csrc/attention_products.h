@@ -9,70 +9,62 @@
 namespace MOESAIC_ISA {
 
 template <class T>
-class UnitProducts {
+class UnitProducts : protected Units {
    protected:
-    explicit UnitProducts(const moesaic::Attention& job) : job_(job) {}
+    using Task = Registers<T>;
 
-    int64_t rows_of(int64_t s) const { return job_.query_starts[s + 1] - job_.query_starts[s]; }
-    bool few(int64_t s) const { return rows_of(s) <= few_rows_; }
-    bool is_many(const Unit& unit) const { return !few(unit.sequence); }
+    explicit UnitProducts(const moesaic::Attention& job) : Units(job) {}
 
-    // A row of the unit attends to tokens [first, last).
-    int64_t last_of(const Unit& unit, int64_t row) const {
-        return job_.context_lens[unit.sequence] - rows_of(unit.sequence) + unit.first_row + row + 1;
+    void make_room(bool many) {
+        if (many) near_ = std::max(KEYS * key_width_, VALUES * value_width_);
     }
-    int64_t first_of(const Unit& unit, int64_t row) const {
-        return job_.window > 0 ? std::max<int64_t>(0, last_of(unit, row) - job_.window) : 0;
-    }
-
     int64_t work_floats(int64_t lines) const { return lines * (key_width_ + SPLIT); }
-    // Memory of unit u of a team: the packed query, then the scores. After the last unit is room for tokens near.
+    // Memory of unit u of a team: the packed query, then the scores. `near` is room for tokens of a team.
     float* work_of(float* work, int64_t u) const { return work + u * work_floats(unit_lines_); }
     float* scores_of(float* work, const Unit& unit, int64_t u) const {
         return work_of(work, u) + unit.lines() * key_width_;
     }
 
-    void pack_query(const Unit& unit, float* query) const {
-        auto pack_line = [&](int64_t line, float* to) {
-            int64_t row = job_.query_starts[unit.sequence] + unit.first_row + line / unit.heads;
-            const float* from = job_.query + (row * job_.heads + unit.head + line % unit.heads) * job_.key_width;
-            pack<T>(from, job_.key_width, to);
-        };
+    // line: of the packed query, where the first line of the unit is written.
+    void pack_query(const Unit& unit, float* work, float* near, int64_t line = 0) const {
+        float* query = work + line * key_width_;
+        auto pack_line = [&](int64_t l, float* to) { pack<T>(query_of(unit, l), job_.key_width, to); };
         if (!is_many(unit)) {
-            for (int64_t line = 0; line < unit.lines(); line++) pack_line(line, query + line * key_width_);
+            for (int64_t l = 0; l < unit.lines(); l++) pack_line(l, query + l * key_width_);
             return;
         }
-        float* near = query + work_floats(unit_lines_);
-        each_tile(unit.lines(), [&](int64_t first, int64_t rows) {
+        each_tile(unit.lines(), LINES, [&](int64_t first, int64_t rows) {
             for (int64_t r = 0; r < rows; r++) pack_line(first + r, near + r * key_width_);
             interleave(near, rows, key_width_, query + first * key_width_);
         });
     }
 
-    // Which of the tokens begin + [0, count) any of these lines attends to.
-    Range seen(const Unit& unit, int64_t line, int64_t lines, int64_t begin, int64_t count) const {
-        int64_t first = std::max<int64_t>(0, first_of(unit, line / unit.heads) - begin);
-        int64_t last = std::min(count, last_of(unit, (line + lines - 1) / unit.heads) - begin);
-        return {std::min(first, count), std::max(last, std::min(first, count))};
+    // Computes the products of the queries with keys origin + [begin, end).
+    void score(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work, float* near) const {
+        if (is_many(team.units[0])) return score_near(team.units[0], origin, begin, end, work, near);
+        score_few(team, origin, begin, end, work);
     }
 
-    // Addresses of cached rows of tokens origin + [begin, end).
-    void find(const Unit& unit, int64_t origin, int64_t begin, int64_t end, const void* cache, int64_t row,
-              const T** tokens) const {
-        each_run(unit, origin, begin, end, [&](int64_t i, int64_t run, int64_t slot, int64_t) {
-            const T* from = static_cast<const T*>(cache) + (slot * job_.kv_heads + unit.kv_head) * row;
-            for (int64_t r = 0; r < run; r++) tokens[i + r] = from + r * job_.kv_heads * row;
-        });
+    // Computes the sums of values origin + [begin, end), each times its probability.
+    template <class Part>
+    void weigh(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work, float* near,
+               const Part& part) const {
+        if (is_many(team.units[0])) return weigh_near(team.units[0], origin, begin, end, work, near, part(0));
+        weigh_few(team, origin, begin, end, work, part);
     }
 
+    int64_t near_ = 0;  // floats of `near`
+
+   private:
     // As `score` and `weigh` for a unit of many lines. What is computed for tokens outside [begin, end) is not used.
     // The next keys and the values of these tokens are fetched meanwhile.
-    void score_near(const Unit& unit, int64_t origin, int64_t begin, int64_t end, float* work) const {
+    void score_near(const Unit& unit, int64_t origin, int64_t begin, int64_t end, float* work,
+                    float* near) const {
         const T *keys[SPLIT], *values[SPLIT];
-        find(unit, origin, begin, end, job_.keys, stored<T>(job_.key_width), keys);
+        find(unit, unit.kv_head, origin, begin, end, job_.keys, stored<T>(job_.key_width), keys);
         std::fill(keys, keys + begin, keys[begin]), std::fill(keys + end, keys + SPLIT, keys[begin]);
-        if (job_.values != nullptr) find(unit, origin, begin, end, job_.values, value_stored(), values);
-        float *near = work + work_floats(unit_lines_), *scores = scores_of(work, unit, 0);
+        if (job_.values != nullptr) find(unit, unit.kv_head, origin, begin, end, job_.values, value_stored(), values);
+        float* scores = scores_of(work, unit, 0);
         for (int64_t i = begin / KEYS * KEYS; i < end; i += KEYS) {
             int64_t from = std::max(begin, i), tiles = (unit.lines() + LINES - 1) / LINES;
             int64_t now = job_.values == nullptr ? 0 : std::min(end, i + KEYS) - from;
@@ -92,11 +84,12 @@ class UnitProducts {
         }
     }
 
-    void weigh_near(const Unit& unit, int64_t origin, int64_t begin, int64_t end, float* work,
+    void weigh_near(const Unit& unit, int64_t origin, int64_t begin, int64_t end, float* work, float* near,
                     const Gathered& part) const {
         const T* values[SPLIT];
-        find(unit, origin, begin, end, job_.values == nullptr ? job_.keys : job_.values, value_stored(), values);
-        float *near = work + work_floats(unit_lines_), *chances = scores_of(work, unit, 0);
+        const void* cache = job_.values == nullptr ? job_.keys : job_.values;
+        find(unit, unit.kv_head, origin, begin, end, cache, value_stored(), values);
+        float* chances = scores_of(work, unit, 0);
         if constexpr (sizeof(T) == 1) {
             float scales[SPLIT];
             for (int64_t i = begin; i < end; i++) scales[i] = scale_of(values[i], value_stored() - stored<T>(0));
@@ -110,10 +103,9 @@ class UnitProducts {
         }
     }
 
-    // Computes the sums of values origin + [begin, end), each times its probability. If a team waits, some tokens at a
-    // time meet all its units, while those after them are fetched.
+    // If a team waits, some tokens at a time meet all its units, while those after them are fetched.
     template <class Part>
-    void weigh(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work, const Part& part) const {
+    void weigh_few(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work, const Part& part) const {
         const T* tokens[SPLIT];  // values of all heads
         const void* cache = job_.values == nullptr ? job_.keys : job_.values;
         int64_t token = job_.kv_heads * value_stored(), bytes = token * int64_t(sizeof(T)), count = end - begin;
@@ -168,23 +160,9 @@ class UnitProducts {
         return static_cast<const T*>(cache) + (slot * job_.kv_heads + kv_head) * stored<T>(width);
     }
 
-    // Calls `use(i, run, slot, next)` for each run of tokens origin + [begin, end) in consecutive slots of one block.
-    // next: slot of the run after it, or -1.
-    template <class Use>
-    void each_run(const Unit& unit, int64_t origin, int64_t begin, int64_t end, const Use& use) const {
-        const int64_t* table = job_.block_tables + unit.sequence * job_.table_width;
-        for (int64_t i = begin; i < end;) {
-            int64_t block = (origin + i) / job_.block_size, offset = (origin + i) - block * job_.block_size;
-            int64_t run = std::min(job_.block_size - offset, end - i);
-            int64_t next = i + run < end ? table[block + 1] * job_.block_size : -1;
-            use(i, run, table[block] * job_.block_size + offset, next);
-            i += run;
-        }
-    }
-
-    // Computes the products of the queries with keys origin + [begin, end). Each block meets all units of a team while
-    // the next one is fetched. The keys of all heads lie together there, so memory is read in order.
-    void score(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work) const {
+    // Each block meets all units of a team while the next one is fetched. The keys of all heads lie together there, so
+    // memory is read in order.
+    void score_few(const Team& team, int64_t origin, int64_t begin, int64_t end, float* work) const {
         int64_t width = stored<T>(job_.key_width), token = job_.kv_heads * width;
         each_run(team.units[0], origin, begin, end, [&](int64_t i, int64_t run, int64_t slot, int64_t next) {
             int64_t after = !team.waits || next < 0 ? 0 : std::min(run, end - i - run);  // tokens to fetch
@@ -218,11 +196,6 @@ class UnitProducts {
             for (int64_t i = 0; i < count; i++) own[i] *= scales[i];
         }
     }
-
-    const moesaic::Attention& job_;
-    int64_t key_width_ = padded(job_.key_width), value_width_ = whole_lanes(job_.value_width);
-    int64_t unit_lines_ = 1, few_rows_ = 1;  // unit_lines_: the most of a unit
-    int64_t near_ = 0;                       // floats of tokens that are near, if a unit has many lines
 };
 
 }  // namespace MOESAIC_ISA

@@ -124,16 +124,22 @@ const Table* vnni_of_256() {
 #endif
 
 #if defined(MOESAIC_HAS_AVX512_BF16)
-Table beside_avx512(const Products& products) {
+// avx512 with other products. Attention over a cache that is not bf16 stays, and all of it where they have none.
+template <const Products& kProducts>
+Table beside_avx512() {
     Table table = avx512::kTable;
-    static_cast<Products&>(table) = products;
+    static_cast<Products&>(table) = kProducts;
+    table.attention = [](const Attention& job) {
+        bool rounds = job.item == 2 && kProducts.attention != nullptr;
+        rounds ? kProducts.attention(job) : avx512::kTable.attention(job);
+    };
     return table;
 }
 
-const Table kAvx512Bf16 = beside_avx512(avx512_bf16::kProducts);
+const Table kAvx512Bf16 = beside_avx512<avx512_bf16::kProducts>();
 #if defined(MOESAIC_HAS_AMX_BF16)
-const Table kTiled[] = {beside_avx512(amx_bf16::kProducts), beside_avx512(amx_bf16x2::kProducts),
-                        beside_avx512(amx_bf16x3::kProducts)};
+const Table kTiled[] = {beside_avx512<amx_bf16::kProducts>(), beside_avx512<amx_bf16x2::kProducts>(),
+                        beside_avx512<amx_bf16x3::kProducts>()};
 #endif
 
 // Compilers before GCC 11 have no name for it.

@@ -274,7 +274,7 @@ struct MaskTokens {
 
 constexpr int64_t kAllHeld = -1;
 
-// Operations that multiply by weights: all that depends on whether rows are rounded.
+// Operations that multiply by what is stored: all that depends on whether rows are rounded.
 struct Products {
     const char* name;
     bool packed;  // whether they support compressed and quantised weights
@@ -282,6 +282,7 @@ struct Products {
     void (*head_linear)(const HeadLinear&);
     int64_t (*experts)(const Experts&);  // kAllHeld, or the (token, slot) pair whose expert is missing
     void (*gated_mlp)(const GatedMlp&);
+    void (*attention)(const Attention&);  // of sets that round: over a bf16 cache, or null
 };
 
 // The same with rows that are rounded to int8, for weights that `is_integer` names.
@@ -292,7 +293,6 @@ struct IntegerProducts {
 };
 
 struct Table : Products {
-    void (*attention)(const Attention&);
     void (*store)(const Store&);
     void (*norm)(const Norm&);
     void (*rope)(const Rope&);
