@@ -53,26 +53,27 @@ MIDDLE: dict[str, object] = COMMON | {
     "intermediate_size": 384,
     "norm_topk_prob": True,
 }
+SMALL: dict[str, object] = COMMON | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 512,
+    "vocab_size": 4096,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 8,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 SHAPES: dict[str, dict[str, object]] = {
     "qwen3-moe-2.6b": BIG,
     "qwen3-moe-2.6b-mqa": BIG | {"num_key_value_heads": 1},
     "qwen3-moe-0.96b": MIDDLE,
     "qwen3-moe-0.96b-150k": MIDDLE | {"vocab_size": 151936},
-    "qwen3-moe-0.1b": COMMON
-    | {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 512,
-        "vocab_size": 4096,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 8,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 256,
-        "intermediate_size": 256,
-        "norm_topk_prob": True,
-    },
+    "qwen3-moe-0.1b": SMALL,
+    "qwen3-moe-0.2b-deep": SMALL | {"num_hidden_layers": 16},
     "qwen3-moe-0.01b": COMMON
     | {
         "model_type": "qwen3_moe",

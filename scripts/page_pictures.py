@@ -91,9 +91,10 @@ def ask(page: Page, text: str) -> None:
     page.until("document.querySelector('[aria-busy=true]')")
 
 
-def save(page: Page, name: str) -> None:
+def save(page: Page, name: str, of: str | None = None) -> None:
+    """Take a picture of the page, or of one of its elements."""
     time.sleep(0.7)  # for what fades in
-    page.picture(FOLDER / name)
+    page.picture(FOLDER / name, of)
     size = (FOLDER / name).stat().st_size
     print(f"{name}: {size} bytes")
     if size > MOST_BYTES:

@@ -7,9 +7,13 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.forked_workers import Forking
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["_MOESAIC_EMULATE_AMX"] = "1"  # tiles in plain C++, in builds that were made with them
@@ -28,8 +32,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """And what is there now stays."""
-    gc.collect()
+    """And what is there now stays, the garbage too: to look for it would take a second in each process."""
     gc.freeze()
     gc.enable()
 
@@ -41,10 +44,18 @@ def log_level() -> Iterator[None]:
     logging.getLogger("moesaic").setLevel(logging.NOTSET)
 
 
-@pytest.fixture(scope="module")
-def quick_workers() -> Iterator[None]:
-    """Worker processes that this one starts are there at once; see `tests.support.forked_workers`."""
-    from tests.support import forked_workers  # and with it moesaic, which most tests import anyway
+@pytest.fixture(scope="session")
+def forking() -> Iterator[Forking]:
+    """The processes that fork workers, started when a test needs them; see `tests.support.forked_workers`."""
+    from tests.support.forked_workers import Forking  # and with it moesaic, which most tests import anyway
 
-    with forked_workers.process():
+    started = Forking()
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def quick_workers(forking: Forking) -> Iterator[None]:
+    """Worker processes that this one starts are there at once, as are their ranks and expert servers."""
+    with forking.quick():
         yield

@@ -62,9 +62,8 @@ def test_ctrl_c_while_modules_load_is_quiet() -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(
-        f" {command} " in shown for command in ("serve", "scale", "join", "run-batch", "bench", "doctor")
-    )
+    named = ("serve", "scale", "join", "cluster", "run-batch", "bench", "doctor")
+    assert [command for command in named if f" {command} " not in shown] == []
 
 
 def test_flags_come_from_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +179,8 @@ def test_the_help_shows_short_flags(
         ("serve demo --expert-servers 1 --autoscale 3", "--autoscale: got '3'; allowed: MIN:MAX"),
         ("serve demo --rebalance-interval -1", "--rebalance-interval: got -1.0; allowed: seconds, 0 or more"),
         ("serve demo --expert-servers 1 --cluster-address x", "give both or none"),
-        ("scale", "--expert-servers or --attention-workers: give at least one of them"),
+        ("scale", "--expert-servers, --attention-workers or --prefill-workers: give at least one"),
+        ("scale --prefill-workers -1", "--prefill-workers: got -1; allowed: an integer of at least 0"),
         ("scale --attention-workers 0", "--attention-workers: got 0; allowed: an integer of at least 1"),
         ("join 127.0.0.1:1", "--secret-file: got nothing"),
         ("join 127.0.0.1:1 --secret-file x --threads 1025", "--threads: got 1025; allowed: an integer"),

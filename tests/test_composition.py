@@ -16,7 +16,7 @@ from tests.support import model_configs, pairs, quantizers, tiny_models
 from tests.support.composition import FEATURES, REASONS, groups, in_words, merged
 from tests.support.group_placements import recorded, write
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_workers")]
 
 LENGTHS = (3, 16, 30, 45)
 
@@ -80,7 +80,9 @@ class Workshop:
         model, cache = merged(names)[1], "`--kv-cache-dtype int8`"  # type: ignore[index]
         key = [name for name in FEATURES if FEATURES[name].model == model and model != "plain"][:1]
         key += [cache] if cache in names else []
-        return self._known.setdefault(str(key), self.answers(key))
+        if str(key) not in self._known:
+            self._known[str(key)] = self.answers(key)
+        return self._known[str(key)]
 
 
 @pytest.fixture(scope="module")

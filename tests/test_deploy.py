@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,8 +18,9 @@ import pytest
 import yaml
 
 from moesaic import cli
-from moesaic.commands import serve
+from moesaic.commands import join, serve
 from moesaic.commands.flag_groups import GROUPS
+from moesaic.commands.options import Join
 from moesaic.config.values import MetricsPrefix
 from moesaic.core.metrics import WorkerStats
 from moesaic.engine import EngineStats
@@ -33,7 +35,14 @@ CONFIG = "/etc/moesaic/server.yaml"
 """Where unit and container read deploy/server.yaml."""
 WITHOUT_A_PANEL = {
     *("collective_bytes", "group_pairs", "group_local_pairs", "group_shuffled_rows", "group_kept_rows"),
-    *("kv_received_tokens", "kv_transfer_seconds", "paced_runs", "paced_late_runs", "refused_connections"),
+    *(
+        "kv_received_tokens",
+        "kv_transfer_seconds",
+        "kv_transfer_early_bytes",
+        "paced_runs",
+        "paced_late_runs",
+        "refused_connections",
+    ),
     *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"),
     *("spec_decode_break_even_acceptance", "time_per_output_token_seconds"),
 }
@@ -56,10 +65,10 @@ def served(words: list[str], monkeypatch: pytest.MonkeyPatch, **variables: str) 
     return found[0]
 
 
-def unit() -> configparser.SectionProxy:
+def unit(name: str = "moesaic.service") -> configparser.SectionProxy:
     parser = configparser.ConfigParser(interpolation=None, strict=True)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(DEPLOY / "moesaic.service")
+    parser.read(DEPLOY / name)
     return parser["Service"]
 
 
@@ -69,6 +78,37 @@ def test_the_unit_starts_a_server_with_the_settings(monkeypatch: pytest.MonkeyPa
     worker, cluster, *_ = served(words, monkeypatch)
     assert (worker.model.model, cluster.expert_servers, cluster.min_replicas) == ("demo", 2, 2)
     assert (unit()["KillMode"], unit()["RestartPreventExitStatus"]) == ("mixed", "2")
+
+
+@pytest.mark.parametrize("role", get_args(typing.get_type_hints(Join)["role"]))
+def test_the_unit_of_each_role_joins(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables that the comment of the unit has for /etc/moesaic/join."""
+    text = (DEPLOY / "moesaic-join@.service").read_text()
+    variables = dict(re.findall(r"(?m)^#   ([A-Z]+)=(.*)$", text))
+    line = unit("moesaic-join@.service")["ExecStart"].replace("%i", role).replace("%d", "/run/credentials/x")
+    for name, value in variables.items():
+        line = line.replace(f"${{{name}}}", value).replace(f"${name}", value)
+    program, *words = shlex.split(line)
+    found: list[Join] = []
+    monkeypatch.setattr(join, "run", lambda options, as_json: found.append(options) or 0)
+    assert program.endswith("/bin/moesaic") and "$" not in line and cli.main(words) == 0
+    assert (found[0].address, found[0].role, found[0].threads) == ("first-host:7000", role, 8)
+    name, file = unit("moesaic-join@.service")["LoadCredential"].split(":")
+    assert found[0].secret_file == f"/run/credentials/x/{name}" and file in text.partition("[Unit]")[0]
+
+
+def test_the_drop_in_opens_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (DEPLOY / "moesaic-cluster.conf").read_text().replace("%d", "/run/credentials/x").splitlines()
+    assert "[Service]" in lines
+    variables = dict(re.findall(r"^Environment=(\w+)=(\S+)$", "\n".join(lines), flags=re.MULTILINE))
+    cluster = served(shlex.split(unit()["ExecStart"])[1:], monkeypatch, **variables)[1]
+    assert "ignored" not in capsys.readouterr().err and len(variables) == 2
+    [loaded] = [line.partition("=")[2] for line in lines if line.startswith("LoadCredential=")]
+    assert loaded == unit("moesaic-join@.service")["LoadCredential"]
+    assert cluster.cluster_secret_file == f"/run/credentials/x/{loaded.partition(':')[0]}"
+    assert cluster.cluster_address == "tcp:0.0.0.0:7000"
 
 
 def test_the_container_starts_the_same_on_every_address(
@@ -177,11 +217,16 @@ def test_every_flag_that_the_files_mention_exists() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["moesaic.service", "moesaic-join@.service"])
+def test_systemd_understands_the_unit(name: str, tmp_path: Path) -> None:
     """With another program in the place of the server's, which need not be installed here."""
-    text = (DEPLOY / "moesaic.service").read_text()
-    (tmp_path / "moesaic.service").write_text(re.sub("(?m)^(ExecStart=)[^ ]+", rf"\1{sys.executable}", text))
-    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "moesaic.service")]
+    text = (DEPLOY / name).read_text()
+    instance = tmp_path / name.replace("@", "@expert-server")
+    (tmp_path / name).write_text(re.sub("(?m)^(ExecStart=)[^ ]+", rf"\1{sys.executable}", text))
+    if name == "moesaic.service":
+        (tmp_path / f"{name}.d").mkdir()
+        shutil.copy(DEPLOY / "moesaic-cluster.conf", tmp_path / f"{name}.d")
+    command = ["systemd-analyze", "verify", "--man=no", str(instance)]
     done = subprocess.run(command, capture_output=True, text=True)
     complaints = [line for line in (done.stdout + done.stderr).splitlines() if "moesaic" in line]
     assert complaints == [] and done.returncode == 0, done.stderr
@@ -219,6 +264,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
     for typed, expected in (
         (["moesaic", "ser"], "serve"),
+        (["moesaic", "clu"], "cluster"),
+        (["moesaic", "cluster", "in"], "init"),
         (["moesaic", "serve", "--max-num-s"], "--max-num-seqs"),
         (["moesaic", "serve", "--log-level", "de"], "debug"),
     ):

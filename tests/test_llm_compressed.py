@@ -96,6 +96,7 @@ def test_streamed_experts_are_not_decompressed(written: dict[str, Both]) -> None
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("quick_workers")
 def test_in_processes(written: dict[str, Both], settings: dict[str, Any]) -> None:
     assert served(written[CASES[0]][1], settings) == served(written[CASES[0]][0], settings)
 

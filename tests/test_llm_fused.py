@@ -19,6 +19,7 @@ from tests.test_llm_offload import floats, params, prompts
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("quick_workers"),
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]
 COMMON: dict[str, Any] = {"threads": 1, "max_model_len": 128}

@@ -24,7 +24,10 @@ from tests.test_llm_offload import POLICIES
 SETS = [name for name in table.instruction_sets() if name in table.INTEGER]
 OTHERS = ("amx_int8", "avx2_vnni_int8")
 """Their bits are those of avx512_int8 and avx2_int8, as tests/kernels/test_integer_sets.py checks."""
-pytestmark = pytest.mark.skipif(not SETS, reason="no integer kernels for this CPU")
+pytestmark = [
+    pytest.mark.usefixtures("quick_workers"),
+    pytest.mark.skipif(not SETS, reason="no integer kernels for this CPU"),
+]
 FORMS = ["int8 rows", "packed int4", "awq"]
 """The stored types int8, int4 and int4_offset."""
 EVERY = [(form, name) for form in FORMS for name in SETS]

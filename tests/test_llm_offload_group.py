@@ -38,6 +38,7 @@ from tests.support.thread_groups import group_of_threads
 from tests.test_llm_offload import floats, params, prompts
 
 pytestmark = [
+    pytest.mark.usefixtures("quick_workers"),
     pytest.mark.slow,
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]

@@ -23,6 +23,7 @@ from tests.test_llm_offload import POLICIES
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("quick_workers"),
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]
 FORMS = ["fp8 blocks", "packed int4", "awq", "gptq v2, act order", "mxfp4"]

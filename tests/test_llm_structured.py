@@ -88,6 +88,7 @@ def test_answers_have_their_form(alone: list[Any]) -> None:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("quick_workers")
 def test_together_they_have_the_bits_that_they_have_alone(settings: dict[str, Any], alone: list[Any]) -> None:
     model = LLM("demo", **{"threads": 1, "kv_cache_memory": "16MiB", **settings})
     found = answers(model, list(range(len(FORMS))))

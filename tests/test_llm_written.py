@@ -30,6 +30,7 @@ from tests.test_llm_families import LONGEST, NEW, WAYS, answers, params, prompts
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("quick_workers"),
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]
 FORMS: dict[str, dict[str, Any]] = {

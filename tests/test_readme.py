@@ -81,7 +81,7 @@ def help_of(*group: str) -> str:
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_every_flag_of_every_command_exists(command: list[str]) -> None:
     words = [word for word in command[1:] if not word.startswith("-")]
-    group = words[:2] if words[0] in ("bench", "hardware") else words[:1]
+    group = words[:2] if words[0] in ("bench", "cluster", "hardware") else words[:1]
     check_flags(help_of(*group), command)
 
 

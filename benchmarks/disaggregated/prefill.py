@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from countdown import Clock, Tell
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from disaggregated.serving import Served, percentile
@@ -26,6 +28,10 @@ from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerCon
 from moesaic.core.metrics import TransferStats
 from moesaic.launch import launch
 
+FEWEST = 8
+"""Requests of a run at least."""
+LONGEST_TRACE = 1_000_000
+"""Requests of a trace that are read at most."""
 CHUNKS = (64, 512)
 """Rows of a step with chunked prompts. A small step delays next tokens less, and a prompt takes longer."""
 
@@ -48,21 +54,31 @@ SETTINGS = (
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each setting and round. All settings get the same arrivals."""
-    rows = []
-    with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
-        engines = [stack.enter_context(_serving(setting, arguments)) for setting in SETTINGS]
-        task = progress.add_task("measuring", total=len(engines) * (arguments.rounds + 1))
-        rates = []
+    names = [setting.name for setting in SETTINGS]
+    steps = [f"start of {name}" for name in names] + [f"{name}, all at once" for name in names]
+    rows, rates = [], []
+    with ExitStack() as stack, Clock(steps + arguments.rounds * names) as clock:
+        clock.what = "start"
+        engines = [
+            clock.timed(step, partial(_entered, stack, _serving(setting, arguments)))
+            for step, setting in zip(steps, SETTINGS, strict=False)
+        ]
+        clock.what = "speed"
         for engine in engines:
-            rates.append(_saturation(engine, arguments))
-            progress.advance(task)
+            step = partial(_saturation, engine, arguments)
+            rates.append(clock.timed(f"{engine.name}, all at once", step))
+        rate = arguments.rate or arguments.load * statistics.median(rates)
         for turn in range(arguments.rounds):
-            requests = _requests(arguments, arguments.load * statistics.median(rates), turn)
+            clock.what = f"round {turn + 1} of {arguments.rounds}"
+            requests = _requests(arguments, rate, turn)
             for engine in engines:
-                found = one_run(engine, requests, arguments, turn)
-                rows.append({"setting": engine.name, "round": turn} | found)
-                progress.advance(task)
+                found = clock.timed(engine.name, partial(one_run, engine, requests, turn))
+                rows.append({"setting": engine.name, "round": turn, "requests": len(requests)} | found)
     return rows
+
+
+def _entered(stack: ExitStack, serving: AbstractContextManager[Served], tell: Tell) -> Served:
+    return stack.enter_context(serving)
 
 
 @contextmanager
@@ -89,33 +105,38 @@ def _pin(served: Served) -> None:
                 os.sched_setaffinity(int(thread.name), {cores[index % len(cores)]})
 
 
-def _saturation(engine: Served, arguments: argparse.Namespace) -> float:
+def _saturation(engine: Served, arguments: argparse.Namespace, tell: Tell) -> float:
     """Requests/s if many requests of mean length are sent at once."""
-    requests = _requests(arguments, rate=float("inf"), seed=1)[: arguments.saturation]
+    requests = _requests(arguments, rate=math.inf, seed=1, count=arguments.saturation)
     started = time.monotonic()
     for one, prompt in zip(requests, _prompts(requests, 1), strict=True):
         engine.submit(prompt, one.output_tokens)
     while engine.open:
         engine.take(1.0)
+        tell(len(requests) - len(engine.open), len(requests))
     engine.times.clear()
     return len(requests) / (time.monotonic() - started)
 
 
-def _requests(arguments: argparse.Namespace, rate: float, seed: int) -> list[TraceRow]:
+def _requests(
+    arguments: argparse.Namespace, rate: float, seed: int, count: int | None = None
+) -> list[TraceRow]:
     """What arrives: the trace's requests, or prompts of random length. Arrivals of a trace are scaled to the
-    rate, unless --trace-speed says how fast they are."""
-    count, longest = arguments.requests, arguments.max_model_len
+    rate, unless --trace-speed says how fast they are. count: None: as many as --requests or --seconds say."""
+    longest, limit = arguments.max_model_len, count or arguments.requests
+    known = limit or max(FEWEST, math.ceil(rate * arguments.seconds))
     rng = np.random.default_rng(seed)
     if arguments.trace is None:
-        times = arrival_times(count, arguments.rate or rate, rng)
-        given = rng.integers(arguments.prompt_len // 2, 2 * arguments.prompt_len, count)
-        wanted = rng.integers(1, 2 * arguments.gen_len, count)
+        times = arrival_times(known, rate, rng)
+        given = rng.integers(arguments.prompt_len // 2, 2 * arguments.prompt_len, known)
+        wanted = rng.integers(1, 2 * arguments.gen_len, known)
         rows = [TraceRow(*one) for one in zip(times.tolist(), given.tolist(), wanted.tolist(), strict=True)]
     else:
-        rows = read_trace(arguments.trace, count, 1.0, arguments.length_scale)
-        own = count / max(1e-9, rows[-1].arrival)
-        speed = arguments.trace_speed or (arguments.rate or rate) / own
+        whole = arguments.trace_speed is not None and limit is None
+        rows = read_trace(arguments.trace, LONGEST_TRACE if whole else known, 1.0, arguments.length_scale)
+        speed = arguments.trace_speed or rate * max(1e-9, rows[-1].arrival) / len(rows)
         rows = [TraceRow(row.arrival / speed, row.input_tokens, row.output_tokens) for row in rows]
+        rows = [row for row in rows if not whole or row.arrival <= arguments.seconds]
     fit = [(row, min(row.output_tokens, longest // 2)) for row in rows]
     return [TraceRow(row.arrival, min(row.input_tokens, longest - new - 1), new) for row, new in fit]
 
@@ -125,9 +146,7 @@ def _prompts(requests: list[TraceRow], seed: int) -> list[list[int]]:
     return [[draw.randrange(3, 900) for _ in range(one.input_tokens)] for one in requests]
 
 
-def one_run(
-    engine: Served, requests: list[TraceRow], arguments: argparse.Namespace, seed: int
-) -> dict[str, float]:
+def one_run(engine: Served, requests: list[TraceRow], seed: int, tell: Tell) -> dict[str, float]:
     """Sends the requests when they arrive, and waits for all of them."""
     prompts = _prompts(requests, seed + 100)
     before = engine.settled().worker.transfers
@@ -140,6 +159,7 @@ def one_run(
             request, prompt = left.pop()
             due[engine.submit(prompt, request.output_tokens)] = started + request.arrival
         engine.take(max(0.0, min(0.5, left[-1][0].arrival - now)) if left else 0.5)
+        tell(len(requests) - len(left) - len(engine.open), len(requests))
     ended = time.monotonic()
     first = sorted(engine.times[number][0] - at for number, at in due.items())
     gaps = sorted(b - a for one in engine.times.values() for a, b in pairwise(one))
@@ -154,10 +174,12 @@ def one_run(
 
 def _moved(before: TransferStats, after: TransferStats) -> dict[str, float]:
     sent, seconds = after.sent_bytes - before.sent_bytes, after.sent_seconds - before.sent_seconds
+    early = after.early_bytes - before.early_bytes
     return {
         "kv_requests": after.received - before.received,
         "kv_gb": sent / 1e9,
-        "kv_gb_per_s": sent / 1e9 / seconds if seconds else 0.0,
+        "kv_gb_per_s": (sent - early) / 1e9 / seconds if seconds else 0.0,
+        "kv_early": early / sent if sent else 0.0,
     }
 
 
@@ -165,11 +187,11 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="prefill apart and chunked, on two cores; medians of the rounds")
     table.add_column("setting")
     columns = ("req/s", "tokens/s", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "longest gap p50", "p99")
-    for column in (*columns, "KV GB", "GB/s"):
+    for column in (*columns, "KV GB", "GB/s", "early"):
         table.add_column(column, justify="right")
     for setting in SETTINGS:
         mine = [row for row in rows if row["setting"] == setting.name]
-        names = [name for name in mine[0] if name not in ("setting", "round")]
+        names = [name for name in mine[0] if name not in ("setting", "round", "requests")]
         middle = {name: statistics.median(row[name] for row in mine) for name in names}
         times = [
             f"{1e3 * middle[f'{name}_{share}']:.1f}"
@@ -177,7 +199,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             for share in ("p50", "p99")
         ]
         rates = [f"{middle['requests_per_s']:.2f}", f"{middle['tokens_per_s']:.1f}"]
-        moved = [f"{middle['kv_gb']:.3f}", f"{middle['kv_gb_per_s']:.2f}"] if middle["kv_gb"] else ["", ""]
+        moved = [f"{middle['kv_gb']:.3f}", f"{middle['kv_gb_per_s']:.2f}", f"{middle['kv_early']:.0%}"]
+        moved = moved if middle["kv_gb"] else [""] * 3
         table.add_row(setting.name, *rates, *times, *moved)
     console.print(table)
 
@@ -190,10 +213,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--load", type=float, default=0.6, help="arrivals, of the median rate at saturation")
     parser.add_argument("--rate", type=float, help="arrivals in requests/s, in place of --load")
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--saturation", type=int, default=32, help="requests at once that measure it")
-    parser.add_argument("--prompt-len", type=int, default=512, help="lengths are uniform, a half to twice")
-    parser.add_argument("--gen-len", type=int, default=48, help="mean; lengths are uniform from 1 on")
+    parser.add_argument("--seconds", type=float, default=22.0, help="for which requests arrive in each run")
+    parser.add_argument("--requests", type=int, help="of each run, in place of --seconds")
+    parser.add_argument("--saturation", type=int, default=8, help="requests at once that measure the rate")
+    parser.add_argument("--prompt-len", type=int, default=256, help="lengths are uniform, a half to twice")
+    parser.add_argument("--gen-len", type=int, default=32, help="mean; lengths are uniform from 1 on")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--kv-cache-memory", default="1GiB")
     parser.add_argument("--rounds", type=int, default=3)

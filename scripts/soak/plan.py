@@ -166,7 +166,7 @@ def _shape(rng: random.Random, name: str, number: int) -> Shape:
         kernels="reference" if rng.random() < 0.2 else "auto",
         bad_connections=rng.random() < 0.2,
         ranks=ranks,
-        prefill_workers=prefill if ranks == 1 else 0,  # ranks have none
+        prefill_workers=prefill,
     )
 
 

@@ -20,7 +20,7 @@ from moesaic.batch.options import RunBatch
 from moesaic.commands import descriptors, streams
 from moesaic.commands.client_options import Chat, Top
 from moesaic.commands.flags import FLAT, ConfigFile, Debug, Output
-from moesaic.commands.groups import bench, hardware, profile
+from moesaic.commands.groups import bench, cluster, hardware, profile
 from moesaic.commands.model_options import Doctor, Verify
 from moesaic.commands.options import (
     Compress,
@@ -68,7 +68,7 @@ app = App(
     help_formatter=GroupedFlags(SHORT),
     default_parameter=Parameter(consume_multiple=True, negative_iterable=()),  # --served-model-name a b
 )
-for group in (bench, profile, hardware):
+for group in (bench, profile, hardware, cluster):
     app.command(group)
 app.register_install_completion_command(help="Install completion of commands and flags for your shell.")
 

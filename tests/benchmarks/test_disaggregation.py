@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from disaggregated import breakdown, kill, queues
+from disaggregated import breakdown, kill, prefill, queues
 from disaggregated.picture import Line, draw, step
 from disaggregated.serving import Counters, Run, halves, layout_of, medians, percentile, spent
 
@@ -154,3 +154,23 @@ def test_rates_are_those_of_the_second_half() -> None:
     found = queues.evaluate(watched, [0.1, 0.2], 7.0)
     assert (found["input_per_s"], found["output_per_s"], found["open_at_end"]) == (10.0, 6.0, 10)
     assert (found["running"], found["waiting_pairs"], found["itl_p50"]) == (4.0, 8.0, 0.2)
+
+
+ARRIVALS = {"trace": None, "trace_speed": None, "length_scale": 1.0, "requests": None, "seconds": 20.0}
+ARRIVALS |= {"prompt_len": 8, "gen_len": 4, "max_model_len": 64}
+
+
+def test_a_run_takes_its_seconds_unless_a_number_of_requests_is_given(tmp_path: Path) -> None:
+    def found(rate: float, count: int | None = None, **changes: object) -> list[float]:
+        arguments = argparse.Namespace(**ARRIVALS | changes)
+        return [row.arrival for row in prefill._requests(arguments, rate, 0, count)]
+
+    assert len(found(3.0)) == 60 and len(found(0.1)) == prefill.FEWEST
+    assert len(found(3.0, requests=5)) == 5 and len(found(3.0, count=7)) == 7
+    trace = tmp_path / "trace.csv"
+    lines = [f"{second},9,3" for second in range(100)]
+    trace.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *lines]))
+    assert len(found(3.0, trace=trace)) == 60
+    assert found(3.0, trace=trace)[-1] == pytest.approx(20.0, rel=0.1)
+    assert found(3.0, trace=trace, trace_speed=2.0)[-1] == 20.0
+    assert len(found(3.0, trace=trace, trace_speed=2.0)) == 41

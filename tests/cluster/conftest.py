@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.support import forked_workers
+from tests.support.forked_workers import Forking
 from tests.support.hosts import Hosts, missing
 
 
-@pytest.fixture(scope="package", autouse=True)
-def forking() -> Iterator[forked_workers.Forking]:
-    with forked_workers.process() as started:
-        yield started
+@pytest.fixture(scope="module", autouse=True)
+def quick(quick_workers: None) -> None:
+    """Processes start as forks in every file."""
 
 
 @pytest.fixture
@@ -42,9 +41,11 @@ def running_hosts(shared: Path) -> Iterator[Hosts]:
     """Three hosts. This thread has the network of the first one, and so have workers that are forked here."""
     if missing():
         pytest.skip(missing())
-    with Hosts(3, [shared]) as made, made[0].entered(), forked_workers.process() as forking:
+    forking = Forking()
+    with Hosts(3, [shared]) as made, made[0].entered(), forking.quick():
         forking.start()
         yield made
+    forking.end()
 
 
 @pytest.fixture

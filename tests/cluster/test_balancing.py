@@ -199,10 +199,11 @@ def test_limits_of_each_role(settings: ClusterConfig, text: str, found: dict[str
 @pytest.mark.parametrize(
     ("settings", "text", "message"),
     [
-        (ClusterConfig(expert_servers=2), "ranks=1:4", "allowed: expert-servers, attention-workers without"),
+        (ClusterConfig(expert_servers=2), "ranks=1:4", "allowed: expert-servers, attention-workers, prefill"),
         (ClusterConfig(expert_servers=2), "routers=1:4", "allowed: expert-servers or attention-workers or"),
         (ClusterConfig(expert_servers=2), "1:2,expert-servers=1:2", "each once, with =MIN:MAX"),
         (ClusterConfig(), "1:4", "--expert-servers: got 0; allowed: at least 1 with --autoscale"),
+        (ClusterConfig(), "prefill-workers=1:4", "--prefill-workers: got 0; allowed: 1 to 4"),
         (ClusterConfig(), "attention-workers=2:4", "--attention-workers: got 1; allowed: 2 to 4"),
         (RANKS, "expert-servers=1:4", "--enable-expert-parallel, whose workers and servers are pairs"),
         (RANKS, "ranks=1:4,attention-workers=1:4", "MIN:MAX or ranks=MIN:MAX"),
@@ -214,16 +215,25 @@ def test_limits_that_the_cluster_cannot_have(settings: ClusterConfig, text: str,
         autoscale_rules(replace(settings, autoscale=text).resolved())
 
 
-def decided(settings: ClusterConfig, seconds: int, busy: float, occupied: float) -> dict[str, int]:
+def decided(
+    settings: ClusterConfig,
+    seconds: int,
+    busy: float,
+    occupied: float,
+    prefill: float = 0.5,
+    waiting: int = 0,
+) -> dict[str, int]:
     """The first numbers that are wanted within so many seconds, where everything stays as it is."""
     settings = settings.resolved()
     scaling = Autoscaling(settings, 0.0)
     processes = {
         "expert_servers": settings.expert_servers,
         "attention_workers": settings.attention_workers,
+        "prefill_workers": settings.prefill_workers,
     }
     for second in range(1, seconds):
-        sample = Sample(processes, busy={(0, 1): busy * second}, occupied=occupied)
+        times = {"expert_servers": {(0, 1): busy * second}, "prefill_workers": {(0, 1): prefill * second}}
+        sample = Sample(processes, {"prefill_workers": waiting}, busy=times, occupied=occupied)
         if found := scaling.wanted(float(second), sample):
             return found
     return {}
@@ -238,6 +248,19 @@ def test_each_role_scales_by_its_own_load() -> None:
     assert decided(both, 9, busy=0.5, occupied=0.5) == {}
     assert decided(both, 200, busy=0.1, occupied=0.5) == {"expert_servers": 1}
     assert decided(both, 200, busy=0.5, occupied=0.1) == {"attention_workers": 1}
+
+
+def test_prefill_workers_scale_by_the_time_for_which_they_have_prompts() -> None:
+    roles = "attention-workers=1:4,prefill-workers=1:4"
+    both = ClusterConfig(attention_workers=2, prefill_workers=2, autoscale=roles)
+    assert decided(both, 9, busy=0.0, occupied=0.5, prefill=0.95) == {"prefill_workers": 3}
+    assert decided(both, 9, busy=0.0, occupied=0.95) == {"attention_workers": 3}
+    assert decided(both, 200, busy=0.0, occupied=0.5, prefill=0.1) == {"prefill_workers": 1}
+    assert decided(both, 9, busy=0.0, occupied=0.5, waiting=20) == {"prefill_workers": 4}
+    beside = replace(RANKS, prefill_workers=2, autoscale="ranks=1:4,prefill-workers=1:4")
+    assert decided(beside, 9, busy=0.5, occupied=0.5, prefill=0.95) == {"prefill_workers": 3}
+    alone = replace(beside, autoscale="prefill-workers=1:4")
+    assert decided(alone, 9, busy=0.95, occupied=0.95, prefill=0.95) == {"prefill_workers": 3}
 
 
 def test_ranks_scale_as_pairs_by_the_busier_half() -> None:
@@ -283,6 +306,7 @@ def test_a_skewed_load_moves_experts_during_traffic(
 @pytest.mark.parametrize(
     ("role", "settings", "autoscale"),
     [
+        ("prefill worker", {"expert_servers": 0, "prefill_workers": 1}, "prefill-workers=1:2"),
         ("expert server", {"expert_servers": 1}, "1:2"),
         ("attention worker", {"expert_servers": 0}, "attention-workers=1:2"),
         (
@@ -291,7 +315,7 @@ def test_a_skewed_load_moves_experts_during_traffic(
             "ranks=1:2",
         ),
     ],
-    ids=["servers", "workers", "ranks"],
+    ids=["prefill", "servers", "workers", "ranks"],
 )
 def test_autoscaling_adds_and_removes_processes_of_a_real_cluster(
     role: str,

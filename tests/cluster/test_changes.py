@@ -14,7 +14,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes, ScalingLimits
+from moesaic.cluster.scaling import Change, Changes, Joined, ScalingLimits
 from moesaic.config import ClusterConfig, ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -43,6 +43,7 @@ class FakeProcess:
 
     def kill(self) -> None:
         self.stopped = True
+        self.connection.close()
 
     def stop(self) -> None:
         self.stopped = True
@@ -213,6 +214,33 @@ def test_servers_that_are_gone_are_removed_together(spawning: list[Scene]) -> No
     assert not advance(change)
     assert scene.members.servers == [stays]
     assert scene.directories()[-1].experts == {0: ONE}
+
+
+@pytest.mark.parametrize("own_fault", [False, True])
+def test_a_server_whose_join_another_one_spoilt_may_join_again(
+    own_fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Example: it joins while the host of an earlier server dies. After a Shutdown it would end for good."""
+    scene = Scene(2)
+    more = Placement(1, 4, {0: {0: [0, 1], 1: [0, 1, 2, 3], 2: [2]}})
+    monkeypatch.setattr(scene.changes, "_placed", lambda numbers: more)
+    process = scene.process("expert server 2")
+    change = scene.changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
+    assert advance(change)
+    newcomer = scene.members.servers[2]
+    newcomer.confirmed_hold = newcomer.last_hold
+    newcomer.stage = Stage.SERVING
+    if own_fault:
+        newcomer.stage, newcomer.complaint, newcomer.confirmed_hold = Stage.STARTING, "no such tensor", 0
+    else:
+        assert advance(change)
+        scene.now = 2.0  # clients need not connect any more
+        assert advance(change)
+        scene.members.servers[1].stage = Stage.STOPPED
+    with pytest.raises(ScalingError, match="no such tensor" if own_fault else "server 1 did not come up"):
+        next(change)
+    assert (messages.Shutdown() in scene.said("expert server 2")) == own_fault
+    scene.members.stop()
 
 
 def test_while_it_changes_a_restarted_server_holds_what_both_placements_give_it() -> None:

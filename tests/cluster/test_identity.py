@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from moesaic import LLM, SamplingParams
-from moesaic.cluster import local
+from moesaic.cluster import launcher, local
 from moesaic.config import QueueConfig, Schedule
 from tests.support.cluster_driver import Answer, cluster
 
@@ -126,8 +126,8 @@ def test_the_same_bits_whatever_the_queues_wait_for(
 
         return spawned
 
-    monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spy(local.spawn_server))
-    monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", spy(local.spawn_worker))
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spy(launcher.spawn_server))
+    monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", spy(launcher.spawn_worker))
     queues = QueueConfig(0.02, 4, 64, 5.0)
     with cluster(schedule="async", attention_workers=2, expert_servers=2, queues=queues) as served:
         served.submit(*workload(8, 24))

@@ -248,3 +248,37 @@ def once(tokens: int, action: Callable[[], None]) -> Callable[[int], None]:
 
 def kill(served: Cluster, name: str) -> None:
     os.kill(served.pid(name), signal.SIGKILL)
+
+
+HOSTS = """
+[links]
+latency_us = 100
+gb_per_s = 1
+inside_latency_us = 5
+inside_gb_per_s = 10
+[[hosts]]
+name = "a"
+workers = [0]
+servers = [0]
+[[hosts]]
+name = "b"
+workers = [1]
+servers = [1]
+"""
+
+
+@pytest.mark.slow
+def test_on_hosts_affinity_needs_no_ranks(alone: Alone, tmp_path: Path) -> None:
+    """Requests go where links leave most of their pairs, and the bits are the same."""
+    file = write(tmp_path, alone.profile, shuffled(alone.profile, 0))
+    hosts_file = tmp_path / "hosts.toml"
+    hosts_file.write_text(HOSTS)
+    shape = {"attention_workers": 2, "expert_servers": 2, "placement": file}
+    with cluster(**shape, topology=str(hosts_file)) as served:
+        served.connected()
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish() == alone.answers
+        served.until(lambda: served.supervisor.report().counters.far_bytes > 0)
+        report = served.supervisor.report()
+        assert report.dispatch == "affinity"
+        assert [host.name for host in report.hosts] == ["a", "b"]

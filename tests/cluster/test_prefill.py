@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.cluster.member import RestartRule
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.request import RequestOutput
 from moesaic.core.structured import StructuredOutputsParams
 from moesaic.launch import launch
 from moesaic.testing import byte_tokenizer
+from tests.cluster.test_groups import same
 from tests.cluster.test_identity import alone
 from tests.support import model_configs, pairs, tiny_models
 from tests.support.cluster_driver import PATIENCE, Answer, Cluster, cluster
@@ -100,6 +102,58 @@ def test_every_cache_type_travels(cache: str) -> None:
         assert served.finish() == alone(*workload(), kv_cache_dtype=cache)
         nothing_is_left(served)
         served.until(lambda: served.stats.transfers.received == 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+@pytest.mark.parametrize("cache", ["float32", "int8"])
+def test_layers_travel_while_others_are_computed(cache: str, schedule: str) -> None:
+    """In long prompts each layer is enough for a piece. Chunks of 128 rows leave 72 of the last prompt."""
+    numbers = random.Random(3)
+    prompts = [[numbers.randrange(3, 900) for _ in range(length)] for length in (200, 400, 129, 456)]
+    asked = prompts, [SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=0)] * 4
+    with prefill_cluster(
+        expert_servers=1, schedule=schedule, kv_cache_dtype=cache, max_num_batched_tokens=128
+    ) as served:
+        served.submit(*asked)
+        assert served.finish() == alone(*asked, kv_cache_dtype=cache)
+        nothing_is_left(served)
+        served.until(lambda: served.stats.transfers.received == 4)
+        transfers = served.stats.transfers
+        assert 0 < transfers.early_bytes < transfers.sent_bytes
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "ranks with experts": {"expert_servers": 0},
+    "all-reduce": {"expert_servers": 0, "moe_collectives": "all-reduce"},
+    "lockstep": {"expert_servers": 1},
+    "async": {"expert_servers": 1, "schedule": "async", "attention_workers": 2},
+    "barrier": {"expert_servers": 1, "schedule": "barrier", "prefill_workers": 2},
+    "two batches in flight": {"expert_servers": 1, "inflight_batches": 2},
+}
+
+
+@pytest.mark.parametrize("shape", pairs.some(list(GROUPS), ["ranks with experts", "async"]))
+def test_kv_of_all_ranks_travels(shape: str) -> None:
+    """From a group of ranks to another one, whose ranks have the same heads."""
+    with prefill_cluster(tensor_parallel_size=2, **GROUPS[shape]) as served:
+        served.submit(*workload())
+        same(served.finish(), alone(*workload()))
+        nothing_is_left(served)
+        served.until(lambda: served.stats.transfers.received == 6)
+        assert served.stats.transfers.failed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["prefill worker 0", "attention worker 0"])
+def test_a_group_dies_during_a_transfer(victim: str) -> None:
+    with prefill_cluster(tensor_parallel_size=2, expert_servers=1) as served:
+        served.submit(*workload(40))
+        kill = DuringTransfer(served, victim, after=3)
+        same(served.finish(kill), alone(*workload(40)))
+        assert kill.left == 0
+        served.until(lambda: all(one.stage == "serving" for one in served.supervisor.status()))
+        nothing_is_left(served)
 
 
 FAMILIES = {"states": "qwen3-next", "convolutions": "lfm2", "latent": "deepseek-lite"}
@@ -207,6 +261,33 @@ def test_without_a_prefill_worker_the_others_compute_prompts(monkeypatch: pytest
         served.submit(*workload())
         assert served.finish()[len(LENGTHS) + 1 :] == alone(*workload())
         assert served.stats.transfers.sent == before
+
+
+@pytest.mark.parametrize("count", pairs.some([1, 2], [1]))
+def test_a_prefill_worker_that_keeps_dying_is_given_up(count: int) -> None:
+    """Its prompts go to the other one, or to the attention worker if there is none."""
+    with prefill_cluster(prefill_workers=count) as served:
+        served.supervisor._rule = RestartRule(first_delay=0.01)
+        served.submit(*workload(40))
+        killed: set[int] = set()
+
+        def given_up() -> bool:
+            [one] = [one for one in served.supervisor.status() if one.name == "prefill worker 0"]
+            if one.pid is not None and one.pid not in killed:
+                killed.add(one.pid)
+                os.kill(one.pid, signal.SIGKILL)
+            return one.stage == "stopped"
+
+        served.until(given_up)
+        assert served.finish() == alone(*workload(40))
+        served.submit(*workload(4))
+        assert served.finish()[len(LENGTHS) + 1 :] == alone(*workload(4))
+        nothing_is_left(served)
+        report = served.supervisor.report()
+        [gone] = [one for one in report.processes if one.stage != "serving"]
+        assert (gone.name, gone.stage, gone.deaths, gone.pid) == ("prefill worker 0", "stopped", 6, None)
+        assert "signal 9" in (gone.last_failure or "")
+        assert "prefill worker 0 keeps dying; " in report.failures[-1].what
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from moesaic.cluster.router import Router
 from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.messages import Message
+from moesaic.core.metrics import TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.transport.local import LocalConnection, local_pair
 from tests.support.fake_worker import info
@@ -23,8 +26,8 @@ PREFILL = 100
 class Workers:
     """A router, two workers that generate, and two prefill workers."""
 
-    def __init__(self) -> None:
-        self.router = Router()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.router = Router(clock=clock)
         self.ends: dict[int, LocalConnection] = {}
         for number in (0, 1, PREFILL, PREFILL + 1):
             self.join(number)
@@ -238,3 +241,32 @@ def test_prompts_that_wait_are_placed_once_when_a_worker_joins_or_the_prefill_wo
             workers.router.leave(PREFILL + 1)
             assert sum(load.requests for load in workers.router.loads().values()) == 3
         assert workers.router.stats().waiting == 0
+
+
+def test_what_has_arrived_is_known_whichever_report_comes_first() -> None:
+    """A link of the prefill worker reports in a thread of its own, so its news may be newer than a step's."""
+    workers = Workers()
+    old, new = (TransferStats(sent=1, sent_bytes=size, sent_seconds=size / 8) for size in (100, 300))
+    news = [messages.Stats(WorkerStats(running=1, transfers=old)), messages.KVSent(new)]
+    for first, second in (news, news[::-1]):
+        workers.router.take(PREFILL, first)
+        workers.router.take(PREFILL, second)
+        assert workers.router.stats().transfers == new
+        assert workers.router.stats().running == 1
+    assert workers.heard()[-1] == messages.Stats(WorkerStats(running=1, transfers=new))
+
+
+def test_a_prefill_worker_is_busy_while_it_has_prompts_or_sends_their_kv() -> None:
+    now = 0.0
+    workers = Workers(lambda: now)
+    workers.submit()
+    now = 2.0
+    workers.sampled()
+    now = 3.0
+    assert workers.router.prefill_seconds() == {PREFILL: 3.0, PREFILL + 1: 0.0}
+    workers.router.take(0, messages.KVReceived(1))
+    now = 9.0
+    assert workers.router.prefill_seconds() == {PREFILL: 3.0, PREFILL + 1: 0.0}
+    workers.router.take(PREFILL + 1, messages.Stats(WorkerStats(waiting=4)))
+    workers.router.take(0, messages.Stats(WorkerStats(waiting=3)))
+    assert (workers.router.waiting_prompts(), workers.router.stats().waiting) == (4, 7)

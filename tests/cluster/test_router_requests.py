@@ -152,3 +152,30 @@ def test_the_engine_learns_which_requests_moved() -> None:
     told(router)
     router.leave(1)
     assert told(router) == [], "nothing ran there"
+
+
+def test_a_suspected_worker_gets_no_new_requests_and_keeps_its_own() -> None:
+    router = Router()
+    ends = [joined(router, 0), joined(router, 1)]
+    router.send(messages.Submit([asked(0), asked(1)]))
+    assert [submitted(end) for end in ends] == [[0], [1]]
+    router.suspect(0, True)
+    router.send(messages.Submit([asked(2), asked(3)]))
+    assert [submitted(end) for end in ends] == [[], [2, 3]]
+    router.take(0, token(0, 5))
+    assert told(router)[-1] == token(0, 5), "what it has sent counts"
+    router.suspect(0, False)
+    router.send(messages.Submit([asked(4)]))
+    assert [submitted(end) for end in ends] == [[4], []]
+
+
+def test_requests_that_came_while_all_workers_were_suspected_go_to_the_first_one_that_is_trusted() -> None:
+    router = Router()
+    end = joined(router, 0)
+    router.suspect(0, True)
+    router.send(messages.Submit([asked(0), asked(1)]))
+    assert submitted(end) == []
+    router.suspect(0, False)
+    assert submitted(end) == [0, 1]
+    router.suspect(0, False)
+    assert submitted(end) == [], "each of them once"

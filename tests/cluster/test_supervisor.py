@@ -15,6 +15,7 @@ import pytest
 
 from moesaic.cluster import local
 from moesaic.cluster.change_queue import ChangeQueue, _QueuedChange
+from moesaic.cluster.member import Stage
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig, ExpertServerConfig
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -284,5 +285,38 @@ def test_a_change_that_breaks_is_not_done() -> None:
     assert change_queue.under_way is None
     with pytest.raises(ScalingError, match="scaling failed: KeyError: 'a bug'"):
         future.result(0)
+    change_queue.stop("the end")
+    scene.members.stop()
+
+
+def test_a_lost_server_does_not_wait_for_a_worker_that_loads() -> None:
+    """And the worker is added when it is ready, or given up, whatever else changes."""
+    scene = Scene(2)
+    settings = ClusterConfig(expert_servers=2)
+    change_queue = ChangeQueue(
+        scene.members, scene.publisher, scene.router, settings, lambda: scene.now, print
+    )
+    change_queue.lay_out(LAYOUT)
+    came: list[str] = []
+
+    def loading() -> Any:
+        while not came:
+            yield
+
+    change_queue._arriving.append(_QueuedChange("a worker joins", loading()))
+    change_queue.advance(0.0)
+    assert change_queue.under_way == "a worker joins"
+    stays, gone = scene.members.servers
+    gone.stage, gone.child = Stage.STOPPED, None
+    change_queue.advance(0.0)
+    assert change_queue.under_way == "expert server 1: gone"
+    scene.holds(stays)
+    change_queue.advance(0.0)
+    scene.settle()
+    change_queue.advance(0.0)
+    assert scene.members.servers == [stays] and change_queue.under_way == "a worker joins"
+    came.append("now")
+    change_queue.advance(0.0)
+    assert change_queue.under_way is None
     change_queue.stop("the end")
     scene.members.stop()

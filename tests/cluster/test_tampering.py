@@ -16,12 +16,13 @@ from tests.support.flipping_relay import Change, relay
 COUNT, TOKENS = 6, 48
 JOIN = """
 import sys
+from moesaic.core.endpoint import Endpoint
 from moesaic.transport import listening
 made = listening.Listener.__init__
 
-def told(self, *arguments):
-    made(self, *arguments)
-    self.address = {address!r}  # what it tells the cluster: the relay's
+def told(self, *arguments, **named):
+    made(self, *arguments, **named)
+    self.endpoint = Endpoint({address!r}, {address!r})  # what it tells the cluster: the relay's
 
 listening.Listener.__init__ = told
 from moesaic.__main__ import main

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.cluster.links import Links
+from moesaic.cluster.links import BETWEEN, INSIDE, Links
 from moesaic.cluster.member import Member, Role
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig
@@ -109,6 +109,20 @@ def test_on_one_host_only_the_own_ranks_server_counts() -> None:
     found = Processes(3, 3).links(ranks=3)
     for worker in range(3):
         assert found.worth(worker, range(3)).tolist() == [float(rank == worker) for rank in range(3)]
+
+
+def test_worth_and_prices_follow_who_joins_and_what_is_measured() -> None:
+    members = Processes(1, 1)
+    found = members.links()
+    assert found.worth(0, [0]).tolist() == [0.0], "all links are alike"
+    assert found.prices(members.workers, [0]) == ()
+    members.joins(Role.SERVER, "boot:1", "10.0.0.1")
+    assert found.worth(0, [0, 1]).tolist() == pytest.approx([1 - BETWEEN.bandwidth / INSIDE.bandwidth, 0.0])
+    found.measured("boot:1", LinkModel(1e-4, INSIDE.bandwidth / 2))
+    assert found.worth(0, [0, 1]).tolist() == pytest.approx([0.5, 0.0])
+    assert found.worth(0, [1, 0]).tolist() == pytest.approx([0.0, 0.5])
+    [prices] = found.prices(members.workers, [0, 1])
+    assert prices == pytest.approx((1 / INSIDE.bandwidth, 2 / INSIDE.bandwidth))
 
 
 def test_links_of_hosts_that_joined() -> None:
@@ -213,12 +227,12 @@ from pathlib import Path
 from moesaic.transport import host
 
 host.this_host = lambda: "another boot:1"  # before any other module takes it from there
-from moesaic.joining import member
 from moesaic.joining.options import JoinOptions
+from moesaic.joining.server import serve_once
 from moesaic.transport.secret import read_secret
 
 secret = read_secret(Path(sys.argv[2]), "secret")
-member.server(JoinOptions(sys.argv[1], threads=1), secret, lambda enlisted: None)
+serve_once(JoinOptions(sys.argv[1], threads=1), secret, lambda enlisted: None)
 """
 
 

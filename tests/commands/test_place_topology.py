@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.policy.placement.solvers.test_priced import QUICK, pairs_of_topics
+from tests.support.planted_profiles import noise
 
 from moesaic import cli
 from moesaic.core.placement import Placement
@@ -87,7 +88,7 @@ def test_ranks_without_a_host_are_refused(
     hosts.write_text(TWO_HOSTS)
     arguments = [profile_file, "--ranks", 3, "--compare", "--topology", hosts]
     assert cli.main(["place", *map(str, arguments)]) == 2
-    assert "workers (or ranks): got [0, 1, 2, 3]; allowed: each of 0 to 2" in capsys.readouterr().err
+    assert "servers (or ranks): got [0, 1, 2, 3]; allowed: each of 0 to 2" in capsys.readouterr().err
 
 
 def test_loads_alone_know_no_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,3 +112,19 @@ def test_every_solver_is_priced(
         found = json.loads(place(capsys, *common, "--output-file", out, "--json"))
         for solver in found["solvers"]:
             assert solver["links"]["seconds_after"] <= solver["links"]["seconds_before"]
+
+
+def test_workers_of_one_host_get_cheap_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both workers and two of four servers are on host a. Some experts are chosen much more than others."""
+    profile_file = tmp_path / "profile.npz"
+    replace(noise(4, 8, 3, 2, requests=40), hidden=16).save(profile_file)
+    hosts, out = tmp_path / "hosts.toml", tmp_path / "out.json"
+    hosts.write_text(
+        TWO_HOSTS.replace("ranks = [0, 1]", "workers = [0, 1]\nservers = [0, 1]").replace("ranks", "servers")
+    )
+    common = [profile_file, "--ranks", 4, "--solver", "vanilla", "--share", 0.5, "--topology", hosts]
+    found = json.loads(place(capsys, *common, "--output-file", out, "--json"))
+    links = found["solvers"][0]["links"]
+    assert {tuple(one["hosts"]) for one in links["links"]} == {("a", "a"), ("a", "b")}
+    assert links["seconds_after"] < 0.95 * links["seconds_before"]
+    assert "no worker has a server of its own" in place(capsys, *common, "--output-file", out)

@@ -73,7 +73,8 @@ def test_prices_are_seconds_of_a_byte() -> None:
     found.check_ranks(3)
     expected = np.array([[0, 0.05, 0.8], [0.05, 0, 0.8], [0.8, 0.8, 0]]) * 1e-9
     assert np.allclose(found.prices(3), expected)
-    assert found.places(3).tolist() == [0, 0, 1]
+    assert found.beside(3)
+    assert found.worker_places().tolist() == found.server_places(3).tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -126,14 +127,19 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         topology.read(tmp_path / "list.json")
 
 
+def test_prices_of_workers_that_are_no_ranks() -> None:
+    hosts = [{"name": "a", "workers": [3], "servers": [0]}, {"name": "b", "servers": [1]}]
+    found = topology.of_tables({**TABLES, "hosts": hosts, "between": []}, "here")
+    found.check_ranks(2)
+    assert not found.beside(2)
+    assert found.workers == (3,)
+    assert np.allclose(found.prices(2), np.array([[0.05, 0.8]]) * 1e-9), "no server is its own"
+
+
 def test_ranks_need_a_host_each() -> None:
     found = topology.of_tables(TABLES, "here")
-    with pytest.raises(ConfigError, match=r"workers \(or ranks\): got \[0, 1, 2\]; allowed: each of 0 to 1"):
+    with pytest.raises(ConfigError, match=r"servers \(or ranks\): got \[0, .* 4\]; allowed: each of 0 to 1"):
         found.check_ranks(2)
-    apart = {
-        **TABLES,
-        "hosts": [{"name": "a", "workers": [0]}, {"name": "b", "servers": [0]}],
-        "between": [],
-    }
-    with pytest.raises(ConfigError, match="server 0: got \"host 'b'\"; allowed: on host 'a' too"):
-        topology.of_tables(apart, "here").check_ranks(1)
+    idle = {**TABLES, "hosts": [{"name": "a", "servers": [0]}], "between": []}
+    with pytest.raises(ConfigError, match=r"workers \(or ranks\): got \[\]; allowed: 1 or more"):
+        topology.of_tables(idle, "here").check_ranks(1)

@@ -29,9 +29,15 @@ def filled(kv: PagedKV) -> PagedKV:
 def test_blocks_are_the_same_in_other_places(layout: KVLayout, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     kv, other = filled(paged(layout, dtype)), paged(layout, dtype)
-    data = kv.copy_blocks(np.array([3, 0, 4]))
-    assert kv.block_bytes == 4 * bytes_per_token(layout, 2, dtype) and len(data) == 3 * kv.block_bytes
-    other.put_blocks(np.array([1, 2, 4]), data, skipped=1)
+    blocks, places = np.array([3, 0, 4]), np.array([1, 2, 4])
+    data = kv.copy_blocks(blocks, range(2))
+    assert (kv.num_layers, kv.layer_bytes) == (2, 4 * bytes_per_token(layout, 1, dtype))
+    assert len(data) == 3 * 2 * kv.layer_bytes
+    apart = [kv.copy_blocks(blocks, range(layer, layer + 1)) for layer in range(2)]
+    assert (np.concatenate(apart) == data).all()
+    other.put_blocks(places, range(1, 2), apart[1], skipped=1)
+    assert not other.keys(0).view(torch.uint8).any() and other.keys(1).view(torch.uint8).any()
+    other.put_blocks(places, range(2), data, skipped=1)
     for layer in range(2):
         for mine, theirs in ((kv.keys, other.keys), (kv.values, other.values)):
             found, there = mine(layer).view(torch.uint8), theirs(layer).view(torch.uint8)

@@ -12,9 +12,10 @@ import pytest
 from moesaic.config import HostTransport
 from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
+from moesaic.core.metrics import TransferStats
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.kvcache.images import Bytes
+from moesaic.kvcache.images import Bytes, Written
 from moesaic.policy.scheduling.schedulers.actions import Restore, StepPlan
 from moesaic.runtime.transfer import sending
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader
@@ -30,20 +31,29 @@ NONE = np.zeros(0, np.int64)
 
 
 class Memory:
-    """8 blocks of 6 bytes; pages and seats of 3 bytes each."""
+    """8 blocks of 3 layers, of 2 bytes in each; pages and seats of 3 bytes each."""
 
-    block_bytes, state_bytes = 6, 6
+    num_layers, layer_bytes, state_bytes = 3, 2, 6
 
     def __init__(self, seed: int) -> None:
         draw = np.random.default_rng(seed)
         self.blocks = draw.integers(0, 256, (8, 6), np.uint8)
         self.states = draw.integers(0, 256, (8, 3), np.uint8)
+        self.written: Written = lambda layer: None
 
-    def copy_blocks(self, blocks: IntArray) -> Bytes:
-        return self.blocks[blocks].reshape(-1)
+    def watch(self, written: Written) -> None:
+        self.written = written
 
-    def put_blocks(self, blocks: IntArray, data: Bytes, skipped: int = 0) -> None:
-        self.blocks[blocks[skipped:]] = data.reshape(-1, 6)[skipped:]
+    def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
+        return self._of(layers)[blocks].swapaxes(0, 1).reshape(-1)
+
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
+        lines = data.reshape(len(layers), len(blocks), 2).swapaxes(0, 1)
+        self._of(layers)[blocks[skipped:]] = lines[skipped:]
+
+    def _of(self, layers: range) -> Bytes:
+        """[8, layers, 2]"""
+        return self.blocks.reshape(8, 3, 2)[:, layers.start : layers.stop]
 
     def copy_states(self, page: int, seat: int) -> Bytes:
         return self.states[[page, seat]].reshape(-1)
@@ -55,11 +65,13 @@ class Memory:
 class Pair:
     """A sender and a receiver, and what they report."""
 
-    def __init__(self, transport: HostTransport = "shm", most_queued: int = 1 << 20) -> None:
+    def __init__(
+        self, transport: HostTransport = "shm", most_queued: int = 1 << 20, early: int = 1 << 20
+    ) -> None:
         self.here, self.there = Memory(1), Memory(2)
         self.reports: list[messages.Message] = []
         self.receiver = KVReceiver(self.there, BLOCK, self.reports.append)
-        self.sender = KVSender(self.here, BLOCK, self.reports.append, transport, most_queued)
+        self.sender = KVSender(self.here, BLOCK, self.reports.append, transport, most_queued, early)
 
     def begin(self, transfer: int = 1, tokens: int = 10, endpoint: Endpoint | None = None) -> None:
         """Request 5 of so many tokens, one of which is generated, arrives at the sender."""
@@ -67,12 +79,20 @@ class Pair:
         request = Request(5, [1] * (tokens - 1), SamplingParams())
         self.sender.expect(messages.Submit([request], [[9]], {5: target}))
 
-    def step(self, done: int, request_id: int = 5) -> None:
-        """The rows up to `done` are computed, in blocks 3, 1, 6, from page 4 to page 2 and in seat 7."""
+    def step(self, done: int, request_id: int = 5, layers: int = 0, ends: bool = True) -> None:
+        """The rows up to `done` are computed, in blocks 3, 1, 6, from page 4 to page 2 and in seat 7.
+
+        layers: so many of them tell that they are written; those of a replayed step tell nothing.
+        """
         line = np.array([[4, 0, 2, 7]])
         table, one = np.array([[3, 1, 6]]), np.array([1])
         batch = TokenBatch(one, one, np.array([0, 1]), np.array([done]), table, NONE, line)
-        self.sender.computed(StepPlan(0, batch, np.array([request_id]), one, NONE, NONE))
+        plan = StepPlan(0, batch, np.array([request_id]), one, NONE, NONE)
+        self.sender.begin(plan)
+        for layer in range(layers):
+            self.here.written(layer)
+        if ends:
+            self.sender.computed(plan)
 
     def close(self) -> None:
         self.sender.close()
@@ -123,6 +143,64 @@ def test_blocks_travel_as_they_are_complete_and_the_last_one_with_the_states(
     assert pair.receiver.stats().held_bytes == 0 and pair.receiver.stats().received_tokens == 6
     pair.wait(lambda: pair.sender.stats().sent_bytes == 3 * HEADER_BYTES + 18 + 6)
     assert pair.sender.stats().sent == 1 and pair.sender.stats().failed == 0
+    pair.close()
+
+
+def test_an_idle_sender_reports_that_all_has_arrived(pair: Pair) -> None:
+    """Nothing else happens at it after the last step, which ends before the last pieces have arrived."""
+    pair.begin()
+    pair.step(5)
+    pair.step(10)
+    pair.wait(lambda: pair.sender.stats().sent_bytes == 2 * HEADER_BYTES + 18 + 6)
+    pair.wait(lambda: messages.KVSent(pair.sender.stats()) in pair.reports)
+
+
+def test_layers_leave_before_their_step_has_ended() -> None:
+    """In groups of enough bytes. The last layer stays until the end, also for a step that ends early."""
+    pair = Pair(early=4)
+    pair.begin(tokens=10)
+    pair.step(5, layers=1, ends=False)  # one block of one layer
+    assert pair.receiver.stats().held_bytes == 0 == pair.sender.stats().sent_bytes
+    pair.here.written(1)
+    pair.wait(lambda: pair.receiver.stats().held_bytes == 4)
+    pair.here.written(2)
+    kept = pair.here.blocks.copy()
+    pair.step(5)
+    pair.wait(lambda: pair.receiver.stats().held_bytes == 6)
+    pair.here.blocks[3] = 0  # it was copied
+    pair.step(10, layers=3, ends=False)  # two blocks: a piece each of layers 0 and 1
+    pair.wait(lambda: pair.sender.stats().early_bytes == 3 * HEADER_BYTES + 12)
+    pair.step(10)
+    pair.arrived()
+    assert pair.claim() == {5: 10}
+    pair.receiver.restore(Restore(5, range(10), np.array([0, 2, 4]), (1, 0, 1, 6)))
+    assert (pair.there.blocks[[0, 2, 4]] == kept[[3, 1, 6]]).all()
+    assert (pair.there.states[[1, 6]] == pair.here.states[[4, 7]]).all()
+    pair.wait(lambda: pair.sender.stats().sent_bytes == 5 * HEADER_BYTES + 18 + 6)
+    assert pair.sender.stats().early_bytes == 3 * HEADER_BYTES + 12
+    pair.close()
+
+
+def test_layers_of_steps_that_tell_nothing_leave_at_the_end() -> None:
+    pair = Pair(early=1)
+    pair.begin(tokens=10)
+    pair.step(5, layers=2)
+    pair.step(10)
+    pair.arrived()
+    assert pair.claim() == {5: 10}
+    pair.receiver.restore(Restore(5, range(10), np.array([0, 2, 4]), (1, 0, 1, 6)))
+    assert (pair.there.blocks[[0, 2, 4]] == pair.here.blocks[[3, 1, 6]]).all()
+    pair.close()
+
+
+def test_a_request_that_ends_during_a_step_sends_nothing_more() -> None:
+    pair = Pair(early=1)
+    pair.begin(tokens=10)
+    pair.step(5, ends=False)
+    pair.sender.forget([5])
+    pair.here.written(0)
+    pair.step(5, layers=3)
+    assert pair.sender.stats() == TransferStats() and pair.reports == []
     pair.close()
 
 
@@ -198,19 +276,30 @@ def post(caller: Caller, *parts: bytes) -> None:
     caller.post(call)
 
 
+def header(
+    first: int, blocks: int, tokens: int = 0, layers: tuple[int, int] = (0, 3), transfer: int = 1
+) -> PieceHeader:
+    """layers: the first one, and their number."""
+    return PieceHeader(transfer, *layers, first, blocks, tokens)
+
+
 DAMAGED: dict[str, list[tuple[bytes, bytes]]] = {
     "short": [(b"x", b"")],
-    "bytes are missing": [(PieceHeader(1, 0, 2, 0).pack(), bytes(6))],
-    "too many": [(PieceHeader(1, 0, 1, 0).pack(), bytes(7))],
-    "no states": [(PieceHeader(1, 0, 1, 4).pack(), bytes(6))],
-    "a gap": [(PieceHeader(1, 1, 1, 0).pack(), bytes(6))],
-    "twice": [(PieceHeader(1, 0, 1, 0).pack(), bytes(6))] * 2,
+    "bytes are missing": [(header(0, 2).pack(), bytes(6))],
+    "too many": [(header(0, 1).pack(), bytes(7))],
+    "no states": [(header(0, 1, 4).pack(), bytes(6))],
+    "a gap": [(header(1, 1).pack(), bytes(6))],
+    "twice": [(header(0, 1).pack(), bytes(6))] * 2,
     "behind the end": [
-        (PieceHeader(1, 0, 1, 4).pack(), bytes(12)),
-        (PieceHeader(1, 1, 1, 0).pack(), bytes(6)),
+        (header(0, 1, 4).pack(), bytes(12)),
+        (header(1, 1).pack(), bytes(6)),
     ],
-    "more tokens than blocks": [(PieceHeader(1, 0, 1, 5).pack(), bytes(12))],
-    "more blocks than tokens": [(PieceHeader(1, 0, 2, 4).pack(), bytes(18))],
+    "a layer that is not there": [(header(0, 1, layers=(2, 2)).pack(), bytes(4))],
+    "no layer": [(header(0, 1, layers=(1, 0)).pack(), b"")],
+    "the last piece before another layer": [(header(0, 1, 4, layers=(0, 2)).pack(), bytes(10))],
+    "a layer twice": [(header(0, 1, layers=(1, 1)).pack(), bytes(2)), (header(0, 1).pack(), bytes(6))],
+    "more tokens than blocks": [(header(0, 1, 5).pack(), bytes(12))],
+    "more blocks than tokens": [(header(0, 2, 4).pack(), bytes(18))],
 }
 
 
@@ -233,8 +322,8 @@ def test_a_damaged_piece_ends_its_connection_and_nothing_else(
 
 def test_unfinished_kv_of_a_dead_prefill_worker_is_forgotten(pair: Pair) -> None:
     caller = by_hand(pair)
-    post(caller, PieceHeader(1, 0, 1, 0).pack(), bytes(6))
-    post(caller, PieceHeader(2, 0, 1, 4).pack(), bytes(12))
+    post(caller, header(0, 1).pack(), bytes(6))
+    post(caller, header(0, 1, 4, transfer=2).pack(), bytes(12))
     pair.arrived(2)
     caller.close()
     pair.wait(lambda: pair.receiver.stats().held_bytes == 12)

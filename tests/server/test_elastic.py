@@ -42,13 +42,15 @@ def test_scaling_is_answered_with_the_new_status(launch: Launch) -> None:
     status = live.post("/scale_elastic_ep", expert_servers=4).json()
     assert sum(process["role"] == "expert server" for process in status["processes"]) == 4
     live.post("/scale_elastic_ep", attention_workers=2, expert_servers=3)
-    assert cluster.asked == [(4, None), (3, 2)]
+    live.post("/scale_elastic_ep", prefill_workers=0)
+    assert cluster.asked == [(4, None, None), (3, 2, None), (None, None, 0)]
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "expert_servers or attention_workers is needed"),
+        ({}, "expert_servers, attention_workers or prefill_workers is needed"),
+        ({"prefill_workers": -1}, "prefill_workers: got -1"),
         ({"expert_servers": 0}, "expert_servers: got 0"),
         ({"attention_workers": -1}, "attention_workers: got -1"),
         ({"expert_servers": "3"}, "expert_servers: got '3'"),
@@ -76,7 +78,10 @@ def test_a_change_that_outlives_the_server_is_answered(launch: Launch) -> None:
         """A newcomer takes for ever."""
 
         def scale(
-            self, expert_servers: int | None = None, attention_workers: int | None = None
+            self,
+            expert_servers: int | None = None,
+            attention_workers: int | None = None,
+            prefill_workers: int | None = None,
         ) -> Future[None]:
             live.front.draining = True
             future: Future[None] = Future()
@@ -96,7 +101,7 @@ def test_changes_need_the_key(launch: Launch) -> None:
             ask = anybody.get if path.startswith("/v1") else anybody.post
             assert ask(path).status_code == 401
     assert live.post("/scale_elastic_ep", expert_servers=1).status_code == 200
-    assert cluster.asked == [(1, None)]
+    assert cluster.asked == [(1, None, None)]
 
 
 def test_changes_need_a_key_where_nothing_else_does(launch: Launch) -> None:

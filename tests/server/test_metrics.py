@@ -78,7 +78,12 @@ def test_names_are_vllms_with_our_prefix() -> None:
                 "group_kept_rows",
             ),
             *("kv_transfers", "kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_failures"),
-            *("kv_received_requests", "kv_received_tokens", "kv_transfer_held_bytes"),
+            *(
+                "kv_transfer_early_bytes",
+                "kv_received_requests",
+                "kv_received_tokens",
+                "kv_transfer_held_bytes",
+            ),
             *("expert_bytes", "chosen_experts", "chosen_experts_in_memory", "expert_exchanges"),
             *("plan_revisions", "offloaded_decode_steps", "micro_batch_size"),
             *("e2e_request_latency_seconds", "request_queue_time_seconds"),

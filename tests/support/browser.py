@@ -131,9 +131,24 @@ class Page:
             if not node["ignored"] and "role" in node
         ]
 
-    def picture(self, file: Path) -> None:
-        """Writes what the window shows as a PNG."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+    def picture(self, file: Path, of: str | None = None) -> None:
+        """Writes what the window shows as a PNG, or one element of the page, by its selector."""
+        clip = {} if of is None else {"clip": self.box(of) | {"scale": 2}, "captureBeyondViewport": True}
+        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **clip)["data"]))
+
+    def still(self, quality: int) -> bytes:
+        """What the window shows, as a WebP of this quality in percent."""
+        taken = self.call("Page.captureScreenshot", format="webp", quality=quality)
+        return base64.b64decode(taken["data"])
+
+    def box(self, selector: str) -> dict[str, float]:
+        """Where an element of the page is, with eight pixels around it, in pixels of the page."""
+        found: dict[str, float] = self.run(
+            f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
+            " return { x: box.x + scrollX - 8, y: box.y + scrollY - 8, width: box.width + 16,"
+            " height: box.height + 16 }; })()"
+        )
+        return found
 
 
 @contextlib.contextmanager

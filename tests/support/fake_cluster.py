@@ -31,7 +31,7 @@ class FakeCluster:
     def __init__(self, pairs: IntArray | None = None, failure: Exception | None = None) -> None:
         self.servers, self.workers = 2, 1
         self.failure = failure
-        self.asked: list[tuple[int | None, int | None]] = []
+        self.asked: list[tuple[int | None, ...]] = []
         self.killed: list[str] = []
         self._pairs = pairs
 
@@ -89,8 +89,13 @@ class FakeCluster:
             raise self.failure
         self.killed.append(name)
 
-    def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
-        self.asked.append((expert_servers, attention_workers))
+    def scale(
+        self,
+        expert_servers: int | None = None,
+        attention_workers: int | None = None,
+        prefill_workers: int | None = None,
+    ) -> Future[None]:
+        self.asked.append((expert_servers, attention_workers, prefill_workers))
         future: Future[None] = Future()
         if self.failure is not None:
             future.set_exception(self.failure)

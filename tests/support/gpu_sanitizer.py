@@ -102,13 +102,22 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor) -> OnDevice:
-        with torch.inference_mode(numbers.is_inference()):  # an inference tensor where that is one
-            made: OnDevice = torch.Tensor._make_wrapper_subclass(
-                cls, numbers.shape, strides=numbers.stride(), storage_offset=numbers.storage_offset(),
-                dtype=numbers.dtype, device=DEVICE,
-            )  # fmt: skip
+        inference = numbers.is_inference()
+        if inference is torch.is_inference_mode_enabled():
+            made = OnDevice._wrapper(numbers)
+        else:
+            with torch.inference_mode(inference):  # an inference tensor where that is one
+                made = OnDevice._wrapper(numbers)
         made.numbers = numbers
         made.look = Look(numbers)
+        return made
+
+    @staticmethod
+    def _wrapper(numbers: torch.Tensor) -> OnDevice:
+        made: OnDevice = torch.Tensor._make_wrapper_subclass(
+            OnDevice, numbers.shape, strides=numbers.stride(), storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype, device=DEVICE,
+        )  # fmt: skip
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -140,6 +149,11 @@ class OnDevice(torch.Tensor):
 
 class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees also the operations that make tensors of the device from nothing, or from those of the CPU."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, as nothing is compiled here: the wrapper that skips it would take a tenth of the time."""
+        return False
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return carry_out(func, args, kwargs or {})
@@ -244,11 +258,11 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """One operation: checked, done on the CPU, its results where a GPU would have them."""
     operation = Operation.of(func)
     given = dict(zip(operation.arguments, args, strict=False)) | kwargs
-    operands = _operands(given)
-    check(operation, operands)
-    device = _result_device(operation.name, given, operands)
+    operands, plain = _operands(given)
     owners = {id(one.numbers): one for _, one in operands if isinstance(one, OnDevice)}
-    plain = {key: _map(value, _numbers) for key, value in given.items()}
+    if owners:
+        check(operation, operands)
+    device = _result_device(operation.name, given, bool(owners))
     if operation.name == "copy_" and given.get("non_blocking") and len(owners) == 1:
         STREAM.waiting.append(functools.partial(func, **plain))
         return given["self"]
@@ -261,8 +275,10 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if operation.name == "to" and device != given["self"].device:
         plain["copy"] = True
     result = func(**plain)
-    if operation.name in FRESH and device == DEVICE:
+    if operation.name in FRESH and device is DEVICE:
         _spoil(result)
+    if device is CPU and not owners:
+        return result
 
     def labelled(one: torch.Tensor) -> torch.Tensor:
         """In-place operations return who they were asked of."""
@@ -272,9 +288,9 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def check(operation: Operation, operands: Operands) -> None:
-    """Raises RuntimeError where CUDA would."""
+    """Raises RuntimeError where CUDA would. At least one operand is on the device."""
     there = [one for _, one in operands if isinstance(one, OnDevice)]
-    if there and len(there) < len(operands) and operation.name not in COPIES:
+    if len(there) < len(operands) and operation.name not in COPIES:
         indexing = operation.name in INDEXING
         here = [
             (key, one)
@@ -286,19 +302,19 @@ def check(operation: Operation, operands: Operands) -> None:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{DEVICE} and cpu! (when checking {operation.name})"
             )
-    if operation.name in PRODUCTS and there and not there[0].is_floating_point():
+    if operation.name in PRODUCTS and not there[0].is_floating_point():
         raise RuntimeError(f'"addmm_cuda" not implemented for {there[0].dtype}')
 
 
-def _result_device(name: str, given: Mapping[str, Any], operands: Operands) -> torch.device:
-    """Where the results are: where it is said, else where the operands are."""
+def _result_device(name: str, given: Mapping[str, Any], there: bool) -> torch.device:
+    """Where the results are: where it is said, else where the operands are. there: one is on the device."""
     if given.get("device") is not None:
         return CPU if torch.device(given["device"]).type == "cpu" else DEVICE
     if name == "to" and "other" in given:
         return given["other"].device  # type: ignore[no-any-return]
     if name in COPIES or name in INDEXING:
         return given["self"].device  # type: ignore[no-any-return]
-    return DEVICE if any(isinstance(one, OnDevice) for _, one in operands) else CPU
+    return DEVICE if there else CPU
 
 
 def _spoil(fresh: torch.Tensor) -> None:
@@ -308,13 +324,18 @@ def _spoil(fresh: torch.Tensor) -> None:
         fresh.fill_(torch.iinfo(fresh.dtype).max)
 
 
-def _operands(given: Mapping[str, Any]) -> Operands:
-    return [
-        (key, one)
-        for key, value in given.items()
-        for one in (value if isinstance(value, list | tuple) else (value,))
-        if isinstance(one, torch.Tensor)
-    ]
+def _operands(given: Mapping[str, Any]) -> tuple[Operands, dict[str, Any]]:
+    """The tensors among the arguments, and the arguments with tensors of the CPU in place of the device's."""
+    operands: Operands = []
+    plain = dict(given)
+    for key, value in given.items():
+        if isinstance(value, torch.Tensor):
+            operands.append((key, value))
+            plain[key] = _numbers(value)
+        elif isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
+            operands += [(key, one) for one in value if isinstance(one, torch.Tensor)]
+            plain[key] = _map(value, _numbers)
+    return operands, plain
 
 
 def _numbers(one: torch.Tensor) -> torch.Tensor:

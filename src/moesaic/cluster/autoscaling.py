@@ -11,7 +11,10 @@ from moesaic.policy.fleet.autoscale import EXPERT_SERVERS, ROLES, Autoscaler, Au
 
 SECONDS = 1.0
 """Seconds between two decisions."""
-PAIRED = "MIN:MAX or ranks=MIN:MAX with --enable-expert-parallel, whose workers and servers are pairs"
+PAIRED = (
+    "MIN:MAX or ranks=MIN:MAX with --enable-expert-parallel, whose workers and servers are pairs, and "
+    "prefill-workers=MIN:MAX"
+)
 
 Process = tuple[int, int]
 """A server's number and incarnation."""
@@ -23,12 +26,13 @@ class Sample:
 
     processes: Mapping[str, int]
     """Number of processes of each kind, by the names of settings."""
-    waiting: int = 0
-    """Number of requests that wait."""
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    """Kind -> number of requests that wait for such a process."""
     missed: int = 0
     """Number of missed latency objectives so far."""
-    busy: Mapping[Process, float] = field(default_factory=dict)
-    """Expert server -> seconds that it has computed so far."""
+    busy: Mapping[str, Mapping[Process, float]] = field(default_factory=dict)
+    """Kind -> process -> seconds that an expert server has computed so far, or for which a prefill worker has
+    had prompts."""
     occupied: float = 0.0
     """Share of the attention workers' seats or KV blocks, whichever is larger, that requests take."""
 
@@ -40,33 +44,37 @@ class Autoscaling:
         """Raises ConfigError if --autoscale is not possible."""
         self._scalers = {role: Autoscaler(rule) for role, rule in autoscale_rules(cluster).items()}
         self._looked = now
-        self._busy: Mapping[Process, float] = {}
+        self._busy: Mapping[str, Mapping[Process, float]] = {}
         self._missed = 0
 
     def wanted(self, now: float, sample: Sample) -> dict[str, int]:
         """Numbers of processes that should change, by the names of settings. Empty between two decisions.
 
-        Servers are as busy as their mean share of the time. Workers are as busy as they are occupied, and
-        ranks as the busier of their two halves. Example: {"expert_servers": 3}.
+        Servers and prefill workers are as busy as their mean share of the time. Attention workers are as busy
+        as they are occupied, and ranks as the busier of their two halves. Example: {"expert_servers": 3}.
         """
         passed = now - self._looked
         if not self._scalers or passed < SECONDS:
             return {}
-        shares = [(seconds - self._busy.get(key, 0.0)) / passed for key, seconds in sample.busy.items()]
+        use = {kind: self._share(kind, sample, passed) for kind in sample.busy}
+        use["attention_workers"] = sample.occupied
         late, self._missed = sample.missed - self._missed, sample.missed
-        self._looked, self._busy = now, dict(sample.busy)
-        computing = min(1.0, sum(shares) / len(shares)) if shares else 0.0
+        self._looked, self._busy = now, sample.busy
         found: dict[str, int] = {}
         for role, scaler in self._scalers.items():
-            use = max(
-                computing if "expert_servers" in ROLES[role] else 0.0,
-                sample.occupied if "attention_workers" in ROLES[role] else 0.0,
-            )
+            busiest = max(use.get(kind, 0.0) for kind in ROLES[role])
+            waiting = max(sample.waiting.get(kind, 0) for kind in ROLES[role])
             count = sample.processes[ROLES[role][0]]
-            number = scaler.decide(now, sample.waiting, use, late, count)
+            number = scaler.decide(now, waiting, busiest, late, count)
             if number != count:
                 found |= dict.fromkeys(ROLES[role], number)
         return found
+
+    def _share(self, kind: str, sample: Sample, passed: float) -> float:
+        """The mean share of the time, since the last decision, in which processes of this kind were busy."""
+        before = self._busy.get(kind, {})
+        shares = [(seconds - before.get(key, 0.0)) / passed for key, seconds in sample.busy[kind].items()]
+        return min(1.0, sum(shares) / len(shares)) if shares else 0.0
 
 
 def autoscale_rules(cluster: ClusterConfig) -> dict[str, AutoscaleRule]:
@@ -79,8 +87,10 @@ def autoscale_rules(cluster: ClusterConfig) -> dict[str, AutoscaleRule]:
     if text is None:
         return {}
     rules = parse_rules(text, "ranks" if paired else EXPERT_SERVERS)
-    if paired != ("ranks" in rules) or (paired and len(rules) > 1):
-        allowed = PAIRED if paired else "expert-servers, attention-workers without --enable-expert-parallel"
+    others = rules.keys() - {"prefill-workers"}
+    if others and paired != (others == {"ranks"}):
+        names = "expert-servers, attention-workers, prefill-workers"
+        allowed = PAIRED if paired else f"{names} without --enable-expert-parallel"
         raise ConfigError.field("--autoscale", text, allowed)
     for role, rule in rules.items():
         if "expert_servers" in ROLES[role] and rule.least < cluster.min_replicas:

@@ -88,5 +88,6 @@ class Balancing:
         waiting: number of requests that wait. busy: process -> seconds that it has computed so far. missed:
         number of missed latency objectives so far.
         """
-        sample = Sample({"expert_servers": servers}, waiting, missed, busy)
-        return self._autoscaling.wanted(now, sample).get("expert_servers", servers)
+        kind = "expert_servers"
+        sample = Sample({kind: servers}, {kind: waiting}, missed, {kind: busy})
+        return self._autoscaling.wanted(now, sample).get(kind, servers)

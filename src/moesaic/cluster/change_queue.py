@@ -1,6 +1,7 @@
 """The changes that a cluster has still to make: requested by users, by joining servers, or by its own load.
 
-Changes happen one at a time, in the order of the requests. Changes due to load come last.
+Changes happen one at a time, in the order of the requests. Changes due to load come last. Workers that join
+from other hosts change no placement. So they load beside all else, and a lost server need not wait for them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moesaic.cluster.members import Members
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes, Joined
+from moesaic.cluster.scaling import COUNTED, Change, Changes, Joined
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -87,6 +88,8 @@ class ChangeQueue:
         self._note = note
         self._queue: deque[_QueuedChange] = deque()
         self._current: _QueuedChange | None = None
+        self._arriving: list[_QueuedChange] = []
+        """Workers of other hosts that are loading."""
         self._quiet_until = -math.inf
         self._gone: list[str] = []
         """Names of the servers that the last attempt to remove lost servers knew. Another loss does not wait
@@ -99,8 +102,8 @@ class ChangeQueue:
     @property
     def under_way(self) -> str | None:
         """Description of the change under way; None if there is none."""
-        wanted = self._current
-        return None if wanted is None else wanted.what
+        under_way = [self._current, *self._arriving]
+        return next((wanted.what for wanted in under_way if wanted is not None), None)
 
     def lay_out(self, layout: ExpertLayout, homes: Placement | None = None) -> None:
         """Set the layout of the experts. homes: see `Balancing`."""
@@ -114,18 +117,19 @@ class ChangeQueue:
 
     # ---- requests
 
-    def scale(self, servers: int | None, workers: int | None, future: Future[None]) -> None:
+    def scale(
+        self, servers: int | None, workers: int | None, prefill: int | None, future: Future[None]
+    ) -> None:
         """Requests these numbers. It is refused while another requested change is under way."""
         pending = [self._current, *self._queue]
         try:
             if any(wanted is not None and wanted.future is not None for wanted in pending):
                 raise ScalingError("the cluster is being scaled already; wait for its end", conflict=True)
-            now = len(self._members.servers), len(self._members.workers)
-            self.changes.check(now[0] if servers is None else servers, now[1] if workers is None else workers)
+            self.changes.wanted(servers, workers, prefill)
         except (ScalingError, ConfigError) as error:
             future.set_exception(error)
             return
-        self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers), future))
+        self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers, prefill), future))
 
     def join(self, process: RemoteProcess, weights: str) -> None:
         """Adds a change for a process that joins from another machine, unless a launcher waits for it.
@@ -145,8 +149,9 @@ class ChangeQueue:
             threading.Thread(target=process.refuse, args=(unlike,), daemon=True).start()
             return
         joined = Joined(process, weights)
-        change = self.changes.add_server(joined) if server else self.changes.add_worker(joined)
-        self._queue.append(_QueuedChange(f"{process.role.value} joins from {process.peer}", change))
+        change = self.changes.add_server(joined) if server else self.changes.add_worker(process.role, joined)
+        wanted = _QueuedChange(f"{process.role.value} joins from {process.peer}", change)
+        (self._queue if server else self._arriving).append(wanted)
 
     def add_report(self, member: Member, load: list[list[int]]) -> None:
         """Adds a server's report. load: [L][E] pairs, see `Loads.add_report`."""
@@ -157,37 +162,51 @@ class ChangeQueue:
         """Continues the change under way, or begins the next one."""
         if self.balancing is not None:
             self.balancing.loads.tick(now, [member.number for member in self._members.servers])
+        for wanted in list(self._arriving):
+            if self._ends(wanted):
+                self._arriving.remove(wanted)
         if self._current is None:
             self._current = self._next(now)
-        if self._current is None:
-            return
-        try:
-            next(self._current.change)
-        except StopIteration:
-            self._end(self._current, None)
-        except (ScalingError, ConfigError) as error:
-            self._note(f"{self._current.what}: {error}")
-            self._quiet_until = now + RETRY_SECONDS
-            self._end(self._current, error)
-        except Exception as error:
-            self._quiet_until = now + RETRY_SECONDS
-            self._end(
-                self._current, ScalingError(f"{self._current.what} failed: {type(error).__name__}: {error}")
-            )
-            raise
+        if self._current is not None and self._ends(self._current, now):
+            self._current = None
 
     def stop(self, why: str) -> None:
         """Refuses all waiting changes. why: the reason for their users."""
         open_changes, self._current = [self._current, *self._queue], None
         self._queue.clear()
+        self._arriving.clear()
         for wanted in open_changes:
             if wanted is not None and wanted.future is not None:
                 wanted.future.set_exception(ScalingError(why))
 
     # ---- internal
 
-    def _end(self, wanted: _QueuedChange, error: Exception | None) -> None:
-        self._current = None
+    def _ends(self, wanted: _QueuedChange, now: float = -math.inf) -> bool:
+        """Continues a change. Returns whether it ended. now: for a change after whose failure others wait.
+
+        An exception that no change should raise is raised again once the change counts as ended.
+        """
+        try:
+            next(wanted.change)
+        except StopIteration:
+            self._tell(wanted, None)
+            return True
+        except (ScalingError, ConfigError) as error:
+            self._note(f"{wanted.what}: {error}")
+            self._quiet_until = max(self._quiet_until, now + RETRY_SECONDS)
+            self._tell(wanted, error)
+            return True
+        except Exception as error:
+            self._quiet_until = max(self._quiet_until, now + RETRY_SECONDS)
+            self._arriving = [one for one in self._arriving if one is not wanted]
+            self._current = None if self._current is wanted else self._current
+            self._tell(wanted, ScalingError(f"{wanted.what} failed: {type(error).__name__}: {error}"))
+            raise
+        return False
+
+    @staticmethod
+    def _tell(wanted: _QueuedChange, error: Exception | None) -> None:
+        """Tells the user of a change how it ended."""
         LOG.info("%s: %s", wanted.what, error or "done")
         if wanted.future is not None and error is None:
             wanted.future.set_result(None)
@@ -195,7 +214,8 @@ class ChangeQueue:
             wanted.future.set_exception(error)
 
     def _next(self, now: float) -> _QueuedChange | None:
-        left_workers = [one for one in self._members.clients if one.elsewhere and one.stage is Stage.STOPPED]
+        clients = [one for one in self._members.clients if one.elsewhere and not one.on_trial]
+        left_workers = [one for one in clients if one.stage is Stage.STOPPED]
         if left_workers:
             change = self.changes.remove_worker(left_workers[0])
             return _QueuedChange(f"{left_workers[0].name} is gone", change)
@@ -231,13 +251,30 @@ class ChangeQueue:
 
     def _scaling(self, now: float) -> _QueuedChange | None:
         """The change to as many processes of each role as --autoscale wants; usually None."""
-        servers, workers = self._members.servers, self._members.workers
+        members, router = self._members, self._router
+        waiting, prompts = router.stats().waiting, router.waiting_prompts()
+        prefill = router.prefill_seconds()
         sample = Sample(
-            processes={"expert_servers": len(servers), "attention_workers": len(workers)},
-            waiting=self._router.stats().waiting,
-            missed=self._router.objectives.missed,
-            busy={(member.number, member.incarnation): member.stats.busy_seconds for member in servers},
-            occupied=self._router.occupied(),
+            processes={
+                "expert_servers": len(members.servers),
+                "attention_workers": len(members.workers),
+                "prefill_workers": len(members.prefill_workers),
+            },
+            waiting={
+                "expert_servers": waiting,
+                "attention_workers": waiting - prompts,
+                "prefill_workers": prompts,
+            },
+            missed=router.objectives.missed,
+            busy={
+                "expert_servers": {one.process: one.stats.busy_seconds for one in members.servers},
+                "prefill_workers": {
+                    one.process: prefill[one.worker]
+                    for one in members.prefill_workers
+                    if one.worker in prefill
+                },
+            },
+            occupied=router.occupied(),
         )
         wanted = self._autoscaling.wanted(now, sample)
         if not wanted:
@@ -245,7 +282,7 @@ class ChangeQueue:
         numbers = [
             f"{sample.processes[name]} to {count} {name.replace('_', ' ')}" for name, count in wanted.items()
         ]
-        change = self.changes.scale(wanted.get("expert_servers"), wanted.get("attention_workers"))
+        change = self.changes.scale(*map(wanted.get, COUNTED))
         return _QueuedChange(f"autoscaling from {', '.join(numbers)}", change)
 
     def _job(self, profile: Profile, placement: Placement) -> Job:

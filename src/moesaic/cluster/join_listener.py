@@ -66,10 +66,10 @@ class RemoteProcess:
     """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """See `messages.Enlist`."""
-    killed: bool = False
-    """True once `kill` was called. The end of its connection is reported a moment later."""
     link: LinkModel | None = None
     """The link to its host, if it was measured."""
+    killed: bool = False
+    """True once `kill` was called. The end of its connection is reported a moment later."""
 
     @property
     def host(self) -> str:

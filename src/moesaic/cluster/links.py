@@ -8,6 +8,7 @@ counts as one over this host. Clients choose replicas by these links, and reques
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -41,6 +42,8 @@ class Links:
         self._given: Topology | None = None if file is None else topology.read(Path(file))
         self._measured: Mapping[str, LinkModel] = {}
         """Host -> its link to this host."""
+        self._worth: tuple[object, dict[int, FloatArray]] = (None, {})
+        """What the last answers of `worth` depend on, and these answers by worker."""
 
     def measured(self, host: str, link: LinkModel) -> None:
         """Keep what was measured. host: as of `Member.host_id`."""
@@ -48,7 +51,8 @@ class Links:
 
     def ways(self, client: Member) -> dict[int, Way]:
         """Server -> the way from this worker to it. Empty if all processes are on one host."""
-        found = {server.number: self._way(client, server) for server in self._members.servers}
+        there = self._map()
+        found = {server.number: there.way(client, server) for server in self._members.servers}
         return {} if all(way.near for way in found.values()) else found
 
     def worth(self, worker: int, servers: Sequence[int]) -> FloatArray:
@@ -57,90 +61,112 @@ class Links:
         See `link_prices.worth_of`: the own rank's server has 1, and the slowest link of all has 0. A worker
         or a server that is gone has no near one.
         """
-        known = {member.number: member for member in self._members.servers}
-        found = [known[number] for number in servers if number in known]
-        workers = self._members.workers
-        prices = np.array([[self._price(one, server) for server in found] for one in workers])
-        highest = max(1e-300, float(prices.max(initial=0.0)))
-        rows = {one.number: row for one, row in zip(workers, prices, strict=True)}
-        mine = dict(zip((server.number for server in found), rows.get(worker, ()), strict=False))
-        return np.array([1.0 - mine.get(number, highest) / highest for number in servers])
+        workers, others = tuple(self._members.workers), tuple(self._members.servers)
+        places = [(one.number, one.host_id, one.elsewhere) for one in (*workers, *others)]
+        depends = (len(workers), places, tuple(servers), self._measured)
+        if self._worth[0] != depends:
+            self._worth = (depends, self._worths(workers, others, servers))
+        return self._worth[1].get(worker, np.zeros(len(servers)))
 
     def prices(self, workers: Sequence[Member], servers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
         """[W][S] seconds of a byte from each worker to each server. Empty if all are on one host."""
-        known = {member.number: member for member in self._members.servers}
+        known, there = {member.number: member for member in self._members.servers}, self._map()
         if not any(self.ways(worker) for worker in workers):
             return ()
-        return tuple(tuple(self._price(worker, known[number]) for number in servers) for worker in workers)
+        return tuple(
+            tuple(self._price(there, worker, known[number]) for number in servers) for worker in workers
+        )
 
     # ---- the status
 
     def hosts(self) -> list[HostStatus]:
         """The hosts that have processes, or that the file names, and the names of their processes."""
+        there = self._map()
         names = [host.name for host in self._given.hosts] if self._given else [HERE]
         found: dict[str, list[str]] = {name: [] for name in names}
         for member in self._members.all:
-            found.setdefault(self._host(member), []).append(member.name)
+            found.setdefault(there.host(member), []).append(member.name)
         return [HostStatus(name, processes) for name, processes in found.items()]
 
     def links(self) -> list[LinkStatus]:
         """The links between any two of these hosts, and what is known of them."""
-        found, names = self._topology, self._names
-        measured = {names.get(host) for host in self._measured}
+        there = self._map()
+        measured = {there.names.get(host) for host in self._measured}
         known = []
         for one, other in combinations([host.name for host in self.hosts()], 2):
             ends = {one, other} - {HERE}
             source = "measured" if len(ends) == 1 and ends <= measured else "assumed"
-            link = found.link(one, other)
+            link = there.topology.link(one, other)
             source = "file" if self._given else source
             known.append(LinkStatus(one, other, link.latency, link.bandwidth, source))
         return known
 
     # ---- internal
 
-    def _price(self, worker: Member, server: Member) -> float:
+    def _worths(
+        self, workers: Sequence[Member], others: Sequence[Member], servers: Sequence[int]
+    ) -> dict[int, FloatArray]:
+        """Worker -> [S] the answer of `worth`. others: all servers there are."""
+        there, known = self._map(), {member.number: member for member in others}
+        prices = np.full((len(workers), len(servers)), np.nan)
+        for row, worker in enumerate(workers):
+            for column, number in enumerate(servers):
+                if number in known:
+                    prices[row, column] = self._price(there, worker, known[number])
+        highest = max(1e-300, float(np.nanmax(prices, initial=0.0)))
+        worth = np.nan_to_num(1.0 - prices / highest, nan=0.0)
+        return {worker.number: row for worker, row in zip(workers, worth, strict=True)}
+
+    def _price(self, there: _Map, worker: Member, server: Member) -> float:
         """Seconds of a byte. The server of the worker's own rank costs nothing."""
         if self._ranks and not worker.elsewhere:
             here = [member for member in self._members.workers if not member.elsewhere]
-            own = self._members.servers_here[here.index(worker) : here.index(worker) + 1]
-            if server in own:
+            place = here.index(worker) if worker in here else len(here)
+            if server in self._members.servers_here[place : place + 1]:
                 return 0.0
-        return 1 / self._way(worker, server).link.bandwidth
+        return 1 / there.way(worker, server).link.bandwidth
 
-    def _way(self, client: Member, server: Member) -> Way:
-        one, other = self._host(client), self._host(server)
-        return Way(self._topology.link(one, other), one == other)
-
-    def _host(self, member: Member) -> str:
-        """The name of a process's host."""
-        if self._given is None:
-            return self._names.get(member.host_id, HERE)
-        match member.role:
-            case Role.WORKER:
-                return self._given.host_of_worker(member.number)
-            case Role.SERVER:
-                return self._given.host_of_server(member.number)
-        return self._given.hosts[0].name
-
-    @property
-    def _names(self) -> dict[str, str]:
-        """Other hosts' ids -> their names: their addresses, with a number if two have the same one."""
-        found: dict[str, str] = {}
+    def _map(self) -> _Map:
+        """Where all processes are now."""
+        names: dict[str, str] = {}
         for member in self._members.all:
-            if member.host_id and member.host_id not in found:
-                alike = sum(name.split(" ")[0] == member.host for name in found.values())
-                found[member.host_id] = f"{member.host} {alike + 1}" if alike else member.host
-        return found
-
-    @property
-    def _topology(self) -> Topology:
+            if member.host_id and member.host_id not in names:
+                alike = sum(name.split(" ")[0] == member.host for name in names.values())
+                names[member.host_id] = f"{member.host} {alike + 1}" if alike else member.host
         if self._given is not None:
-            return self._given
-        names, measured = self._names, self._measured
-        own = {name: measured.get(host, BETWEEN) for host, name in names.items()}
+            return _Map(self._given, names, stated=True)
+        own = {name: self._measured.get(host, BETWEEN) for host, name in names.items()}
         links = [HostLink(HERE, name, link) for name, link in own.items()]
         links += [HostLink(one, other, _chained(own[one], own[other])) for one, other in combinations(own, 2)]
-        return Topology(tuple(map(Host, (HERE, *own))), INSIDE, BETWEEN, tuple(links))
+        found = Topology(tuple(map(Host, (HERE, *own))), INSIDE, BETWEEN, tuple(links))
+        return _Map(found, names, stated=False)
+
+
+@dataclass(frozen=True)
+class _Map:
+    """Where the processes are at one moment."""
+
+    topology: Topology
+    names: Mapping[str, str]
+    """Other hosts' ids -> their names: their addresses, with a number if two have the same one."""
+    stated: bool
+    """Whether the topology says where processes are, as --topology does."""
+
+    def host(self, member: Member) -> str:
+        """The name of a process's host."""
+        if not self.stated:
+            return self.names.get(member.host_id, HERE)
+        match member.role:
+            case Role.WORKER:
+                return self.topology.host_of_worker(member.number)
+            case Role.SERVER:
+                return self.topology.host_of_server(member.number)
+        return self.topology.hosts[0].name
+
+    def way(self, client: Member, server: Member) -> Way:
+        """The way from a worker to a server."""
+        one, other = self.host(client), self.host(server)
+        return Way(self.topology.link(one, other), one == other)
 
 
 def _chained(one: LinkModel, other: LinkModel) -> LinkModel:

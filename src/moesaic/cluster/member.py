@@ -29,7 +29,8 @@ class Role(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """STARTING -> SERVING (-> DRAINING -> STOPPED). A death leads to WAITING, then to STARTING again."""
+    """STARTING -> SERVING (-> DRAINING -> STOPPED). A death leads to WAITING, then to STARTING again. A
+    prefill worker that died too often is STOPPED."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -139,6 +140,11 @@ class Member:
     def worker(self) -> int:
         """For a worker: its number among those of the router, of both roles."""
         return self.number if self.role is Role.WORKER else FIRST_PREFILL + self.number
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Its number and incarnation, which no other process of its role has."""
+        return self.number, self.incarnation
 
     @property
     def in_service(self) -> bool:

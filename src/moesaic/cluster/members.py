@@ -32,6 +32,7 @@ TO_ROUTER = (
     messages.PromptLogprobs,
     messages.Stats,
     messages.KVReceived,
+    messages.KVSent,
     messages.KVNotSent,
 )
 """The messages of a worker that requests wait for."""
@@ -128,17 +129,11 @@ class Members:
         """Asks for hosts for all members. listener: where processes of other hosts connect."""
         if listener is not None:
             self.launcher.call_back_at(listener.address)
-        self.ask()
+        self.ask(len(self.servers), len(self.workers), len(self.prefill_workers))
 
-    def ask(self, servers: int | None = None, workers: int | None = None) -> None:
-        """Asks for hosts for these numbers of processes; None: as many as now."""
-        self.launcher.ask(
-            {
-                Role.WORKER: len(self.workers) if workers is None else workers,
-                Role.PREFILL: len(self.prefill_workers),
-                Role.SERVER: len(self.servers) if servers is None else servers,
-            }
-        )
+    def ask(self, servers: int, workers: int, prefill: int) -> None:
+        """Asks for hosts for these numbers of processes."""
+        self.launcher.ask({Role.SERVER: servers, Role.WORKER: workers, Role.PREFILL: prefill})
 
     def spawn_worker(self, member: Member) -> None:
         """Starts the next process of a worker of either role."""

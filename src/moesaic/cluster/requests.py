@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from moesaic.core import messages
@@ -9,7 +10,11 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message, WorkerInfo
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import Request
+from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.transport.base import Connection
+
+Clock = Callable[[], float]
+"""Returns seconds, monotonic."""
 
 
 @dataclass
@@ -63,6 +68,74 @@ class WorkerRecord:
     """True if it computes prompts for other workers."""
     kv: messages.ReceivesKV | None = None
     """Where it receives KV. None: it does not."""
+    busy_seconds: float = 0.0
+    """Seconds for which it had requests, up to the last moment at which it had none."""
+    busy_since: float = 0.0
+    """When it got the first of its requests, if it has some."""
+
+    def enter(self, now: float) -> None:
+        """Counts one more request."""
+        if not self.requests:
+            self.busy_since = now
+        self.requests += 1
+
+    def exit(self, blocks: int, now: float) -> None:
+        """Counts one request less, which had so many blocks."""
+        self.requests, self.blocks = self.requests - 1, self.blocks - blocks
+        if not self.requests:
+            self.busy_seconds += now - self.busy_since
+
+    def seconds_with_requests(self, now: float) -> float:
+        return self.busy_seconds + (now - self.busy_since if self.requests else 0.0)
+
+    @property
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(self.info.num_blocks, self.blocks, self.requests)
+
+
+def occupied(workers: Collection[WorkerRecord]) -> float:
+    """Share of the seats or KV blocks that open requests take at these workers, whichever is larger: 0 to 1.
+
+    Example: 3 requests for 4 seats with 10 of 100 blocks -> 0.75. Waiting requests count too.
+    """
+    seats = sum(worker.info.max_num_seqs for worker in workers)
+    blocks = sum(worker.info.num_blocks for worker in workers)
+    taken = sum(worker.requests for worker in workers) / max(1, seats)
+    return min(1.0, max(taken, sum(worker.blocks for worker in workers) / max(1, blocks)))
+
+
+def measure(entry: Entry, workers: Mapping[int, WorkerRecord]) -> None:
+    """Updates the number of blocks that the request uses at its workers."""
+    rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
+    for worker, before in entry.blocks.items():
+        record = workers.get(worker)
+        if record is not None:
+            entry.blocks[worker] = blocks = -(-rows // record.info.block_size)
+            record.blocks += blocks - before
+
+
+def goes_on(entry: Entry, tokens: int, longest: int) -> bool:
+    """Whether a request of so many tokens, with its prompt, may have another one.
+
+    longest: tokens of the longest sequence that the workers take.
+    """
+    most, prompt = entry.request.params.max_tokens, len(entry.request.prompt_token_ids)
+    return tokens < longest and (most is None or tokens < prompt + most)
+
+
+def first_time(message: messages.Admitted, entries: Mapping[int, Entry]) -> messages.Admitted:
+    """The message without requests that moved, since the engine knows that they were admitted."""
+    return only(message, lambda key: key not in entries or not entries[key].moved)
+
+
+def only(message: messages.Admitted, wanted: Callable[[int], bool]) -> messages.Admitted:
+    """The message about those of its requests that are wanted."""
+    kept = [index for index, request_id in enumerate(message.request_ids) if wanted(request_id)]
+    return messages.Admitted(
+        [message.request_ids[index] for index in kept],
+        [message.queue_seconds[index] for index in kept],
+        [message.cached_tokens[index] for index in kept],
+    )
 
 
 def until_next(request: Request, generated: int) -> Request:

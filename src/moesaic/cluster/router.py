@@ -14,12 +14,25 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections import deque
 from dataclasses import replace
 
 from moesaic.cluster.objectives import Objectives
-from moesaic.cluster.requests import Entry, Transfer, WorkerRecord, send, until_next, without_scores
-from moesaic.cluster.totals import as_one, counters, total
+from moesaic.cluster.requests import (
+    Clock,
+    Entry,
+    Transfer,
+    WorkerRecord,
+    first_time,
+    goes_on,
+    measure,
+    occupied,
+    send,
+    until_next,
+    without_scores,
+)
+from moesaic.cluster.totals import as_one, counters, total, with_news
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message, WorkerInfo
@@ -33,11 +46,12 @@ from moesaic.transport.base import Connection
 class Router:
     """A `Connection` to all workers together. It is thread-safe."""
 
-    def __init__(self, dispatch: Dispatch = least_loaded) -> None:
+    def __init__(self, dispatch: Dispatch = least_loaded, clock: Clock = time.monotonic) -> None:
         self.dispatch = dispatch
         """Chooses the worker of a request, also after its worker has died. Called with the lock held."""
         self.objectives = Objectives()
         """Counts every token for latency objectives. Called with the lock held."""
+        self._clock = clock
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
@@ -109,8 +123,7 @@ class Router:
         """
         with self._lock:
             self._workers[worker] = WorkerRecord(connection, info, prefill=prefill, kv=kv)
-            self._held_back.clear()
-            self._place([key for key, entry in self._entries.items() if entry.worker is None])
+            self._place_all()
 
     def drain(self, worker: int) -> None:
         """Gives this worker no new requests, because it will leave."""
@@ -123,7 +136,7 @@ class Router:
         with self._lock:
             if worker in self._workers:
                 self._workers[worker].suspected = suspected
-                self._place([])
+                self._place_all()
 
     def drained(self, worker: int) -> bool:
         """Whether all its requests have ended."""
@@ -153,17 +166,21 @@ class Router:
         return replace(found, waiting=found.waiting + len(self._held_back))
 
     def occupied(self) -> float:
-        """Share of the seats or KV blocks that open requests take at workers that generate, whichever is
-        larger: 0 to 1.
-
-        Example: 3 requests for 4 seats with 10 of 100 blocks -> 0.75. Waiting requests count too.
-        """
+        """How full the workers are that generate; see `requests.occupied`."""
         with self._lock:
-            workers = [one for one in self._workers.values() if not (one.draining or one.prefill)]
-            seats = sum(worker.info.max_num_seqs for worker in workers)
-            blocks = sum(worker.info.num_blocks for worker in workers)
-            taken = sum(worker.requests for worker in workers) / max(1, seats)
-            return min(1.0, max(taken, sum(worker.blocks for worker in workers) / max(1, blocks)))
+            return occupied([one for one in self._workers.values() if not (one.draining or one.prefill)])
+
+    def waiting_prompts(self) -> int:
+        """Number of requests that wait at prefill workers."""
+        with self._lock:
+            return sum(worker.stats.waiting for worker in self._workers.values() if worker.prefill)
+
+    def prefill_seconds(self) -> dict[int, float]:
+        """Prefill worker -> seconds for which it has had prompts, or KV to send, since it is here."""
+        with self._lock:
+            now = self._clock()
+            prefill = {number: one for number, one in self._workers.items() if one.prefill}
+            return {number: one.seconds_with_requests(now) for number, one in prefill.items()}
 
     def each(self) -> dict[int, WorkerStats]:
         """Returns the statistics of each worker in service."""
@@ -207,9 +224,10 @@ class Router:
                     self._not_sent(numbers)
                     return
                 case messages.Admitted():
-                    message = self._first_time(message)
-                case messages.Stats(stats):
-                    self._workers[worker].stats = stats
+                    message = first_time(message, self._entries)
+                case messages.Stats() | messages.KVSent():
+                    record = self._workers[worker]
+                    record.stats = with_news(record.stats, message)
                     message = messages.Stats(self._total())
             self._outbox.put(message)
 
@@ -223,12 +241,17 @@ class Router:
     def loads(self, prefill: bool = False) -> dict[int, WorkerLoad]:
         """Returns the load of each worker that gets new requests. prefill: of prefill workers."""
         return {
-            worker: WorkerLoad(record.info.num_blocks, record.blocks, record.requests)
+            worker: record.load
             for worker, record in self._workers.items()
             if not (record.draining or record.suspected) and record.prefill == prefill
         }
 
     # ---- internal, with the lock held
+
+    def _place_all(self) -> None:
+        """Sends every request that waits to a worker, in order of arrival."""
+        self._held_back.clear()
+        self._place([key for key, entry in self._entries.items() if entry.worker is None])
 
     def _place(self, request_ids: list[int]) -> None:
         """Sends each of these requests to a worker, after those that are held back. Without workers they
@@ -261,24 +284,15 @@ class Router:
 
     def _enter(self, entry: Entry, worker: int) -> None:
         """Counts the request at this worker."""
-        self._workers[worker].requests += 1
+        self._workers[worker].enter(self._clock())
         entry.blocks[worker] = 0
-        self._measure(entry)
+        measure(entry, self._workers)
 
     def _exit(self, entry: Entry, worker: int) -> None:
         """Does not count the request at this worker any more. The worker may be gone."""
         blocks, record = entry.blocks.pop(worker, None), self._workers.get(worker)
         if record is not None and blocks is not None:
-            record.requests, record.blocks = record.requests - 1, record.blocks - blocks
-
-    def _measure(self, entry: Entry) -> None:
-        """Updates the number of blocks that the request uses at its workers."""
-        rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
-        for worker, before in entry.blocks.items():
-            record = self._workers.get(worker)
-            if record is not None:
-                entry.blocks[worker] = blocks = -(-rows // record.info.block_size)
-                record.blocks += blocks - before
+            record.exit(blocks, self._clock())
 
     def _end(self, request_id: int) -> Entry | None:
         """Removes a request. Returns it if it was known."""
@@ -314,7 +328,7 @@ class Router:
                 reasons[index], entry.transfer.sampled = None, True
                 self._go_on(entry)
             if reasons[index] is None:
-                self._measure(entry)
+                measure(entry, self._workers)
             else:
                 self._end(request_id)
         return replace(message, finish=reasons)
@@ -331,11 +345,10 @@ class Router:
         return messages.KVTarget(entry.transfer.number, kv.endpoint, kv.secret)
 
     def _goes_on(self, entry: Entry, tokens: int | None = None) -> bool:
-        """Whether the request may have another token. tokens: it has so many, with its prompt; None: now."""
-        most, prompt = entry.request.params.max_tokens, len(entry.request.prompt_token_ids)
-        tokens = prompt + len(entry.tokens) if tokens is None else tokens
+        """See `requests.goes_on`. tokens: None: as many as now."""
+        now = len(entry.request.prompt_token_ids) + len(entry.tokens)
         longest = min(worker.info.max_model_len for worker in self._workers.values())
-        return tokens < longest and (most is None or tokens < prompt + most)
+        return goes_on(entry, now if tokens is None else tokens, longest)
 
     def _received(self, worker: int, number: int) -> None:
         entry = self._entries.get(self._transfers.get(number, -1))
@@ -385,16 +398,3 @@ class Router:
         self._exit(entry, transfer.to)
         if not transfer.gone:
             send(self._workers[transfer.to], messages.DropKV([transfer.number]))
-
-    def _first_time(self, message: messages.Admitted) -> messages.Admitted:
-        """Removes requests that moved from the message, since the engine knows that they were admitted."""
-        known = [
-            index
-            for index, request_id in enumerate(message.request_ids)
-            if request_id not in self._entries or not self._entries[request_id].moved
-        ]
-        return messages.Admitted(
-            [message.request_ids[index] for index in known],
-            [message.queue_seconds[index] for index in known],
-            [message.cached_tokens[index] for index in known],
-        )

@@ -32,6 +32,9 @@ from moesaic.policy.placement import balance
 
 LOG = logging.getLogger(__name__)
 
+COUNTED = ("expert_servers", "attention_workers", "prefill_workers")
+"""The numbers of processes that can be changed, as settings name them, in the order of parameters."""
+
 Change = Generator[None, None, None]
 """A change under way. It ends, or raises ScalingError after everything is as it was before."""
 
@@ -93,15 +96,14 @@ class Changes:
 
     # ---- the changes
 
-    def scale(self, servers: int | None, workers: int | None) -> Change:
-        """Changes to these numbers of expert servers and attention workers; None: as many as now.
+    def scale(self, servers: int | None, workers: int | None, prefill: int | None = None) -> Change:
+        """Changes to these numbers of expert servers, attention workers and prefill workers; None: as many as
+        now. With a number of prefill workers, those that were given up are forgotten.
 
         If a step fails, the steps before it are undone.
         """
-        before = (len(self._members.servers), len(self._members.workers))
-        placement = self._publisher.placement
-        wanted = before[0] if servers is None else servers, before[1] if workers is None else workers
-        self.check(*wanted)
+        before, placement = self._numbers(), self._publisher.placement
+        wanted = self.wanted(servers, workers, prefill)
         try:
             yield from self._towards(*wanted)
         except Exception as error:
@@ -112,10 +114,26 @@ class Changes:
             except Exception as second:
                 raise ScalingError(f"{error}; going back failed too: {second}") from error
             raise ScalingError(f"{error}; the cluster is as it was", conflict) from error
+        for member in self._members.prefill_workers if prefill is not None else ():
+            if member.stage is Stage.STOPPED:
+                self._members.remove(member)
 
-    def check(self, servers: int, workers: int) -> None:
-        """Raises ConfigError for numbers below 1, and ScalingError for numbers that other settings forbid."""
+    def wanted(self, *numbers: int | None) -> tuple[int, int, int]:
+        """The numbers of `COUNTED` after a change to `numbers`. Raises as `check` does."""
+        servers, workers, prefill = (
+            now if number is None else number for number, now in zip(numbers, self._numbers(), strict=True)
+        )
+        self.check(servers, workers, prefill)
+        return servers, workers, prefill
+
+    def check(self, servers: int, workers: int, prefill: int = 0) -> None:
+        """Raises ConfigError for numbers below 1, or below 0 prefill workers, and ScalingError for numbers
+        that other settings forbid."""
         apart = self._cluster.expert_servers > 0
+        if prefill < 0:
+            raise ConfigError.field("prefill_workers", prefill, "at least 0")
+        if prefill > 0 and self._cluster.prefill_workers == 0:
+            raise ScalingError("no attention worker receives KV; start with --prefill-workers", True)
         if workers < 1:
             raise ConfigError.field("attention_workers", workers, "at least 1")
         if servers < 1 and apart:
@@ -125,7 +143,7 @@ class Changes:
         if apart and servers < self._cluster.min_replicas:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
-        self._check_limits(servers, workers)
+        self._check_limits(servers, workers, prefill)
         joined = sum(member.elsewhere for member in self._members.servers[:servers])
         joined -= sum(member.elsewhere for member in self._members.workers[:workers])
         if self._cluster.enable_expert_parallel and servers - joined != workers:
@@ -135,13 +153,10 @@ class Changes:
                 conflict=True,
             )
 
-    def _check_limits(self, servers: int, workers: int) -> None:
-        """Raises ScalingError for changed numbers that --autoscale does not allow."""
-        numbers = {"expert_servers": servers, "attention_workers": workers}
-        now = {
-            "expert_servers": len(self._members.servers),
-            "attention_workers": len(self._members.workers),
-        }
+    def _check_limits(self, *wanted: int) -> None:
+        """Raises ScalingError for changed numbers of `COUNTED` that --autoscale does not allow."""
+        numbers = dict(zip(COUNTED, wanted, strict=True))
+        now = dict(zip(COUNTED, self._numbers(), strict=True))
         for role, rule in autoscale_rules(self._cluster).items():
             for name in ROLES[role]:
                 number = numbers[name]
@@ -157,6 +172,8 @@ class Changes:
             new = self._placed([*numbers, member.number])
             yield from self._move(new, joining=member, joined=joined)
         except Exception:
+            if joined is not None and member.complaint is None:
+                joined.process.kill()  # another process failed, as on a host that died: this one joins again
             self._members.remove(member)
             self._publisher.publish()
             raise
@@ -178,12 +195,9 @@ class Changes:
             gone, servers, max(1, min(self._cluster.min_replicas, len(servers) - len(gone)))
         )
 
-    def add_worker(self, joined: Joined | None = None) -> Change:
-        """Adds an attention worker, or a prefill worker that joined. It gets new requests once it is ready.
-
-        joined: None: a new process on this machine.
-        """
-        member = self._members.add(Role.WORKER if joined is None else joined.process.role, on_trial=True)
+    def add_worker(self, role: Role = Role.WORKER, joined: Joined | None = None) -> Change:
+        """Adds a worker of either role, which gets new requests once it is ready. joined: None: a new process."""
+        member = self._members.add(role, on_trial=True)
         try:
             if joined is None:
                 self._members.spawn_worker(member)
@@ -197,8 +211,8 @@ class Changes:
         self._router.tell_ready()
 
     def remove_worker(self, member: Member) -> Change:
-        """Removes an attention worker. It gets no new requests and finishes its own. After some time they
-        move instead."""
+        """Removes a worker of either role. It gets no new requests and finishes its own, and a prefill worker
+        sends their KV. After some time they move instead."""
         if member.stage is Stage.SERVING:
             member.stage = Stage.DRAINING
         self._router.drain(member.worker)
@@ -221,14 +235,27 @@ class Changes:
         for member in leaving:
             self._members.remove(member)
 
-    def _towards(self, servers: int, workers: int) -> Change:
+    @property
+    def _prefill_workers(self) -> list[Member]:
+        """Without those that were given up."""
+        return [one for one in self._members.prefill_workers if one.stage is not Stage.STOPPED]
+
+    def _numbers(self) -> tuple[int, int, int]:
+        """The numbers of `COUNTED` now."""
+        return len(self._members.servers), len(self._members.workers), len(self._prefill_workers)
+
+    def _towards(self, servers: int, workers: int, prefill: int) -> Change:
         """Adds members first, then removes the newest ones."""
         members = self._members
-        members.ask(servers, workers)
+        members.ask(servers, workers, prefill)
         while len(members.servers) < servers:
             yield from self.add_server()
         while len(members.workers) < workers:
             yield from self.add_worker()
+        while len(self._prefill_workers) < prefill:
+            yield from self.add_worker(Role.PREFILL)
+        while len(self._prefill_workers) > prefill:
+            yield from self.remove_worker(self._prefill_workers[-1])
         while len(members.workers) > workers:
             yield from self.remove_worker(members.workers[-1])
         while len(members.servers) > servers:

@@ -138,15 +138,21 @@ class Supervisor:
 
     # ---- called by other threads
 
-    def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
+    def scale(
+        self,
+        expert_servers: int | None = None,
+        attention_workers: int | None = None,
+        prefill_workers: int | None = None,
+    ) -> Future[None]:
         """Changes to these numbers of processes; None: as many as now. The future ends with the change.
 
-        The future raises ConfigError for numbers below 1, and ScalingError if nothing was changed.
+        The future raises ConfigError for numbers that are too small, and ScalingError if nothing was changed.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         if self._members.watched:
-            self._members.inbox.put(lambda: self._changes.scale(expert_servers, attention_workers, future))
+            numbers = expert_servers, attention_workers, prefill_workers
+            self._members.inbox.put(lambda: self._changes.scale(*numbers, future))
         else:
             future.set_exception(ScalingError(UNSUPERVISED))
         return future
@@ -360,7 +366,12 @@ class Supervisor:
         if member.role is not Role.SERVER:
             self._router.leave(member.worker)
         if self._members.watched and not expected and not (again and self._announced):
-            self._end(how if again else f"{member.name} keeps dying; last failure: {how}")
+            what = f"{member.name} keeps dying; last failure: {how}"
+            if member.role is Role.PREFILL and self._announced:
+                member.stage = Stage.STOPPED
+                self._note(f"{what}; it is given up, and other workers compute its prompts")
+            else:
+                self._end(how if again else what)
 
     def _lay_out(self, layout: ExpertLayout) -> None:
         """Sets the placement for the first layout, and starts the servers."""

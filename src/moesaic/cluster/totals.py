@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from itertools import zip_longest
 
-from moesaic.core.messages import WorkerInfo
+from moesaic.core.messages import KVSent, Stats, WorkerInfo
 from moesaic.core.metrics import WorkerStats
 
 
@@ -25,6 +25,18 @@ def counters(stats: WorkerStats) -> WorkerStats:
         speculation=replace(stats.speculation, prices=()),
         transfers=replace(stats.transfers, held_bytes=0),
     )
+
+
+def with_news(stats: WorkerStats, news: Stats | KVSent) -> WorkerStats:
+    """What is known of a worker once it has reported again.
+
+    A prefill worker reports pieces that have arrived from other threads than its steps, so that the newer
+    report may come first. It has more bytes.
+    """
+    transfers = news.stats if isinstance(news, KVSent) else news.stats.transfers
+    if transfers.sent_bytes < stats.transfers.sent_bytes:
+        transfers = stats.transfers
+    return replace(stats if isinstance(news, KVSent) else news.stats, transfers=transfers)
 
 
 def total(records: list[WorkerStats]) -> WorkerStats:

@@ -1,4 +1,4 @@
-"""Commands of two words: `bench ...`, `profile ...` and `hardware ...`.
+"""Commands of two words: `bench ...`, `profile ...`, `hardware ...` and `cluster ...`.
 
 As in `cli`, only what is needed to read a command line is imported here.
 """
@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands.flags import FLAT, Output
 from moesaic.commands.import_options import ImportProfile
-from moesaic.commands.options import KernelsBench, MeasureHardware, ShowProfile
+from moesaic.commands.options import InitCluster, KernelsBench, MeasureHardware, ShowProfile
 from moesaic.config import (
     CacheConfig,
     ModelConfig,
@@ -35,6 +35,7 @@ profile = App(
     default_parameter=Parameter(consume_multiple=True, negative_iterable=()),  # --prompts a.jsonl b.jsonl
 )
 hardware = App(name="hardware", help="Measure this machine.")
+cluster = App(name="cluster", help="Prepare a cluster of several hosts.")
 
 
 @profile.default
@@ -88,6 +89,21 @@ def hardware_measure(
     from moesaic.commands import hardware as command
 
     return command.run(options or MeasureHardware(), output.json)
+
+
+@cluster.command(name="init")
+def cluster_init(
+    options: Annotated[InitCluster | None, FLAT] = None,
+    *,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Make the secret that all processes of a cluster must know: cluster init FILE.
+
+    It prints the commands that start the cluster with it.
+    """
+    from moesaic.commands import cluster_init as command
+
+    return command.run(options or InitCluster(), output.json)
 
 
 @bench.command(name="serve")

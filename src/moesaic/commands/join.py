@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,14 @@ from moesaic.transport.secret import read_secret
 
 
 def run(options: Join, as_json: bool) -> int:
-    """Serve until the cluster removes this process, or until Ctrl-C. Returns the exit code."""
+    """Serve until the cluster removes this process, or until SIGTERM or Ctrl-C. Returns the exit code.
+
+    SIGTERM ends it at once with code 0, also as the first process of a container, which the kernel does not
+    end by itself.
+    """
+
+    def stop(signum: int, frame: object) -> None:
+        raise SystemExit(0)
 
     def joined(enlisted: Enlisted) -> None:
         if as_json:
@@ -33,6 +41,7 @@ def run(options: Join, as_json: bool) -> int:
         else:
             print(f"{error}; joining again", flush=True)
 
+    signal.signal(signal.SIGTERM, stop)
     logs.set_up(options.role.replace("-", " "), options.log_level)
     descriptors.prepare()
     secret = read_secret(Path(options.secret_file), "--secret-file")

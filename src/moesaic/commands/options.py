@@ -1,5 +1,5 @@
-"""The settings of `scale`, `join`, `place`, `profile show`, `hardware measure`, `bench kernels` and
-`compress`.
+"""The settings of `scale`, `join`, `cluster init`, `place`, `profile show`, `hardware measure`,
+`bench kernels`, `compress` and `trace`.
 
 The command lines of these commands are generated from them.
 """
@@ -34,14 +34,17 @@ class Scale:
     """New number of expert servers. None: unchanged."""
     attention_workers: int | None = None
     """New number of attention workers. None: unchanged."""
+    prefill_workers: int | None = None
+    """New number of prefill workers. None: unchanged."""
 
     def __post_init__(self) -> None:
-        for flag, number in (
-            ("--expert-servers", self.expert_servers),
-            ("--attention-workers", self.attention_workers),
+        for flag, number, least in (
+            ("--expert-servers", self.expert_servers, 1),
+            ("--attention-workers", self.attention_workers, 1),
+            ("--prefill-workers", self.prefill_workers, 0),
         ):
-            if number is not None and number < 1:
-                raise ConfigError.field(flag, number, "an integer of at least 1")
+            if number is not None and number < least:
+                raise ConfigError.field(flag, number, f"an integer of at least {least}")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,14 @@ class Join:
             raise ConfigError.field("--capacity", self.capacity, "a positive number")
 
 
+@dataclass(frozen=True)
+class InitCluster:
+    """Make the secret of a cluster."""
+
+    file: Path = Path("cluster.secret")
+    """New file for the secret. It gets mode 600, so that only this user can read it."""
+
+
 SolverName = Literal["ours", "sem-moe", "speculative", "eplb", "moetuner", "metis", "kmeans", "vanilla"]
 TABLES = ".tables.npz"
 """Suffix of the file of tables, in place of .json."""
@@ -102,9 +113,9 @@ class Place:
     redundant_experts: int = 0
     """Number of additional expert copies in each layer, placed where they are needed most."""
     topology: Path | None = None
-    """File of hosts and the links between them (.toml or .json), with the host of each rank. Experts are then
-    placed so that rows take few seconds on the links, and the bytes on each link are predicted. None: all
-    links are alike."""
+    """File of hosts and the links between them (.toml or .json), with the hosts of the attention workers and
+    of each rank's server. Experts are then placed so that rows take few seconds on the links, and the bytes
+    on each link are predicted. None: all links are alike."""
     share: float = 0.2
     """Share of the recorded requests that solvers see for the measurement. They are measured on all others.
     The written placement is then solved on the whole profile."""

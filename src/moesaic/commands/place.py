@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +25,7 @@ from moesaic.core.topology import Topology
 from moesaic.core.topology import read as read_topology
 from moesaic.policy.placement import held_out, redundancy
 from moesaic.policy.placement.activation_map import activation_map, commonest, dealt
+from moesaic.policy.placement.link_prices import HostMap
 from moesaic.policy.placement.locality import FloatArray
 from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.policy.placement.solvers.priced import priced
@@ -56,12 +57,24 @@ class _Solving:
     clock: Clock
     topology: Topology | None = None
 
+    @cached_property
+    def there(self) -> HostMap | None:
+        """Where workers and servers are. None without --topology."""
+        topology, ranks = self.topology, self.options.ranks
+        if topology is None:
+            return None
+        places = topology.worker_places(), topology.server_places(ranks), len(topology.hosts)
+        return HostMap(topology.prices(ranks), *places, topology.beside(ranks))
+
     @property
     def prices(self) -> FloatArray | None:
-        """[R, R] seconds of a byte. None without --topology, and if one host has all ranks."""
-        if self.topology is None or len(set(self.topology.places(self.options.ranks).tolist())) == 1:
-            return None
-        return self.topology.prices(self.options.ranks)
+        """[W, R] seconds of a byte. None without --topology, and if one host has all processes."""
+        return None if self.there is None or self.there.alike else self.there.prices
+
+    @property
+    def rank_prices(self) -> FloatArray | None:
+        """The prices, where workers are ranks. Elsewhere no pair is on a token's own rank."""
+        return self.prices if self.there is not None and self.there.beside else None
 
     def solve(self, name: str, profile: Profile, what: str) -> _Solved:
         """Run solver `name`. what: name of the progress bar."""
@@ -70,17 +83,17 @@ class _Solving:
         placement = blind = redundancy.place(profile, clusters, copies)
         if (prices := self.prices) is not None:
             clusters = priced(profile, clusters, prices, options.seed, partial(self.show, f"{what}, links"))
-            placement = redundancy.place(profile, clusters, copies)
+            placement = redundancy.place(profile, clusters, copies, prices=self.rank_prices)
         return _Solved(clusters, placement, self.clock() - begun, blind)
 
     def links(self, learned: Profile, solved: _Solved, others: Routes) -> LinkReport | None:
         """What the links carry before and after they are priced. None without --topology."""
-        if self.topology is None:
+        there = self.there
+        if self.topology is None or there is None:
             return None
-        places, count = self.topology.places(self.options.ranks), len(self.topology.hosts)
-        before = held_out.measure_links(learned, solved.blind, others, places, count)
-        after = held_out.measure_links(learned, solved.placement, others, places, count, self.prices)
-        return LinkReport(self.topology, before, after)
+        before = held_out.measure_links(learned, solved.blind, others, there, aware=False)
+        after = held_out.measure_links(learned, solved.placement, others, there, aware=not there.alike)
+        return LinkReport(self.topology, before, after, there.beside)
 
 
 def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
@@ -127,7 +140,9 @@ def place(profile: Profile, options: Place, solving: _Solving) -> Report:
                 raise
             skipped.append(f"metis was skipped: {error}")
             continue
-        found = held_out.measure_placement(learned, solved.clusters, solved.placement, others, solving.prices)
+        found = held_out.measure_placement(
+            learned, solved.clusters, solved.placement, others, solving.rank_prices
+        )
         links = solving.links(learned, solved, others)
         trials.append(Trial(name, solved.seconds, found, solved.clusters.notes, links))
     return Report(

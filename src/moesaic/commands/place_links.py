@@ -22,6 +22,8 @@ class LinkReport:
     """With the solver's own placement, where all links count alike."""
     after: LinkLoads
     """With the placement that prices the links."""
+    beside: bool = True
+    """Whether the workers are the ranks."""
 
     def as_json(self, row_bytes: int) -> dict[str, Any]:
         """Bytes of a token on each link, both directions together, and seconds on all links.

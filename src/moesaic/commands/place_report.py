@@ -134,6 +134,8 @@ def as_text(report: Report) -> str:
         if trial.links is not None:
             lines += ["", in_text(trial.links.table(trial.solver, row_bytes))]
     lines += [f"{trial.solver}: {note}" for trial in report.trials for note in trial.notes]
+    if any(trial.links is not None and not trial.links.beside for trial in report.trials):
+        lines.append("no worker has a server of its own, so local, remote and dedup. do not apply here")
     lines += report.skipped
     if report.profile.nearest is None:
         lines.append("unseen ids stay unknown: --model MODEL finds their nearest known ids")

@@ -17,18 +17,21 @@ def run(options: Scale, as_json: bool) -> int:
 
     Raises ApiError if nothing was changed.
     """
-    if options.expert_servers is None and options.attention_workers is None:
-        raise ConfigError("--expert-servers or --attention-workers: give at least one of them")
+    if not _wanted(options):
+        flags = "--expert-servers, --attention-workers or --prefill-workers"
+        raise ConfigError(f"{flags}: give at least one of them")
     status = asyncio.run(_scale(options))
     print(json.dumps(status) if as_json else "\n".join(as_lines(status)))
     return 0
 
 
+def _wanted(options: Scale) -> dict[str, int]:
+    """The new numbers that were given."""
+    names = ("expert_servers", "attention_workers", "prefill_workers")
+    numbers = {name: getattr(options, name) for name in names}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
 async def _scale(options: Scale) -> Any:
-    wanted = {
-        "expert_servers": options.expert_servers,
-        "attention_workers": options.attention_workers,
-    }
-    body = {name: number for name, number in wanted.items() if number is not None}
     async with Client(options.base_url, api_key=options.admin_key or options.api_key) as client:
-        return (await client.post("/scale_elastic_ep", body)).require_success()
+        return (await client.post("/scale_elastic_ep", _wanted(options))).require_success()

@@ -119,6 +119,8 @@ def view(url: str, before: Sample, after: Sample) -> View:
         return int(after.metrics[name]) if name in after.metrics else None
 
     status = after.status or {}
+    sent, early = grown("kv_transfer_bytes_total"), grown("kv_transfer_early_bytes_total")
+    late = None if sent is None or early is None else sent - early
     prefill = any(one["role"] == "prefill worker" for one in status.get("processes", ()))
     return View(
         url=url,
@@ -132,7 +134,7 @@ def view(url: str, before: Sample, after: Sample) -> View:
         time_to_first_token=mean("time_to_first_token"),
         inter_token_latency=mean("inter_token_latency"),
         kv_transfer_rate=rate("kv_transfer_bytes_total") if prefill else None,
-        kv_transfer_speed=_over(grown("kv_transfer_bytes_total"), grown("kv_transfer_seconds_total")),
+        kv_transfer_speed=_over(late, grown("kv_transfer_seconds_total")),
         partial_runs=_over(grown("partial_runs_total"), grown("runs_total")),
         processes=_processes(
             (before.status or {}).get("processes", ()), status.get("processes", ()), seconds

@@ -103,9 +103,9 @@ class ClusterConfig(ParallelConfig):
     stay."""
     autoscale: str | None = None
     """Limits of the numbers of processes. MIN:MAX is for expert servers, or for ranks with
-    --enable-expert-parallel; attention-workers=1:3,expert-servers=2:6 names them. Processes are added and
-    removed by how busy they are, how many requests wait, and whether --slo-ttft and --slo-itl are met. None:
-    numbers change only by command."""
+    --enable-expert-parallel; attention-workers=1:3,prefill-workers=1:2,expert-servers=2:6 names them.
+    Processes are added and removed by how busy they are, how many requests wait, and whether --slo-ttft and
+    --slo-itl are met. None: numbers change only by command."""
     slo_ttft: float | None = None
     """Objective: milliseconds from a request's arrival to its first token."""
     slo_itl: float | None = None
@@ -215,9 +215,6 @@ class ClusterConfig(ParallelConfig):
         at_least("--attention-workers", self.attention_workers, 1)
         at_least("--expert-servers", self.expert_servers, 0)
         at_least("--prefill-workers", self.prefill_workers, 0)
-        if self.prefill_workers > 0 and self.tensor_parallel_size > 1:
-            allowed = "0 with --tensor-parallel-size: each rank has keys and values of its own heads"
-            raise ConfigError.field("--prefill-workers", self.prefill_workers, allowed)
         at_least("--redundant-experts", self.redundant_experts, 0)
         at_least("--min-replicas", self.min_replicas, 1)
         if not 0 <= self.rebalance_interval < math.inf:

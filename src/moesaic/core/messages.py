@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.experts import Directory, ExpertLayout
-from moesaic.core.metrics import ExpertServerStats, WorkerStats
+from moesaic.core.metrics import ExpertServerStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, TokenLogprob, TokenRoute
 
 # ---- engine -> worker
@@ -222,6 +222,14 @@ class KVReceived:
 
 
 @dataclass(frozen=True)
+class KVSent:
+    """All pieces of KV that a prefill worker has sent to some worker have arrived there."""
+
+    stats: TransferStats
+    """What it has sent so far, to all workers."""
+
+
+@dataclass(frozen=True)
 class KVNotSent:
     """A prefill worker could not send these transfers: the connection is broken or was refused."""
 
@@ -354,6 +362,7 @@ ToEngine = (
     | Layout
     | ReceivesKV
     | KVReceived
+    | KVSent
     | KVNotSent
     | Alive
     | Settled

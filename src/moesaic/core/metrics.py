@@ -202,7 +202,11 @@ class TransferStats:
     """Requests whose KV was sent so far."""
     sent_bytes: int = 0
     sent_seconds: float = 0.0
-    """Seconds from a piece of KV to the answer that it has arrived, added up over the pieces."""
+    """Seconds from a piece of KV to the answer that it has arrived, added up over pieces that are not
+    early."""
+    early_bytes: int = 0
+    """Bytes of `sent_bytes` that left before the end of the step that computed them. Their seconds say
+    little, since they share the step's cores."""
     received: int = 0
     """Requests that went on with KV that was received."""
     received_tokens: int = 0

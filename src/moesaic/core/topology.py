@@ -108,17 +108,28 @@ class Topology:
         here, there = self.host_of_worker(worker), self.host_of_server(server)
         return Way(self.link(here, there), here == there)
 
-    def prices(self, ranks: int) -> FloatArray:
-        """[R, R] seconds that a byte takes from the worker of each rank to the server of each rank.
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The attention workers that hosts name, ascending."""
+        return tuple(sorted(number for host in self.hosts for number in host.workers))
 
-        The latency is left out, since it does not grow with the rows. Own servers cost nothing.
+    def beside(self, ranks: int) -> bool:
+        """Whether the workers are as many ranks, each on the host of the server with its number."""
+        alike = all(self.host_of_worker(rank) == self.host_of_server(rank) for rank in range(ranks))
+        return alike and self.workers == tuple(range(ranks))
+
+    def prices(self, ranks: int) -> FloatArray:
+        """[W, R] seconds that a byte takes from each worker to the server of each rank.
+
+        The latency is left out, since it does not grow with the rows. Where workers are ranks (`beside`),
+        their own servers cost nothing.
 
         Example: ranks 0 and 1 on a host with 20 GB/s, rank 2 on another one with 1.25 GB/s between them ->
         [[0, 0.05, 0.8], [0.05, 0, 0.8], [0.8, 0.8, 0]] in units of 1e-9.
         """
-        every = range(ranks)
-        found = np.array([[1 / self.way(w, s).link.bandwidth for s in every] for w in every])
-        np.fill_diagonal(found, 0.0)
+        found = np.array([[1 / self.way(w, s).link.bandwidth for s in range(ranks)] for w in self.workers])
+        if self.beside(ranks):
+            np.fill_diagonal(found, 0.0)
         return found
 
     @property
@@ -127,26 +138,26 @@ class Topology:
         names = [host.name for host in self.hosts]
         return np.array([[1 / self.link(a, b).bandwidth for b in names] for a in names])
 
-    def places(self, ranks: int) -> npt.NDArray[np.int64]:
-        """[R] the index of each rank's host. Raises ConfigError if a rank has its worker elsewhere."""
+    def worker_places(self) -> npt.NDArray[np.int64]:
+        """[W] the index of each worker's host."""
         names = [host.name for host in self.hosts]
-        for rank in range(ranks):
-            there = self.host_of_worker(rank)
-            if there != self.host_of_server(rank):
-                allowed = f"on host {there!r} too, where worker {rank} is"
-                raise ConfigError.field(
-                    f"{FLAG}: server {rank}", f"host {self.host_of_server(rank)!r}", allowed
-                )
+        return np.array([names.index(self.host_of_worker(one)) for one in self.workers], dtype=np.int64)
+
+    def server_places(self, ranks: int) -> npt.NDArray[np.int64]:
+        """[R] the index of the host of each rank's server."""
+        names = [host.name for host in self.hosts]
         return np.array([names.index(self.host_of_server(rank)) for rank in range(ranks)], dtype=np.int64)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ConfigError unless each of these ranks has a host, and its worker and server the same."""
-        for kind in ("workers", "servers"):
-            named = sorted(number for host in self.hosts for number in getattr(host, kind))
-            if named != list(range(ranks)):
-                allowed = f"each of 0 to {ranks - 1} on one host, as --ranks {ranks} has"
-                raise ConfigError.field(f"{FLAG}: {kind} (or ranks)", named, allowed)
-        self.places(ranks)
+        """Raise ConfigError unless hosts name each of these ranks' servers, and a worker or more."""
+        named = sorted(number for host in self.hosts for number in host.servers)
+        if named != list(range(ranks)):
+            allowed = f"each of 0 to {ranks - 1} on one host, as --ranks {ranks} has"
+            raise ConfigError.field(f"{FLAG}: servers (or ranks)", named, allowed)
+        if not self.workers:
+            raise ConfigError.field(
+                f"{FLAG}: workers (or ranks)", [], "1 or more, on the hosts that they have"
+            )
 
 
 # ---- the file

@@ -6,7 +6,7 @@ size and cache type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,14 +16,21 @@ import torch
 from moesaic.core.tokens import IntArray
 
 Bytes = npt.NDArray[np.uint8]
+Written = Callable[[int], None]
+"""Gets a layer, counted among those with keys and values, once it has those of a step's rows."""
 
 
 class CopiedMemory(Protocol):
     """The memory of all layers, whose blocks and states can be copied."""
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+    def num_layers(self) -> int:
+        """Layers with keys and values."""
+        ...
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one block in one of these layers."""
         ...
 
     @property
@@ -31,11 +38,11 @@ class CopiedMemory(Protocol):
         """Bytes of the states of one sequence over all layers: a page and a seat. 0 without states."""
         ...
 
-    def copy_blocks(self, blocks: IntArray) -> Bytes:
-        """Returns [b * block_bytes] the contents of these blocks."""
+    def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
+        """Returns [len(layers) * b * layer_bytes] the contents of these blocks in consecutive layers."""
         ...
 
-    def put_blocks(self, blocks: IntArray, data: Bytes, skipped: int = 0) -> None:
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
         """Writes what `copy_blocks` returned into these blocks, except the first `skipped` ones."""
         ...
 
@@ -45,6 +52,11 @@ class CopiedMemory(Protocol):
 
     def put_states(self, page: int, seat: int, data: Bytes) -> None:
         """Writes what `copy_states` returned."""
+        ...
+
+    def watch(self, written: Written) -> None:
+        """Calls `written` from now on in the thread of the steps, layer after layer. A step that is replayed
+        from a recording calls nothing."""
         ...
 
 
@@ -57,25 +69,31 @@ class ByteLines:
         self.num_bytes = sum(lines.shape[1] for lines in self._lines)
         """Bytes of a line over all tensors."""
 
-    def copy(self, indices: IntArray) -> Bytes:
-        """Returns [n * num_bytes] these lines, tensor after tensor."""
-        data = np.empty(len(indices) * self.num_bytes, np.uint8)
-        for lines, part in self._parts(indices, data):
+    def copy(self, indices: IntArray, chosen: slice = slice(None)) -> Bytes:
+        """Returns these lines, tensor after tensor. chosen: of these tensors.
+
+        The lines of all tensors are [n * num_bytes].
+        """
+        width = sum(lines.shape[1] for lines in self._lines[chosen])
+        data = np.empty(len(indices) * width, np.uint8)
+        for lines, part in self._parts(indices, data, chosen):
             if lines.device.type == "cpu":
                 torch.index_select(lines, 0, torch.from_numpy(indices), out=part)
             else:
                 part.copy_(lines.index_select(0, torch.from_numpy(indices).to(lines.device)))
         return data
 
-    def put(self, indices: IntArray, data: Bytes, skipped: int = 0) -> None:
-        """Writes what `copy` returned, except the first `skipped` lines."""
-        for lines, part in self._parts(indices, data):
-            chosen = torch.from_numpy(indices[skipped:]).to(lines.device)
-            lines.index_copy_(0, chosen, part[skipped:].to(lines.device))
+    def put(self, indices: IntArray, data: Bytes, skipped: int = 0, chosen: slice = slice(None)) -> None:
+        """Writes what `copy` returned, except the first `skipped` lines of each tensor."""
+        for lines, part in self._parts(indices, data, chosen):
+            places = torch.from_numpy(indices[skipped:]).to(lines.device)
+            lines.index_copy_(0, places, part[skipped:].to(lines.device))
 
-    def _parts(self, indices: IntArray, data: Bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _parts(
+        self, indices: IntArray, data: Bytes, chosen: slice
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         whole, parts, start = torch.from_numpy(data), [], 0
-        for lines in self._lines:
+        for lines in self._lines[chosen]:
             stop = start + len(indices) * lines.shape[1]
             parts.append((lines, whole[start:stop].view(len(indices), lines.shape[1])))
             start = stop

@@ -11,7 +11,7 @@ import torch
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
-from moesaic.kvcache.images import Bytes
+from moesaic.kvcache.images import Bytes, Written
 from moesaic.kvcache.paged import PagedKV
 from moesaic.kvcache.states import StateCache
 from moesaic.models.block import Block, Projected
@@ -67,18 +67,25 @@ class HybridMemory:
     # ---- see `CopiedMemory`
 
     @property
-    def block_bytes(self) -> int:
-        return self._kv.block_bytes
+    def num_layers(self) -> int:
+        return self._kv.num_layers
+
+    @property
+    def layer_bytes(self) -> int:
+        return self._kv.layer_bytes
+
+    def watch(self, written: Written) -> None:
+        self._kv.watch(written)
 
     @property
     def state_bytes(self) -> int:
         return self._states.state_bytes
 
-    def copy_blocks(self, blocks: IntArray) -> Bytes:
-        return self._kv.copy_blocks(blocks)
+    def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
+        return self._kv.copy_blocks(blocks, layers)
 
-    def put_blocks(self, blocks: IntArray, data: Bytes, skipped: int = 0) -> None:
-        self._kv.put_blocks(blocks, data, skipped)
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
+        self._kv.put_blocks(blocks, layers, data, skipped)
 
     def copy_states(self, page: int, seat: int) -> Bytes:
         return self._states.copy_states(page, seat)

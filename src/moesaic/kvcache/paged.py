@@ -13,7 +13,7 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width
 from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import Kernels
-from moesaic.kvcache.images import ByteLines, Bytes
+from moesaic.kvcache.images import ByteLines, Bytes, Written
 from moesaic.models.block import Block, Projected
 from moesaic.models.spec import KVLayout
 
@@ -47,12 +47,15 @@ class PagedKV:
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
         self._keys = zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, at_once)
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
-        stored = self._keys
+        by_layer: list[tuple[torch.Tensor, ...]] = [(keys,) for keys in self._keys]
         if not layout.value_in_key:
             width = stored_width(layout.value_width, dtype)
             self._values = zeros((*shape, width), dtype, device, at_once)
-            stored = self._keys + self._values
-        self._lines = ByteLines(stored)
+            by_layer = list(zip(self._keys, self._values, strict=True))
+        self._lines = ByteLines([tensor for tensors in by_layer for tensor in tensors])
+        self._tensors = len(by_layer[0]) if by_layer else 0
+        """Tensors of a layer."""
+        self._written: Written = _nothing
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Stores rows.
@@ -75,6 +78,7 @@ class PagedKV:
     def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
         """Stores the rows of a step, then lets the block attend. See `LayerMemory`."""
         self.write(layer, rows.key, rows.value, batch.slots)
+        self._written(layer)
         return block.attention(rows.query, self.keys(layer), self.values(layer), batch)
 
     # ---- see `CopiedMemory`
@@ -82,14 +86,25 @@ class PagedKV:
     state_bytes = 0
 
     @property
-    def block_bytes(self) -> int:
-        return self._lines.num_bytes
+    def num_layers(self) -> int:
+        return len(self._keys)
 
-    def copy_blocks(self, blocks: IntArray) -> Bytes:
-        return self._lines.copy(blocks)
+    @property
+    def layer_bytes(self) -> int:
+        return self._lines.num_bytes // max(1, len(self._keys))
 
-    def put_blocks(self, blocks: IntArray, data: Bytes, skipped: int = 0) -> None:
-        self._lines.put(blocks, data, skipped)
+    def watch(self, written: Written) -> None:
+        self._written = written
+
+    def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
+        return self._lines.copy(blocks, self._of(layers))
+
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
+        self._lines.put(blocks, data, skipped, self._of(layers))
+
+    def _of(self, layers: range) -> slice:
+        """The tensors of these layers."""
+        return slice(layers.start * self._tensors, layers.stop * self._tensors)
 
     def copy_states(self, page: int, seat: int) -> Bytes:
         return np.empty(0, np.uint8)
@@ -109,6 +124,10 @@ class PagedKV:
                 if not torch.isfinite(decode(rows) if rows.dtype == torch.int8 else rows).all():
                     return layer
         return None
+
+
+def _nothing(layer: int) -> None:
+    """What happens with the rows of a layer if nobody watches."""
 
 
 def zeros(

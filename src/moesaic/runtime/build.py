@@ -20,9 +20,10 @@ from moesaic.runtime.cache_size import check_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
+from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.runtime.transfer.receiving import KVReceiver
-from moesaic.runtime.transfer.sending import KVSender
+from moesaic.runtime.transfer.sending import EARLY_BYTES, PIECE_BYTES, KVSender
 from moesaic.runtime.worker import Worker
 from moesaic.structured import vocabulary
 from moesaic.structured.constraints import Constraints
@@ -57,12 +58,13 @@ def _build_parts(context: WorkerContext) -> WorkerParts:
 
 def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
     """What the worker does with the KV of other workers."""
-    config, connection, memory = context.config, context.connection, parts.memory
+    config, connection, memory = context.config, context.connection, parts.images or parts.memory
     if config.kv_role is None:
         return Transfers()
-    assert isinstance(memory, PagedKV | HybridMemory), "refused with what has another memory"
+    assert isinstance(memory, PagedKV | HybridMemory | GroupMemory), "refused with what has another memory"
     if config.kv_role == "prefill":
-        return KVSender(memory, config.cache.block_size, connection.send, config.transport)
+        early = EARLY_BYTES if parts.loaded.device.type == "cpu" else PIECE_BYTES
+        return KVSender(memory, config.cache.block_size, connection.send, config.transport, early=early)
     receiver = KVReceiver(memory, config.cache.block_size, connection.send, config.remote_address)
     connection.send(ReceivesKV(receiver.endpoint, receiver.secret))
     return receiver

@@ -13,6 +13,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.routing import RowSink
 from moesaic.experts.client import ExpertServers
+from moesaic.kvcache.images import CopiedMemory
 from moesaic.kvcache.memory import CacheSize, LayerMemory
 from moesaic.models.checkpoint import Progress
 from moesaic.policy.scheduling.batching import BatchLimits
@@ -68,6 +69,8 @@ class WorkerParts:
     scheduler: Scheduler
     memory: LayerMemory
     """What all layers keep: on the first rank, of its heads."""
+    images: CopiedMemory | None = None
+    """The memory of all ranks, to copy from and to. None: `memory`, or what nobody copies."""
     expert_stats: Callable[[], ExpertStats] = ExpertStats
     """Takes a snapshot of what the experts counted."""
     servers: ExpertServers | None = None

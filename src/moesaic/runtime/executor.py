@@ -127,6 +127,7 @@ class Executor:
             case RunSegment():
                 self._observer.started(action.plan, action.segment)
                 self._routes.begin(action.plan)
+                self._transfers.begin(action.plan)
                 try:
                     self._run_segment(action)
                 finally:
@@ -174,6 +175,7 @@ class Executor:
                 else:
                     self._observer.started(plan)
                 self._routes.begin(plan)
+                self._transfers.begin(plan)
                 try:
                     result = step.advance()
                 finally:

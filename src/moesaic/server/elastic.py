@@ -38,16 +38,17 @@ async def status(service: Serving) -> ClusterStatus:
 
 @router.post(SCALE, responses=errors(400, 401, 403, 404, 408, 409, 413, 503), dependencies=[Depends(bearer)])
 async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
-    """Change the number of expert servers or attention workers. The answer comes once the change is done.
+    """Change the number of expert servers, attention workers or prefill workers.
 
-    Requests are served meanwhile. If the change fails, the cluster stays as it was. If the server shuts down
-    before the change is done, the answer is a 503.
+    The answer comes once the change is done. Requests are served meanwhile. If the change fails, the cluster
+    stays as it was. If the server shuts down before the change is done, the answer is a 503.
     """
     cluster = _cluster(service)
-    if body.expert_servers is None and body.attention_workers is None:
-        raise Problem(400, "the body: expert_servers or attention_workers is needed")
+    numbers = body.expert_servers, body.attention_workers, body.prefill_workers
+    if numbers == (None, None, None):
+        raise Problem(400, "the body: expert_servers, attention_workers or prefill_workers is needed")
     service.engine.require_serving()
-    change = asyncio.wrap_future(cluster.scale(body.expert_servers, body.attention_workers))
+    change = asyncio.wrap_future(cluster.scale(*numbers))
     try:
         while not (await asyncio.wait([change], timeout=POLL_SECONDS))[0]:
             service.engine.require_serving()

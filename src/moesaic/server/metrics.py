@@ -303,7 +303,8 @@ class EngineCollector(Collector):
         for name, text, value in (
             ("kv_transfers", "Requests whose KV a prefill worker has sent.", counts.sent),
             ("kv_transfer_bytes", "Bytes of KV that prefill workers have sent.", counts.sent_bytes),
-            ("kv_transfer_seconds", "Seconds of these pieces on their way.", counts.sent_seconds),
+            ("kv_transfer_seconds", "Seconds on their way, without early bytes.", counts.sent_seconds),
+            ("kv_transfer_early_bytes", "Bytes of them that left during their step.", counts.early_bytes),
             ("kv_transfer_failures", "Transfers that ended with a broken connection.", counts.failed),
             ("kv_received_requests", "Requests that went on with KV that was sent.", counts.received),
             ("kv_received_tokens", "Their tokens, whose KV was not computed again.", counts.received_tokens),

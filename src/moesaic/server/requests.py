@@ -328,6 +328,7 @@ class ScaleRequest(Body):
 
     expert_servers: Annotated[int, Field(ge=1, le=1024)] | None = None
     attention_workers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    prefill_workers: Annotated[int, Field(ge=0, le=1024)] | None = None
 
 
 class KillRequest(Body):

@@ -75,7 +75,12 @@ class Cluster(Protocol):
         """Kill one process by its name. Raises ConfigError, or ScalingError if that is not possible now."""
         ...
 
-    def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
+    def scale(
+        self,
+        expert_servers: int | None = None,
+        attention_workers: int | None = None,
+        prefill_workers: int | None = None,
+    ) -> Future[None]:
         """Change the number of processes. The future ends once the change is done.
 
         The future raises ConfigError or ScalingError if nothing was changed.

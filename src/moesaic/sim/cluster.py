@@ -112,8 +112,9 @@ class SimulatedCluster:
         profile = Profile.load(self.scenario.path(routing.file))
         servers, seed = self.scenario.servers.count, self.scenario.seed
         clusters = SOLVERS[table.solver](profile, servers, seed)
-        if self.links is not None and self.scenario.servers.beside_workers:
-            clusters = priced(profile, clusters, self.links.topology.prices(servers), seed)
+        topology = None if self.links is None else self.links.topology
+        if topology is not None and topology.workers:
+            clusters = priced(profile, clusters, topology.prices(servers), seed)
         return clusters.placement(profile.layers, profile.model)
 
     # ---- parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.topology import FLAG, Topology, Way
+from moesaic.core.topology import Topology, Way
 from moesaic.sim.device import Channel
 from moesaic.sim.timeline import Timeline
 
@@ -44,8 +44,8 @@ class HostLinks:
 
     def check(self, ranks: int) -> None:
         """Raise ConfigError if a worker and the server beside it are on different hosts."""
-        if self._beside:
-            try:
-                self.topology.places(ranks)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace(FLAG, "links.topology")) from error
+        for rank in range(ranks) if self._beside else ():
+            ends = self.topology.host_of_worker(rank), self.topology.host_of_server(rank)
+            if ends[0] != ends[1]:
+                allowed = f"{ends[0]!r}, as worker {rank}, with servers.beside_workers"
+                raise ConfigError.field(f"links.topology: host of server {rank}", ends[1], allowed)

@@ -23,8 +23,8 @@ _ALLOWED = (
 )
 _NAMED = "@"
 
-IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 5, 3
-"""TCP keepalive. A host that vanished is noticed after 25 s of silence, also while nothing is sent."""
+IDLE_SECONDS, PROBE_SECONDS, PROBES = 1, 1, 3
+"""TCP keepalive. `host_watch` measures the answers of the other host."""
 UNACKNOWLEDGED_SECONDS = 30
 """A TCP connection ends when sent bytes are not acknowledged for so many seconds."""
 

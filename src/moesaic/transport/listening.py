@@ -24,6 +24,7 @@ from moesaic.transport.authentication import (
 )
 from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
 from moesaic.transport.host import advertised, this_host
+from moesaic.transport.host_watch import watch
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.sockets import StreamAnswerer, StreamCaller
 
@@ -71,6 +72,7 @@ def connect(
         keys = prove_as_client(sock, secret, terms, deadline)
         if kind == "shm":
             return _share(sock, heap_bytes, deadline)
+        watch(sock)
         return StreamCaller(wire(sock, keys), heap_bytes)
     except (OSError, ConnectionLost) as error:
         sock.close()
@@ -171,6 +173,7 @@ class Listener:
             raise ConfigError.field("heap_bytes", terms.heap_bytes, f"at most {self._max_heap}")
         if terms.kind == "shm":
             return self._mapped(sock, terms, deadline)
+        watch(sock)
         return StreamAnswerer(wire(sock, keys), terms.heap_bytes)
 
     def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> Answerer:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.policy.placement.link_prices import link_loads, worth_of
+from moesaic.policy.placement.link_prices import HostMap, link_loads, worth_of
 from moesaic.policy.placement.locality import hosts
 
 
@@ -20,9 +21,15 @@ def test_equal_links_count_local_pairs() -> None:
     assert worth_of(np.zeros((2, 2))).tolist() == np.ones((2, 2)).tolist()
 
 
+def ranks_on(places: list[int], count: int) -> HostMap:
+    """Ranks on these hosts."""
+    where = np.array(places)
+    return HostMap(np.zeros((len(where), len(where))), where, where, count, beside=True)
+
+
 def test_rows_pairs_and_rows_once_a_host() -> None:
     found = np.array([[[0, 2, 3, 3]]], dtype=np.int16)
-    loads = link_loads(found, np.array([[0]], dtype=np.int16), np.array([0, 0, 1, 1]), 2)
+    loads = link_loads(found, np.array([[0]], dtype=np.int16), ranks_on([0, 0, 1, 1], 2))
     assert (loads.pairs[0, 1], loads.rows[0, 1], loads.once[0, 1]) == (3, 2, 1)
     assert loads.pairs.sum() == 3
     assert loads.sizes(8.0).tolist() == [[0, 16], [24, 0]]
@@ -50,7 +57,7 @@ def test_loads_are_those_of_a_loop(seed: int, ranks: int, count: int) -> None:
                 once[places[rank], host] += 1
             near = [server for server in set(others) if places[server] == places[rank]]
             once[places[rank], places[rank]] += len(near)
-    loads = link_loads(found, own, places, count)
+    loads = link_loads(found, own, ranks_on(places.tolist(), count))
     assert np.allclose(loads.pairs * tokens, pairs)
     assert np.allclose(loads.rows * tokens, rows)
     assert np.allclose(loads.once * tokens, once)
@@ -77,3 +84,23 @@ def test_a_pair_goes_to_a_copy_with_the_lowest_price(seed: int) -> None:
         assert server == cheapest[token % len(cheapest)]
     alike = 1.0 - np.eye(ranks)
     assert (hosts(experts, homes, own, alike) == hosts(experts, homes, own)).all()
+
+
+def test_a_worker_that_is_no_rank_has_no_own_server() -> None:
+    """One worker on host 1. Servers 0 and 1 are on host 0, and server 2 is on host 1."""
+    there = HostMap(np.ones((1, 3)), np.array([1]), np.array([0, 0, 1]), 2, beside=False)
+    found, own = np.array([[[0, 1, 1, 2]]], dtype=np.int16), np.array([[0]], dtype=np.int16)
+    loads = link_loads(found, own, there)
+    assert (loads.pairs[1, 0], loads.rows[1, 0], loads.once[1, 0]) == (3, 2, 1)
+    assert (loads.pairs[1, 1], loads.rows[1, 1]) == (1, 1)
+    assert loads.pairs.sum() == 4
+    assert not there.alike
+
+
+@pytest.mark.parametrize(("k", "rows", "once", "answers"), [(8, 2.63, 1.00, 4.0), (2, 0.94, 0.75, 1.0)])
+def test_what_a_row_for_each_host_would_save(k: int, rows: float, once: float, answers: float) -> None:
+    """Two lines of the table of docs/cluster.md, by counting tokens on rank 0 of 8 ranks on 2 hosts."""
+    found = np.random.default_rng(0).integers(0, 8, (20_000, 1, k)).astype(np.int16)
+    loads = link_loads(found, np.zeros((20_000, 1), dtype=np.int16), ranks_on([0] * 4 + [1] * 4, 2))
+    measured = loads.rows[0, 1], loads.once[0, 1], loads.pairs[0, 1]
+    assert measured == pytest.approx((rows, once, answers), abs=0.02)

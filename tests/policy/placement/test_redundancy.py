@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
+from moesaic.policy.placement.link_prices import worth_of
 from moesaic.policy.placement.locality import homes_in, measure
-from moesaic.policy.placement.redundancy import copied, demand, place, tables_of
+from moesaic.policy.placement.redundancy import _carried, copied, demand, place, tables_of
 from moesaic.policy.placement.solvers import SOLVERS
 
 HOME = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], dtype=np.bool_)
@@ -99,3 +100,40 @@ def test_tables_know_of_copies() -> None:
         tables = tables_of(made, clusters, placement)
         tables.check(placement, "tables")
         assert np.allclose(tables.scores[seen].sum(axis=1), total)
+
+
+# ---- links
+
+
+@given(st.integers(0, 99), st.integers(1, 4), st.booleans())
+def test_choices_go_to_the_copies_that_are_worth_most(seed: int, ranks: int, alike: bool) -> None:
+    """Against a loop. With links that are alike: on the own rank, else shared by all copies."""
+    rng = np.random.default_rng(seed)
+    wanted = rng.integers(0, 9, (5, ranks)).astype(np.float64)
+    held = rng.random((5, ranks)) < 0.5
+    held[np.arange(5), rng.integers(0, ranks, 5)] = True
+    worth = np.eye(ranks) if alike else rng.choice([0.0, 0.5, 1.0], (ranks, ranks))
+    carried, best = np.zeros(wanted.shape), np.zeros(wanted.shape)
+    for expert in range(5):
+        copies = np.flatnonzero(held[expert]).tolist()
+        for rank in range(ranks):
+            best[expert, rank] = max(worth[copy, rank] for copy in copies)
+            asked = [copy for copy in copies if worth[copy, rank] == best[expert, rank]]
+            if alike:
+                assert asked == ([rank] if held[expert, rank] else copies)
+            for copy in asked:
+                carried[expert, copy] += wanted[expert, rank] / len(asked)
+    found = _carried(wanted, held, worth)
+    assert np.allclose(found[0], carried) and np.allclose(found[1], best)
+
+
+def test_a_copy_goes_to_the_other_host() -> None:
+    """Ranks 0 and 1 share a host, and so do 2 and 3. Rank 1 wants expert 0 a little more than rank 2 does.
+
+    A copy on rank 1 saves little, since rank 0 is near. One on rank 2 saves the slow link.
+    """
+    wanted = np.array([[9, 5, 4, 4], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]], dtype=np.float64)
+    home = np.eye(4, dtype=np.bool_)
+    prices = np.where(np.arange(4)[:, None] // 2 == np.arange(4) // 2, 1.0, 8.0) * (1 - np.eye(4))
+    assert copied(wanted, home, 1)[0].tolist() == [True, True, False, False]
+    assert copied(wanted, home, 1, worth_of(prices))[0].tolist() == [True, False, True, False]

@@ -72,6 +72,7 @@ EXPERT_SERVERS = "expert-servers"
 ROLES: dict[str, tuple[str, ...]] = {
     EXPERT_SERVERS: ("expert_servers",),
     "attention-workers": ("attention_workers",),
+    "prefill-workers": ("prefill_workers",),
     "ranks": ("attention_workers", "expert_servers"),
 }
 """Role on the command line -> the numbers of processes that it changes, as settings name them."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
-from moesaic.policy.placement.link_prices import LinkLoads, link_loads
+from moesaic.policy.placement.link_prices import HostMap, LinkLoads, link_loads
 from moesaic.policy.placement.locality import (
     FloatArray,
     Locality,
@@ -85,18 +84,20 @@ def measure_placement(
 
 
 def measure_links(
-    learned: Profile,
-    placement: Placement,
-    held_out: Routes,
-    places: npt.NDArray[np.integer],
-    count: int,
-    prices: FloatArray | None = None,
+    learned: Profile, placement: Placement, held_out: Routes, there: HostMap, aware: bool
 ) -> LinkLoads:
     """What a token of the held-out requests sends from host to host, with attention-DP.
 
-    places: [R] the index of each rank's host. count: number of hosts. prices: see `measure_placement`.
+    aware: replicas are chosen and requests are dispatched by the links of `there`. Otherwise all links count
+    alike. Workers without a server of their own then take requests in turn.
     """
-    homes, ranks = homes_in(placement, learned.layers), len(places)
-    own = request_owners(learned, homes, ranks, held_out, prices=prices)
+    homes, ranks, workers = homes_in(placement, learned.layers), len(there.servers), len(there.workers)
+    prices = there.prices if aware else None
+    if aware or there.beside:
+        own = request_owners(learned, homes, ranks, held_out, prices=prices)
+    else:
+        own = (held_out.owners % workers).astype(np.int16)
     each = np.broadcast_to(own[:, None], held_out.experts.shape[:2])
-    return link_loads(hosts(held_out.experts, homes, each, prices), each, places, count)
+    blind = prices if there.beside else np.ones((workers, ranks))
+    found = hosts(held_out.experts, homes, each, there.prices if aware else blind)
+    return link_loads(found, each, there)

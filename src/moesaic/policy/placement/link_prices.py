@@ -22,11 +22,11 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def worth_of(prices: FloatArray) -> FloatArray:
-    """[S, R] worth, 0 to 1, of a pair that server s computes for a token on rank r.
+    """[S, W] worth, 0 to 1, of a pair that server s computes for a token of worker w.
 
-    prices: [R, S] seconds of a byte from each rank to each server; at least one is above 0.
+    prices: [W, S] seconds of a byte from each worker to each server. With ranks, worker i is rank i.
 
-    Example: prices 0, 1, 4 from rank 0 to servers 0, 1, 2 -> worth 1, 0.75, 0.
+    Example: prices 0, 1, 4 from worker 0 to servers 0, 1, 2 -> worth 1, 0.75, 0.
     """
     worth: FloatArray = 1.0 - prices.T / max(float(prices.max()), 1e-300)
     return worth
@@ -62,23 +62,43 @@ class LinkLoads:
         return float((self.sizes(row_bytes, once) * prices).sum())
 
 
-def link_loads(found: SmallArray, own: SmallArray, places: npt.NDArray[np.integer], count: int) -> LinkLoads:
+@dataclass(frozen=True)
+class HostMap:
+    """Where workers and servers are, and what the ways between them cost."""
+
+    prices: FloatArray
+    """[W, S] seconds of a byte from each worker to each server."""
+    workers: npt.NDArray[np.integer]
+    """[W] index of the host of each worker."""
+    servers: npt.NDArray[np.integer]
+    """[S] index of the host of each server."""
+    count: int
+    """Number of hosts."""
+    beside: bool
+    """Whether worker i is rank i, whose own server is server i."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all processes are on one host."""
+        return len({*self.workers.tolist(), *self.servers.tolist()}) == 1
+
+
+def link_loads(found: SmallArray, own: SmallArray, there: HostMap) -> LinkLoads:
     """The loads of the links for some tokens, at least one.
 
-    found: [t, layers, k] server of each pair. own: [t, layers] rank of each token, whose own server has the
-    same number. places: [R] the index of each server's host. count: number of hosts.
+    found: [t, layers, k] server of each pair. own: [t, layers] worker of each token.
 
     Example: a token on rank 0 has experts on ranks 0, 2, 3, 3. Ranks 2 and 3 are on host 1. Then 3 pairs and
     2 rows go from host 0 to host 1, and with `once` 1 row.
     """
     tokens, layers, _ = found.shape
-    asked = np.zeros((tokens, layers, len(places)), dtype=np.int64)
+    asked = np.zeros((tokens, layers, len(there.servers)), dtype=np.int64)
     token, layer = np.arange(tokens)[:, None, None], np.arange(layers)[None, :, None]
     np.add.at(asked, (token, layer, found), 1)
-    np.put_along_axis(asked, own[:, :, None].astype(np.int64), 0, axis=2)
-    on_host = np.eye(count)[places]
-    here = on_host[own]
+    if there.beside:
+        np.put_along_axis(asked, own[:, :, None].astype(np.int64), 0, axis=2)
+    every = np.eye(there.count)
+    here, on_host = every[there.workers[own]], every[there.servers]
     pairs, rows = asked @ on_host, (asked > 0) @ on_host
-    inside = here > 0
-    once = np.where(inside, rows, rows > 0)
+    once = np.where(here > 0, rows, rows > 0)
     return LinkLoads(*(np.einsum("tlg,tlh->gh", here, each) / tokens for each in (pairs, rows, once)))

@@ -54,7 +54,8 @@ def hosts(
     Otherwise token i uses copy i modulo the number of copies, which divides tokens evenly. experts:
     [t, layers, k]. homes: [layers, E, copies], at least one copy of each expert. own: [t, layers] the rank
     of each token. prices: [R, R] of the link from each rank to each rank's server; only copies with the
-    lowest price count then. None: all links are alike.
+    lowest price count then. With workers that are no ranks it is [W, R], and `own` names workers. None: all
+    links are alike.
     """
     found = np.empty(experts.shape, dtype=np.int16)
     turns = np.arange(len(experts))[:, None]
@@ -147,8 +148,8 @@ def request_ranks(
 
     `affinity` and `rounds` are the rules of policy/placement/dispatch.py, as if no request ended before the
     last one arrives. `best` takes the rank with the best score and ignores balance. Ties go to the rank
-    with fewer tokens so far. lengths: [r] tokens of each request. worth: [R, R] of `link_prices.worth_of`.
-    None: only pairs on the own rank count.
+    with fewer tokens so far. lengths: [r] tokens of each request. worth: [R, W] of `link_prices.worth_of`;
+    the result is then the worker of each request. None: only pairs on the own rank count.
 
     Example with two ranks and scores 9 1, 8 2, 7 3, 1 5:
 
@@ -157,11 +158,11 @@ def request_ranks(
       - `affinity` gives 0, 0, 1, 1. The third prompt has 70 % on rank 0, less than 73 %, the mean of 50, 90
         and 80 %.
     """
-    ranks = scores.shape[1]
-    counts, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks)
-    ahead = {"affinity": AHEAD, "rounds": 1, "best": len(scores) + 1}[rule]
     values = centred(scores) if rule == "affinity" else scores
     values = values if worth is None else values @ worth
+    ranks = values.shape[1]
+    counts, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks)
+    ahead = {"affinity": AHEAD, "rounds": 1, "best": len(scores) + 1}[rule]
     found = np.empty(len(scores), dtype=np.int16)
     for request, row in enumerate(values):
         allowed = np.where(counts < counts.min() + ahead, row, -np.inf)

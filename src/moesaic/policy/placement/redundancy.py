@@ -8,6 +8,9 @@ with the largest
 
 so locality and balance are measured in one unit. A token's choice is computed on its own rank if that has a
 copy; else the copies share it evenly. No rank gets more than its share of the new copies, rounded up.
+
+Where links have prices, a choice is computed by the copies that are worth most for the token's rank
+(`link_prices`), and a copy's first term is the worth that choices gain.
 """
 
 from __future__ import annotations
@@ -22,14 +25,22 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tables import Tables
 from moesaic.policy.placement import predict
+from moesaic.policy.placement.link_prices import worth_of
 from moesaic.policy.placement.locality import FloatArray, homes_in, token_scores
 from moesaic.policy.placement.packing import BoolArray
 
 
-def place(profile: Profile, clusters: Coclusters, redundant: int = 0, tables: str = "") -> Placement:
+def place(
+    profile: Profile,
+    clusters: Coclusters,
+    redundant: int = 0,
+    tables: str = "",
+    prices: FloatArray | None = None,
+) -> Placement:
     """The clusters' placement with `redundant` more copies in each layer. tables: name of the tables' file.
 
-    Raises ConfigError if `redundant` exceeds the copies that are possible, one of each expert on each rank.
+    prices: [R, R] seconds of a byte from each rank to each rank's server. None: all links are alike. Raises
+    ConfigError if `redundant` exceeds the copies that are possible, one of each expert on each rank.
     """
     made = clusters.placement(profile.layers, profile.model, tables)
     most = profile.num_experts * (clusters.ranks - 1)
@@ -37,10 +48,11 @@ def place(profile: Profile, clusters: Coclusters, redundant: int = 0, tables: st
         raise ConfigError.field("--redundant-experts", redundant, f"0 to {most}: each expert once on a rank")
     if not redundant:
         return made
+    worth = np.eye(clusters.ranks) if prices is None else worth_of(prices)
     held = {}
     for row, layer in enumerate(profile.layers):
         home = clusters.experts[row][:, None] == np.arange(clusters.ranks)
-        found = copied(demand(profile, clusters, row), home, redundant)
+        found = copied(demand(profile, clusters, row), home, redundant, worth)
         held[layer] = {rank: np.flatnonzero(column).tolist() for rank, column in enumerate(found.T)}
     return replace(made, held=held)
 
@@ -63,41 +75,45 @@ def demand(profile: Profile, clusters: Coclusters, layer: int) -> FloatArray:
     return found.reshape(size, ranks).astype(np.float64)
 
 
-def copied(wanted: FloatArray, home: BoolArray, redundant: int) -> BoolArray:
+def copied(wanted: FloatArray, home: BoolArray, redundant: int, worth: FloatArray | None = None) -> BoolArray:
     """[E, N] True where a rank has the expert, after `redundant` copies were added.
 
-    wanted: [E, N] from `demand`. home: [E, N] the placement before.
+    wanted: [E, N] from `demand`. home: [E, N] the placement before. worth: [N, N] of `link_prices.worth_of`.
+    None: only choices on the token's own rank count.
 
     Example: experts 0 and 1 are on rank 0, 2 and 3 on rank 1. wanted is 5 4, 5 0, 0 1, 0 5, so loads are 14
     and 6. A copy of expert 0 on rank 1 makes 4 choices local and relieves rank 0 of 4. Its value of 8 is
     the largest.
     """
+    worth = np.eye(home.shape[1]) if worth is None else worth
     held = home.copy()
     room = np.full(held.shape[1], -(-redundant // held.shape[1]))
     for _ in range(redundant):
-        expert, rank = divmod(int(_values(wanted, held, room > 0).argmax()), held.shape[1])
+        expert, rank = divmod(int(_values(wanted, held, room > 0, worth).argmax()), held.shape[1])
         held[expert, rank] = True
         room[rank] -= 1
     return held
 
 
-def _values(wanted: FloatArray, held: BoolArray, free: BoolArray) -> FloatArray:
+def _values(wanted: FloatArray, held: BoolArray, free: BoolArray, worth: FloatArray) -> FloatArray:
     """[E, N] value of one more copy of each expert on each rank, or minus infinity if it is not possible."""
-    carried = _carried(wanted, held)
+    carried, best = _carried(wanted, held, worth)
     loads = carried.sum(axis=0)
     values = np.full(held.shape, -np.inf)
     for rank in np.flatnonzero(free).tolist():
         more = held.copy()
         more[:, rank] = True
-        busiest = (loads - carried + _carried(wanted, more)).max(axis=1)
-        values[:, rank] = wanted[:, rank] + loads.max() - busiest
+        later, better = _carried(wanted, more, worth)
+        busiest = (loads - carried + later).max(axis=1)
+        values[:, rank] = (wanted * (better - best)).sum(axis=1) + loads.max() - busiest
     values[held] = -np.inf
     return values
 
 
-def _carried(wanted: FloatArray, held: BoolArray) -> FloatArray:
-    """[E, N] choices of each expert that each rank computes."""
-    own = wanted * held
-    rest = (wanted.sum(axis=1) - own.sum(axis=1)) / held.sum(axis=1)
-    carried: FloatArray = own + held * rest[:, None]
-    return carried
+def _carried(wanted: FloatArray, held: BoolArray, worth: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """[E, N] choices of each expert that each rank computes, and [E, N] their worth by the tokens' rank."""
+    each = np.where(held[:, :, None], worth, -1.0)
+    best = each.max(axis=1)
+    asked = each == best[:, None, :]
+    carried: FloatArray = (asked * (wanted / asked.sum(axis=1))[:, None, :]).sum(axis=2)
+    return carried, best

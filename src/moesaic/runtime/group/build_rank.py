@@ -20,7 +20,8 @@ from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.kvcache.memory import CacheSize, layer_memory
+from moesaic.kvcache.memory import CacheSize, HybridMemory, LayerMemory, layer_memory
+from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, fingerprint, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
@@ -36,6 +37,7 @@ from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.sharded import RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
+from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -248,6 +250,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         runner,
         LockstepScheduler(limits, blocks, speculation=speculation),
         runner.memory,
+        images=_images(config, runner.memory, group, launcher),
         expert_stats=runner.stats,
         logit_rows=None if offload is None else offload.logit_rows,
         linger=0.0 if offload is None else offloaded.LINGER,
@@ -278,10 +281,21 @@ def _with_servers(context: WorkerContext) -> WorkerParts:
     counted = parts.expert_stats
     return replace(
         parts,
+        images=_images(config, parts.memory, group, launcher),
         expert_stats=lambda: replace(counted(), group=shared.stats()),
         ranks=group.size,
         collectives=shared_attention.NAME,
     )
+
+
+def _images(
+    config: WorkerConfig, memory: LayerMemory, group: Group, launcher: RankLauncher
+) -> GroupMemory | None:
+    """The memory of all ranks, if KV is sent from it or to it."""
+    if config.kv_role is None:
+        return None
+    assert isinstance(memory, PagedKV | HybridMemory), "refused with what has another memory"
+    return GroupMemory(group, memory, launcher.why)
 
 
 class Follower(Protocol):

@@ -135,14 +135,7 @@ class RankLauncher:
         self._ending()
 
     def _start(self, config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "moesaic.runtime.group", "--rank", str(rank)]
-        process = subprocess.Popen(
-            [*command, "--config", of_rank(config, rank).to_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=worker_environment() | _gpu(config, rank),
-            process_group=0,
-        )
+        process = spawn_rank(config, rank)
         assert process.stdin is not None
         # Not in the command, which other users can read.
         process.stdin.write(f"{self._socket} {self._secret.hex()}\n".encode())
@@ -150,10 +143,25 @@ class RankLauncher:
         return process
 
 
-def _gpu(config: WorkerConfig, rank: int) -> dict[str, str]:
-    """The environment variables that select a rank's GPU. Rank i takes GPU i."""
+def spawn_rank(config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
+    """Start the process of one rank. It waits for its first line, the place where the ranks meet.
+
+    config: of the worker, with all cores and threads of the group.
+    """
+    command = [sys.executable, "-m", "moesaic.runtime.group", "--rank", str(rank)]
+    return subprocess.Popen(
+        [*command, "--config", of_rank(config, rank).to_json()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=rank_environment(config, rank),
+        process_group=0,
+    )
+
+
+def rank_environment(config: WorkerConfig, rank: int) -> dict[str, str]:
+    """The environment of a rank's process. Rank i takes GPU i, where there is one."""
     gpus = gpus_of(config.model)
-    return one_gpu(rank, gpus) if gpus else {}
+    return worker_environment() | (one_gpu(rank, gpus) if gpus else {})
 
 
 def _in_thread(work: Callable[..., None], *arguments: object) -> None:

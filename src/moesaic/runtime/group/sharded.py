@@ -24,6 +24,7 @@ from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
 from moesaic.runtime.group.experts import GroupCounts
 from moesaic.runtime.group.launcher import RankLauncher
+from moesaic.runtime.group.shared_images import next_message
 from moesaic.runtime.step.running_step import StepResult, WholeStep
 from moesaic.runtime.step.stages import until_output_projection
 
@@ -67,7 +68,7 @@ class RankRunner:
         """On the other ranks: compute the steps of the first rank. Raises ConnectionLost when it is gone."""
         with torch.inference_mode():
             while True:
-                self._run(unpack(self._group.announce(b"")))
+                self._run(unpack(next_message(self._group, self.memory)))
 
     def stats(self) -> ExpertStats:
         """What this rank counted."""

@@ -26,6 +26,7 @@ from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.block import Block
 from moesaic.models.model import Model
 from moesaic.runtime.group.arrays import pack, to_device, to_host, unpack
+from moesaic.runtime.group.shared_images import next_message
 from moesaic.runtime.step.stages import until_output_projection
 
 _LAYER = struct.Struct("<q")
@@ -98,7 +99,7 @@ class AttentionRank:
         nothing = np.empty((0, self._model.spec.hidden_size), np.float32)
         with torch.inference_mode():
             while True:
-                layer, step = _parsed(group.announce(b""), len(self._model.blocks))
+                layer, step = _parsed(next_message(group, self._memory), len(self._model.blocks))
                 if step:
                     attention = AttentionBatch.build(unpack(step), self._block_size, self._device)
                 rows = to_device(group.all_gather(nothing), self._device)

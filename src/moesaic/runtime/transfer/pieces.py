@@ -1,7 +1,7 @@
 """The pieces in which the KV of a request travels, and what a worker without transfers does: nothing.
 
-A piece has consecutive blocks of one request, and the last one also its states. It is the request of a call
-(`transport.calls`) whose answer is one empty row: the piece has arrived.
+A piece has consecutive blocks of consecutive layers of one request, and the last one also its states. It is
+the request of a call (`transport.calls`) whose answer is one empty row: the piece has arrived.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from moesaic.core.request import Request
 from moesaic.kvcache.images import CopiedMemory
 from moesaic.policy.scheduling.schedulers.actions import Restore, StepPlan
 
-_HEADER = struct.Struct("<QQQQ")
-"""transfer, first block, number of blocks, tokens of the whole transfer in its last piece, else 0"""
+_HEADER = struct.Struct("<QQQQQQ")
+"""transfer, first layer, number of layers, first block, number of blocks, tokens of the whole transfer in its
+last piece, else 0"""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class PieceHeader:
     """What a piece has."""
 
     transfer: int
+    first_layer: int
+    """Counted among the layers with keys and values."""
+    num_layers: int
     first: int
     """Its first block, counted from the request's first one."""
     blocks: int
@@ -38,11 +42,17 @@ class PieceHeader:
         return self.tokens > 0
 
     def pack(self) -> bytes:
-        return _HEADER.pack(self.transfer, self.first, self.blocks, self.tokens)
+        layers = self.first_layer, self.num_layers
+        return _HEADER.pack(self.transfer, *layers, self.first, self.blocks, self.tokens)
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
     def num_bytes(self, memory: CopiedMemory) -> int:
         """Bytes of the piece behind its header."""
-        return self.blocks * memory.block_bytes + (memory.state_bytes if self.last else 0)
+        states = memory.state_bytes if self.last else 0
+        return self.num_layers * self.blocks * memory.layer_bytes + states
 
 
 HEADER_BYTES = _HEADER.size
@@ -55,7 +65,8 @@ def parse(data: bytes, size: int, memory: CopiedMemory, block_size: int) -> Piec
     header = PieceHeader(*_HEADER.unpack(data))
     end = header.first + header.blocks
     full = not header.last or (end - 1) * block_size < header.tokens <= end * block_size
-    if size != HEADER_BYTES + header.num_bytes(memory) or not full:
+    known = header.layers.stop <= memory.num_layers and bool(header.layers) == bool(memory.num_layers)
+    if not (known and full and size == HEADER_BYTES + header.num_bytes(memory)):
         raise DamagedMessage(f"a damaged piece of KV: {header} in {size} bytes")
     return header
 
@@ -72,6 +83,9 @@ class Transfers:
 
     def restore(self, action: Restore) -> None:
         """Write what was received into the cache."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """The rows of `plan` are computed from now on, until the next call of this method."""
 
     def computed(self, plan: StepPlan) -> None:
         """The KV of a step's rows is in the cache, in every layer."""

@@ -19,6 +19,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.metrics import TransferStats
 from moesaic.core.request import Request
+from moesaic.core.tokens import IntArray
 from moesaic.kvcache.images import Bytes, CopiedMemory
 from moesaic.policy.scheduling.schedulers.actions import Restore
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers, parse
@@ -39,8 +40,9 @@ class _Image:
     """The KV of one request, as far as it has arrived."""
 
     source: Answerer
+    blocks: IntArray
+    """[layers] number of blocks of each layer that are here: the first ones of the request."""
     pieces: list[tuple[PieceHeader, Bytes]] = field(default_factory=list)
-    blocks: int = 0
     tokens: int = 0
     """Tokens of the request's KV, once all pieces are here; else 0."""
 
@@ -131,9 +133,9 @@ class KVReceiver(Transfers):
     def _put(self, header: PieceHeader, data: Bytes, action: Restore, skipped: int) -> None:
         """Write one piece, without its first `skipped` blocks."""
         blocks = action.blocks[header.first : header.first + header.blocks]
-        end = header.blocks * self._memory.block_bytes
+        end = header.num_layers * header.blocks * self._memory.layer_bytes
         if skipped < header.blocks:
-            self._memory.put_blocks(blocks, data[:end], skipped)
+            self._memory.put_blocks(blocks, header.layers, data[:end], skipped)
         if header.last and action.states:
             _, _, page, seat = action.states
             self._memory.put_states(page, seat, data[end:])
@@ -173,11 +175,15 @@ class KVReceiver(Transfers):
             self._report(messages.KVReceived(header.transfer))
 
     def _keep(self, source: Answerer, header: PieceHeader, data: Bytes) -> None:
-        image = self._images.setdefault(header.transfer, _Image(source))
-        if image.source is not source or image.tokens or header.first != image.blocks:
+        none = np.zeros(self._memory.num_layers, np.int64)
+        image = self._images.setdefault(header.transfer, _Image(source, none))
+        mine, end = slice(header.layers.start, header.layers.stop), header.first + header.blocks
+        if image.source is not source or image.tokens or (image.blocks[mine] != header.first).any():
             raise DamagedMessage(f"a piece of KV at the wrong place: {header}")
+        image.blocks[mine] = end
+        if header.last and (image.blocks != end).any():
+            raise DamagedMessage(f"the last piece of KV came before others: {header}")
         image.pieces.append((header, data))
-        image.blocks += header.blocks
         image.tokens = header.tokens
 
     def _leave(self, source: Answerer, why: ConnectionLost) -> None:

@@ -1,12 +1,21 @@
-"""A prefill worker's side: copies each step's KV out of the cache, and sends it in the background."""
+"""A prefill worker's side: copies each step's KV out of the cache, and sends it in the background.
+
+A layer has the keys and values of a step's rows as soon as the step has come to that layer. So they leave
+while later layers are computed, in groups of layers of some size. The last layer leaves once the step has
+ended: a layer that drafts tokens is the last one, and it runs after the others.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
 
 from moesaic.config import HostTransport
 from moesaic.core import messages
@@ -27,6 +36,9 @@ from moesaic.transport.wakeup import Wakeup
 PIECE_BYTES = 8 << 20
 """Bytes of a piece, unless one block and the states are more. The receiver copies one while the next one is
 written."""
+EARLY_BYTES = 64 << 10
+"""Bytes that leave together before the end of their step, at least. On a GPU, where each copy waits for what
+was launched before it, these are PIECE_BYTES."""
 SLACK = 1 << 20
 """Bytes of a connection's memory besides its pieces."""
 MOST_QUEUED = 1 << 30
@@ -35,10 +47,19 @@ MOST_QUEUED = 1 << 30
 Report = Callable[[messages.Message], None]
 
 
+class _Chunk:
+    """A part of a prompt that one step computes."""
+
+    over = False
+    """The step has ended."""
+
+
 @dataclass(frozen=True)
 class _Piece:
     header: PieceHeader
     data: tuple[Bytes, ...]
+    chunk: _Chunk
+    """With which it was computed."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,22 +75,26 @@ class Link:
         target: KVTarget,
         transport: HostTransport,
         heap_bytes: int,
-        arrived: Callable[[int, float], None],
+        arrived: Callable[[int, int, float], None],
+        idle: Callable[[], None],
         lost: Callable[[Link], None],
     ) -> None:
-        """arrived: called with the bytes of each piece that has arrived, and its seconds on the way.
+        """arrived: called with the bytes of each piece that has arrived, those of them that left before the
+        end of their step, and its seconds on the way.
 
-        lost: called once when nothing more can be sent. Both are called in the link's thread.
+        idle: called once all pieces so far have arrived. lost: called once when nothing more can be sent. All
+        three are called in the link's thread.
         """
         self.endpoint = target.endpoint
         self.lost = False
         self.queued = 0
         """Bytes of pieces that wait."""
         self._target, self._transport, self._heap = target, transport, heap_bytes
-        self._arrived, self._lost = arrived, lost
+        self._arrived, self._idle, self._lost = arrived, idle, lost
         self._lock = threading.Lock()
         self._pieces: deque[_Piece] = deque()
-        self._open: dict[int, tuple[Call, _Piece, float]] = {}
+        self._open: dict[int, tuple[Call, _Piece, int, float]] = {}
+        """Call -> what is under way: a piece, its bytes that left early, and when it left."""
         self._wakeup = Wakeup()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="sending KV", daemon=True)
@@ -93,7 +118,7 @@ class Link:
 
     def unfinished(self) -> list[int]:
         """The transfers of which pieces have not arrived. Called once the link is lost."""
-        pieces = [*self._pieces, *(piece for _, piece, _ in self._open.values())]
+        pieces = [*self._pieces, *(piece for _, piece, _, _ in self._open.values())]
         return sorted({piece.header.transfer for piece in pieces})
 
     def _run(self) -> None:
@@ -120,9 +145,11 @@ class Link:
         while not self._stopping:
             self._wakeup.clear()
             for call, _ in caller.poll():
-                _, piece, begun = self._open.pop(call.number)
+                _, piece, early, begun = self._open.pop(call.number)
                 caller.release(call)
-                self._arrived(piece.num_bytes, time.monotonic() - begun)
+                self._arrived(piece.num_bytes, early, time.monotonic() - begun)
+                if not (self._open or self._pieces):
+                    self._idle()
             if not self._post(caller):
                 wait([caller], (self._wakeup.fileno(),), spin=0.0)
 
@@ -139,7 +166,7 @@ class Link:
         for part in piece.data:
             call.request[start : start + len(part)] = part.data
             start += len(part)
-        self._open[call.number] = call, piece, begun
+        self._open[call.number] = call, piece, 0 if piece.chunk.over else piece.num_bytes, begun
         caller.post(call)
         with self._lock:
             self._pieces.popleft()
@@ -154,12 +181,31 @@ class _Outgoing:
     target: KVTarget
     tokens: int
     """Tokens whose KV is sent: all that are known before the next one is sampled."""
-    blocks: int = 0
-    """Blocks that were sent."""
+    sent: IntArray
+    """[layers] number of blocks of each layer that were sent."""
+    chunk: _Chunk = field(default_factory=_Chunk)
+    """The one that is computed now, or next."""
+
+    def blocks(self, done: int, block_size: int) -> int:
+        """Number of blocks that can be sent once `done` tokens are computed."""
+        return -(-done // block_size) if done == self.tokens else done // block_size
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one request in a step."""
+
+    request_id: int
+    done: int
+    """Tokens whose KV is known once the step has ended."""
+    table: IntArray
+    """Its blocks."""
+    states: tuple[int, int] | None
+    """See `_places`."""
 
 
 class KVSender(Transfers):
-    """Sends the KV of requests while they are computed, after each of their chunks."""
+    """Sends the KV of requests while they are computed, by groups of layers and chunk after chunk."""
 
     def __init__(
         self,
@@ -168,20 +214,23 @@ class KVSender(Transfers):
         report: Report,
         transport: HostTransport = "shm",
         most_queued: int = MOST_QUEUED,
+        early: int = EARLY_BYTES,
     ) -> None:
         """report: sends a message to the router, from any thread. most_queued: bytes that wait for one worker
-        before requests are given up."""
+        before requests are given up. early: bytes of a request that leave before the end of their step, at
+        least; fewer leave after it."""
         self._memory, self._block_size = memory, block_size
-        self._report, self._transport, self._most = report, transport, most_queued
-        largest = memory.block_bytes + memory.state_bytes
+        self._report, self._transport, self._most, self._early = report, transport, most_queued, early
+        largest = memory.num_layers * memory.layer_bytes + memory.state_bytes
         self._heap = max(HEAP_BYTES, 2 * largest + SLACK)
-        self._step = max(1, PIECE_BYTES // max(1, memory.block_bytes))
-        """Blocks of a piece."""
         self._outgoing: dict[int, _Outgoing] = {}
+        self._step: list[_Rows] = []
+        """The rows that are computed now."""
         self._links: dict[Endpoint, Link] = {}
         self._lock = threading.Lock()
         """Protects `_stats`."""
         self._stats = TransferStats()
+        memory.watch(self._written)
 
     def expect(self, message: messages.Submit) -> None:
         generated = dict(zip((one.request_id for one in message.requests), message.generated, strict=False))
@@ -189,17 +238,41 @@ class KVSender(Transfers):
             target = message.targets.get(request.request_id)
             if target is not None:
                 tokens = len(request.prompt_token_ids) + len(generated.get(request.request_id, []))
-                self._outgoing[request.request_id] = _Outgoing(target, tokens)
+                none = np.zeros(self._memory.num_layers, np.int64)
+                self._outgoing[request.request_id] = _Outgoing(target, tokens, none)
+
+    def begin(self, plan: StepPlan) -> None:
+        self._step = self._rows(plan)
 
     def computed(self, plan: StepPlan) -> None:
-        for index, request_id in enumerate(plan.request_ids.tolist()) if self._outgoing else ():
-            outgoing = self._outgoing.get(request_id)
-            if outgoing is None:
+        for rows in self._rows(plan):
+            outgoing = self._outgoing[rows.request_id]
+            outgoing.chunk.over, whole = True, rows.done == outgoing.tokens
+            if not self._send(outgoing, rows, self._memory.num_layers) or whole:
+                del self._outgoing[rows.request_id]
+            outgoing.chunk = _Chunk()
+
+    def _written(self, layer: int) -> None:
+        """Send what a step has computed up to this layer, if it is enough for a piece."""
+        for rows in self._step if layer + 1 < self._memory.num_layers else ():
+            outgoing = self._outgoing.get(rows.request_id)
+            if outgoing is None:  # it was given up, or cancelled
                 continue
-            done = min(int(plan.batch.context_lens[index]), outgoing.tokens)
-            table, states = plan.batch.block_tables[index], _places(plan, index, done)
-            if not self._send(outgoing, done, table, states) or done == outgoing.tokens:
-                del self._outgoing[request_id]
+            blocks = outgoing.blocks(rows.done, self._block_size)
+            more = np.maximum(blocks - outgoing.sent[: layer + 1], 0).sum()
+            enough = more * self._memory.layer_bytes >= self._early
+            if enough and not self._send(outgoing, rows, layer + 1):
+                del self._outgoing[rows.request_id]
+
+    def _rows(self, plan: StepPlan) -> list[_Rows]:
+        """The rows of requests whose KV is sent."""
+        found = []
+        for index, request_id in enumerate(plan.request_ids.tolist()) if self._outgoing else ():
+            if request_id in self._outgoing:
+                done = min(int(plan.batch.context_lens[index]), self._outgoing[request_id].tokens)
+                table = plan.batch.block_tables[index]
+                found.append(_Rows(request_id, done, table, _places(plan, index, done)))
+        return found
 
     def forget(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -213,39 +286,51 @@ class KVSender(Transfers):
         for link in self._links.values():
             link.close()
 
-    def _send(self, outgoing: _Outgoing, done: int, table: IntArray, states: tuple[int, int] | None) -> bool:
-        """Send the blocks that are complete once `done` tokens are computed. states: page and seat.
+    def _send(self, outgoing: _Outgoing, rows: _Rows, layers: int) -> bool:
+        """Send the blocks of the first `layers` layers that are complete and were not sent.
 
-        Returns False if nothing more of this request can be sent.
+        With all layers, the last piece of a request has its states. Returns False if nothing more of this
+        request can be sent.
         """
-        last = done == outgoing.tokens
-        stop = -(-done // self._block_size) if last else done // self._block_size
         link = self._link(outgoing.target)
-        while outgoing.blocks < stop or last:
-            first = outgoing.blocks
-            blocks = table[first : min(stop, first + self._step)]
-            ends = last and first + len(blocks) == stop
-            tokens = outgoing.tokens if ends else 0
-            header = PieceHeader(outgoing.target.transfer, first, len(blocks), tokens)
-            data = [self._memory.copy_blocks(blocks)]
-            if ends and states is not None:
-                data.append(self._memory.copy_states(*states))
-            outgoing.blocks += len(blocks)
-            if link.queued > self._most or not link.put(_Piece(header, tuple(data))):
+        ends = layers == self._memory.num_layers and rows.done == outgoing.tokens
+        parts = self._parts(outgoing, outgoing.blocks(rows.done, self._block_size), layers)
+        if ends and not parts:
+            parts = [(range(0), 0, outgoing.blocks(rows.done, self._block_size))]
+        for index, (part, first, count) in enumerate(parts):
+            blocks, last = rows.table[first : first + count], ends and index == len(parts) - 1
+            data = [self._memory.copy_blocks(blocks, part)]
+            if last and rows.states is not None:
+                data.append(self._memory.copy_states(*rows.states))
+            tokens = outgoing.tokens if last else 0
+            header = PieceHeader(outgoing.target.transfer, part.start, len(part), first, count, tokens)
+            outgoing.sent[part.start : part.stop] = first + count
+            piece = _Piece(header, tuple(data), outgoing.chunk)
+            if link.queued > self._most or not link.put(piece):
                 self._give_up([outgoing.target.transfer])
                 return False
-            if ends:
-                self._count(TransferStats(sent=1))
-                return True
+            self._count(TransferStats(sent=int(last)))
         return True
+
+    def _parts(self, outgoing: _Outgoing, blocks: int, layers: int) -> list[tuple[range, int, int]]:
+        """Layers, first block and number of blocks of each piece that is due.
+
+        Layers of which the same blocks were sent share a piece, unless they are too large for one.
+        """
+        found: list[tuple[range, int, int]] = []
+        edges = np.flatnonzero(np.diff(outgoing.sent[:layers])) + 1
+        for start, stop in pairwise([0, *edges.tolist(), layers] if layers else []):
+            size = max(1, PIECE_BYTES // max(1, (stop - start) * self._memory.layer_bytes))
+            firsts = range(int(outgoing.sent[start]), blocks, size)
+            found += [(range(start, stop), first, min(size, blocks - first)) for first in firsts]
+        return found
 
     def _link(self, target: KVTarget) -> Link:
         if target.endpoint not in self._links:
             for address in [address for address, link in self._links.items() if link.lost]:
                 self._links.pop(address).close()
-            self._links[target.endpoint] = Link(
-                target, self._transport, self._heap, self._arrived, self._lost
-            )
+            told = self._arrived, self._idle, self._lost
+            self._links[target.endpoint] = Link(target, self._transport, self._heap, *told)
         return self._links[target.endpoint]
 
     def _lost(self, link: Link) -> None:
@@ -253,8 +338,14 @@ class KVSender(Transfers):
         if transfers:
             self._give_up(transfers)
 
-    def _arrived(self, num_bytes: int, seconds: float) -> None:
-        self._count(TransferStats(sent_bytes=num_bytes, sent_seconds=seconds))
+    def _arrived(self, num_bytes: int, early: int, seconds: float) -> None:
+        late = 0.0 if early else seconds
+        self._count(TransferStats(sent_bytes=num_bytes, sent_seconds=late, early_bytes=early))
+
+    def _idle(self) -> None:
+        """Report what has arrived: a worker without requests would say it with its next step."""
+        with contextlib.suppress(ConnectionLost):  # the process ends
+            self._report(messages.KVSent(self.stats()))
 
     def _count(self, more: TransferStats) -> None:
         with self._lock:
@@ -265,10 +356,8 @@ class KVSender(Transfers):
 
     def _give_up(self, transfers: list[int]) -> None:
         self._count(TransferStats(failed=len(transfers)))
-        try:
+        with contextlib.suppress(ConnectionLost):  # the process ends
             self._report(messages.KVNotSent(transfers))
-        except ConnectionLost:
-            pass  # the process ends
 
 
 def _places(plan: StepPlan, index: int, done: int) -> tuple[int, int] | None:

@@ -121,7 +121,7 @@ function disarm(name) {
   update();
 }
 
-const SCALED = { expert_servers: ["Expert servers", "expert server"], attention_workers: ["Attention workers", "attention worker"] };
+const SCALED = { expert_servers: ["Expert servers", "expert server"], attention_workers: ["Attention workers", "attention worker"], prefill_workers: ["Prefill workers", "prefill worker"] };
 
 function Scaling({ processes }) {
   return html`<div class="scaling">

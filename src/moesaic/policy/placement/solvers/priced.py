@@ -10,6 +10,9 @@ clusters and maximises worth (`link_prices`), which counts a choice by the link 
  2. *Exchanges.* Each layer is annealed briefly and polished as in annealing.py, with worth in place of local
     choices. The busiest rank may carry as much as before, or as the cap of annealing.py allows.
  3. *Token ids* go to the rank where their choices are worth most.
+
+Workers need not be ranks, such as attention workers of one host that ask servers of several hosts. Two ranks
+are then as near as what both are worth for the same workers.
 """
 
 from __future__ import annotations
@@ -51,24 +54,32 @@ def priced(
 ) -> Coclusters:
     """Other clusters, whose choices take fewer seconds on the links. Equal arguments give equal clusters.
 
-    prices: [R, R] seconds of a byte from each rank to each rank's server, 0 on the diagonal.
+    prices: [W, R] seconds of a byte from each worker to each rank's server. Where worker i is rank i, the
+    diagonal is 0.
 
     Example: ranks 0 and 1 share a host, and so do ranks 2 and 3. The tokens of clusters 0 and 2 also choose
     experts of each other. Then clusters 0 and 2 come onto one host.
     """
     worth, settings = worth_of(prices), search or AnnealingSearch()
-    experts = renumbered(profile, clusters.experts.astype(np.int64), worth)
+    beside = prices.shape == (clusters.ranks, clusters.ranks) and not prices.diagonal().any()
+    between = worth if beside else worth @ worth.T / len(prices)
+    experts = renumbered(profile, clusters.experts.astype(np.int64), between)
     layers = len(experts)
     for layer, counts in enumerate(profile.counts):
         rng = np.random.default_rng((seed, layer))
         experts[layer] = _exchanged(counts, experts[layer], worth, rng, settings)
         if progress is not None:
             progress(layer + 1, layers)
-    return replace(labelled(profile, experts.astype(np.int16), worth), notes=clusters.notes)
+    return replace(
+        labelled(profile, experts.astype(np.int16), worth if beside else None), notes=clusters.notes
+    )
 
 
 def renumbered(profile: Profile, experts: IntArray, worth: FloatArray) -> IntArray:
-    """The ranks [layers, E] with other numbers, for which the value of `agreement` is higher or as high."""
+    """The ranks [layers, E] with other numbers, for which the value of `agreement` is higher or as high.
+
+    worth: [R, R] between two ranks: what both are worth for the same workers.
+    """
     layers, ranks = len(experts), len(worth)
     overlap, even = overlaps(profile, experts, ranks), (worth + worth.T) / 2
     numbers = np.tile(np.arange(ranks), (layers, 1))
@@ -129,7 +140,7 @@ def _exchanged(
 ) -> IntArray:
     """The ranks [E] of a layer's experts after exchanges that gain worth."""
     ranks = len(worth)
-    if ranks in (1, len(labels)) or not len(counts.experts):
+    if ranks == 1 or not len(counts.experts):
         return labels
     rows = dense(counts, len(labels))
     loads = rows.sum(axis=0, dtype=np.float64)

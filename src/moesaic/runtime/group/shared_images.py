@@ -1,0 +1,206 @@
+"""The KV and states of all ranks of a group as one memory, so that they can be sent to another group.
+
+Each rank has the keys, values and states of its own heads. The first rank asks the others for copies, or
+gives them what to write, between two steps or two layers. A copy has the bytes of rank after rank. So it fits
+a group of as many ranks, and each rank gets back what the rank with its heads has computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from moesaic.collectives.group import Group
+from moesaic.collectives.packets import FloatArray
+from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.core.tokens import IntArray
+from moesaic.kvcache.images import Bytes, CopiedMemory, Written
+from moesaic.kvcache.memory import HybridMemory, LayerMemory
+from moesaic.kvcache.paged import PagedKV
+
+_MARK = -(1 << 62)
+"""The first number of a request. Steps and layers, which are announced too, begin with no negative one."""
+_SIZES, _COPY_BLOCKS, _PUT_BLOCKS, _COPY_STATES, _PUT_STATES = range(5)
+_FIELDS = 6
+"""Numbers of a request before its blocks: mark, kind, first layer, end of the layers, skipped, rounds. For
+states they are followed by page and seat."""
+ROUND = 2 << 20
+"""Float32 numbers of a rank in one round of a collective at most: 8 MiB."""
+
+Result = TypeVar("Result")
+
+
+class GroupMemory:
+    """On the first rank: a `CopiedMemory` of all ranks."""
+
+    def __init__(
+        self, group: Group, memory: CopiedMemory, why: Callable[[ConnectionLost], MoesaicError]
+    ) -> None:
+        """memory: of the first rank. why: the error to raise where a rank is gone. The other ranks have to be
+        ready for requests."""
+        self._group, self._memory, self._why = group, memory, why
+        sizes = self._alone(self._ask_sizes).reshape(-1, 2).T.tolist()
+        self._layer_bytes: list[int] = sizes[0]
+        """Bytes of a block in a layer, on each rank."""
+        self._state_bytes: list[int] = sizes[1]
+
+    @property
+    def num_layers(self) -> int:
+        return self._memory.num_layers
+
+    @property
+    def layer_bytes(self) -> int:
+        return sum(self._layer_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(self._state_bytes)
+
+    def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
+        sizes = [len(blocks) * len(layers) * size for size in self._layer_bytes]
+        own = self._memory.copy_blocks(blocks, layers)
+        return self._collect(_COPY_BLOCKS, (layers.start, layers.stop, 0), blocks, own, sizes)
+
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
+        sizes = [len(blocks) * len(layers) * size for size in self._layer_bytes]
+        own = self._give(_PUT_BLOCKS, (layers.start, layers.stop, skipped), blocks, data, sizes)
+        self._memory.put_blocks(blocks, layers, own, skipped)
+
+    def copy_states(self, page: int, seat: int) -> Bytes:
+        own, places = self._memory.copy_states(page, seat), np.array([page, seat])
+        return self._collect(_COPY_STATES, (0, 0, 0), places, own, self._state_bytes)
+
+    def put_states(self, page: int, seat: int, data: Bytes) -> None:
+        own = self._give(_PUT_STATES, (0, 0, 0), np.array([page, seat]), data, self._state_bytes)
+        self._memory.put_states(page, seat, own)
+
+    def watch(self, written: Written) -> None:
+        """Calls nothing: in the middle of a layer the other ranks compute, and answer no request."""
+
+    def _ask_sizes(self) -> IntArray:
+        self._group.announce(_request(_SIZES, (0, 0, 0), 0, np.zeros(0, np.int64)))
+        return _all_sizes(self._group, self._memory)
+
+    def _collect(
+        self, kind: int, fields: tuple[int, int, int], places: IntArray, own: Bytes, sizes: Sequence[int]
+    ) -> Bytes:
+        """The bytes of each rank, in their order."""
+
+        def run() -> list[FloatArray]:
+            rounds = _rounds(sizes)
+            self._group.announce(_request(kind, fields, rounds, places))
+            counts = [0, *map(_numbers, sizes[1:])]
+            return _exchange(self._group, rounds, [_NONE] * len(sizes), counts)
+
+        found = self._alone(run)
+        parts = [_bytes(part, size) for part, size in zip(found, sizes, strict=True)]
+        return np.concatenate([own, *parts[1:]])
+
+    def _give(
+        self, kind: int, fields: tuple[int, int, int], places: IntArray, data: Bytes, sizes: Sequence[int]
+    ) -> Bytes:
+        """Sends the other ranks their parts of `data`. Returns the first rank's part."""
+        parts = np.split(data, np.cumsum(sizes)[:-1])
+
+        def run() -> None:
+            rounds = _rounds(sizes)
+            self._group.announce(_request(kind, fields, rounds, places))
+            _exchange(self._group, rounds, [_NONE, *map(_floats, parts[1:])], [0] * len(sizes))
+
+        self._alone(run)
+        return parts[0]
+
+    def _alone(self, run: Callable[[], Result]) -> Result:
+        """Runs one request. After an error the group is closed, since the other ranks are in the middle."""
+        try:
+            return run()
+        except ConnectionLost as lost:
+            self._group.close()
+            raise self._why(lost) from None
+        except BaseException:
+            self._group.close()
+            raise
+
+
+def next_message(group: Group, memory: LayerMemory) -> bytes:
+    """On another rank: the next message of the first rank that is no request for its memory. It answers those
+    that come before. Raises ConnectionLost when the first rank is gone, or for a damaged request."""
+    while True:
+        message = group.announce(b"")
+        if int.from_bytes(message[:8], "little", signed=True) != _MARK:
+            return message
+        if len(message) % 8 or len(message) < 8 * _FIELDS or not isinstance(memory, PagedKV | HybridMemory):
+            raise ConnectionLost(f"a request for KV of {len(message)} bytes")
+        _answer(np.frombuffer(message, np.int64), group, memory)
+
+
+def _answer(request: IntArray, group: Group, memory: CopiedMemory) -> None:
+    _, kind, start, stop, skipped, rounds = request[:_FIELDS].tolist()
+    places, layers = request[_FIELDS:].copy(), range(start, stop)
+    none, state_bytes = [_NONE] * group.size, memory.state_bytes
+    if kind == _SIZES:
+        _all_sizes(group, memory)
+    elif kind in (_COPY_BLOCKS, _COPY_STATES):
+        blocks = kind == _COPY_BLOCKS
+        data = memory.copy_blocks(places, layers) if blocks else memory.copy_states(*places.tolist())
+        _exchange(group, rounds, [_floats(data), *none[1:]], [0] * group.size)
+    else:
+        size = len(places) * len(layers) * memory.layer_bytes if kind == _PUT_BLOCKS else state_bytes
+        numbers = [_numbers(size), *[0] * (group.size - 1)]
+        data = _bytes(_exchange(group, rounds, none, numbers)[0], size)
+        if kind == _PUT_BLOCKS:
+            memory.put_blocks(places, layers, data, skipped)
+        else:
+            page, seat = places.tolist()
+            memory.put_states(page, seat, data)
+
+
+def _all_sizes(group: Group, memory: CopiedMemory) -> IntArray:
+    """[2 * ranks] the bytes of a block in a layer and of states, of each rank."""
+    mine = np.array([memory.layer_bytes, memory.state_bytes])
+    return group.gather_notes(mine, np.arange(2 * group.size))
+
+
+def _request(kind: int, fields: tuple[int, int, int], rounds: int, places: IntArray) -> bytes:
+    return np.array([_MARK, kind, *fields, rounds, *places.tolist()], np.int64).tobytes()
+
+
+def _exchange(
+    group: Group, rounds: int, parts: Sequence[FloatArray], counts: Sequence[int]
+) -> list[FloatArray]:
+    """Sends parts[r] to rank r, and returns counts[r] numbers of each rank: none of this one."""
+    found: list[list[FloatArray]] = [[] for _ in parts]
+    for begin in range(0, rounds * ROUND, ROUND):
+        mine = [part[begin : begin + ROUND] for part in parts]
+        mine[group.rank] = _NONE
+        wanted = [min(max(0, count - begin), ROUND) for count in counts]
+        for into, answer in zip(found, group.answer(mine, wanted), strict=True):
+            into.append(answer.copy())
+    return [np.concatenate([_NONE, *each]) for each in found]
+
+
+def _rounds(sizes: Sequence[int]) -> int:
+    """Rounds for so many bytes of each rank."""
+    return math.ceil(_numbers(max(sizes)) / ROUND)
+
+
+def _numbers(size: int) -> int:
+    """Float32 numbers that have so many bytes at least."""
+    return math.ceil(size / 4)
+
+
+def _floats(data: Bytes) -> FloatArray:
+    """[n, 1] the bytes as float32 numbers, which nobody computes with."""
+    padded = np.zeros(4 * _numbers(len(data)), np.uint8)
+    padded[: len(data)] = data
+    return padded.view(np.float32).reshape(-1, 1)
+
+
+def _bytes(numbers: FloatArray, size: int) -> Bytes:
+    return numbers.reshape(-1).view(np.uint8)[:size]
+
+
+_NONE: FloatArray = np.zeros((0, 1), np.float32)
