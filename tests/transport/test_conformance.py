@@ -17,7 +17,7 @@ from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.metrics import BlockStats, ExpertServerStats, WorkerStats
+from moesaic.core.metrics import BlockStats, ExpertServerStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLogprob
 from moesaic.transport.awaited import AwaitedConnection
 from moesaic.transport.base import Connection
@@ -57,6 +57,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.KVNotSent([7, 8]),
     messages.DropKV([2**40]),
     messages.Alive(),
+    messages.KVSent(TransferStats(sent=2, sent_bytes=64)),
     messages.Settled(4),
     messages.Enlist("expert-server", 2.5, "one", ["avx2"], "t"),
     messages.LinkTest(bytes(3)),

@@ -196,7 +196,10 @@ class Changes:
         )
 
     def add_worker(self, role: Role = Role.WORKER, joined: Joined | None = None) -> Change:
-        """Adds a worker of either role, which gets new requests once it is ready. joined: None: a new process."""
+        """Adds a worker of either role. It gets new requests once it is ready.
+
+        joined: None: a new process.
+        """
         member = self._members.add(role, on_trial=True)
         try:
             if joined is None:
