@@ -32,17 +32,19 @@ FAMILIES = (
     "gpt-oss",
     "minimax",
     "glm4-lite-layers-groups-yarn",
-    "qwen3-next",
+    "qwen3-next-dense-layers-odd-heads",
 )
 NOW = ("deepseek-full", "gpt-oss")
+WITH_STATES = ("qwen3-next", "lfm2", pytest.param("qwen3.5", marks=pairs.REST))
+"""Families whose layers keep states, with short prompts."""
 """Families in `make test`. The others are left to `make full`: the interpreter takes seconds a token."""
 PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 17, 33)]
 
 
-def tokens(folder: Path, **settings: Any) -> list[list[int]]:
+def tokens(folder: Path, prompts: list[list[int]] = PROMPTS, **settings: Any) -> list[list[int]]:
     model = LLM(str(folder), threads=1, max_model_len=64, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    return [one.outputs[0].token_ids for one in model.generate(PROMPTS, params)]
+    return [one.outputs[0].token_ids for one in model.generate(prompts, params)]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,14 @@ def test_tokens_are_those_of_the_reference(tmp_path: Path, family: str) -> None:
     byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
     found = tokens(tmp_path, kernels="triton", device=DEVICE)
     assert found == tokens(tmp_path, kernels="reference", device="cpu")
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_tokens_of_models_with_states_are_those_of_the_reference(tmp_path: Path, family: str) -> None:
+    byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
+    short = [prompt[:5] for prompt in PROMPTS[:2]]
+    found = tokens(tmp_path, short, kernels="triton", device=DEVICE)
+    assert found == tokens(tmp_path, short, kernels="reference", device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,8 @@ class Sequences:
     """[s + 1] first row of each sequence, and the number of rows."""
     tables: torch.Tensor
     """[s, w] KV blocks."""
+    states: torch.Tensor
+    """[s, 4] as `TokenBatch.states`, or [0, 4]."""
     longest: int
     """Tokens of the longest context."""
     single: bool
@@ -160,10 +162,10 @@ class Sequences:
     def of(cls, batch: AttentionBatch) -> Sequences:
         """Of a step that has at least one sequence."""
         rows = batch.batch
-        arrays = (rows.context_lens, rows.query_starts, rows.block_tables)
+        arrays = (rows.context_lens, rows.query_starts, rows.block_tables, rows.states)
         single = rows.num_rows == rows.num_sequences
-        contexts, starts, tables = (_move(one, batch.device) for one in arrays)
-        return cls(contexts, starts, tables, int(rows.context_lens.max()), single)
+        contexts, starts, tables, states = (_move(one, batch.device) for one in arrays)
+        return cls(contexts, starts, tables, states, int(rows.context_lens.max()), single)
 
 
 def _tiles(rows: TokenBatch, most: int) -> npt.NDArray[np.int32]:
