@@ -49,7 +49,13 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 SCALARS = {"floor_divide", "floor_divide_", "masked_fill", "masked_fill_", "fill_", "__and__", "__or__"}
 """Elementwise operations that torch does not tag as such."""
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "dot", "einsum"}
+READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
+"""Operations whose result the host waits for."""
 FRESH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+Operands = list[tuple[str, torch.Tensor]]
+"""Tensors, and the arguments that they came as."""
 
 
 class Taken:
@@ -78,6 +84,41 @@ class Taken:
 
 
 TAKEN = Taken()
+
+
+class Waits:
+    """Counts where the host waits for the device: what is read back, and copies that are not from or to
+    pinned memory or do not say `non_blocking`."""
+
+    def __init__(self) -> None:
+        self.of: list[str] = []
+        self.pinned: dict[int, torch.Tensor] = {}
+        """By the address of the memory, which lives on here. So nothing else gets the address."""
+
+    def pin(self, here: torch.Tensor) -> None:
+        self.pinned[here.untyped_storage().data_ptr()] = here
+
+    def see(self, name: str, given: Mapping[str, Any], operands: Operands, device: torch.device) -> None:
+        """One operation on tensors of the device."""
+        there = [one for _, one in operands if isinstance(one, OnDevice)]
+        here = [one for _, one in operands if not isinstance(one, OnDevice)]
+        if name in READS or any(
+            one.dtype is torch.bool for key, one in operands if key == "indices" and there
+        ):
+            self.of.append(name)
+        elif name in COPIES and ((there and (here or device == CPU)) or (here and device == DEVICE)):
+            addresses = {one.untyped_storage().data_ptr() for one in here}
+            if not given.get("non_blocking") or not addresses <= self.pinned.keys():
+                self.of.append(name)
+        elif (
+            name in INDEXING
+            and there
+            and any(key == "indices" and one.dim() for key, one in operands if not isinstance(one, OnDevice))
+        ):
+            self.of.append(name)
+
+
+WAITS = Waits()
 
 
 class Look:
@@ -126,6 +167,7 @@ class OnDevice(torch.Tensor):
         )
 
     def tolist(self) -> Any:
+        WAITS.of.append("tolist")
         return self.numbers.tolist()
 
     def record_stream(self, stream: object) -> None:
@@ -236,10 +278,6 @@ class Operation:
         return cls(name, tuple(one.name for one in arguments), written, scalars)
 
 
-Operands = list[tuple[str, torch.Tensor]]
-"""Tensors, and the arguments that they came as."""
-
-
 def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation: checked, done on the CPU, its results where a GPU would have them."""
     operation = Operation.of(func)
@@ -247,6 +285,7 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     operands = _operands(given)
     check(operation, operands)
     device = _result_device(operation.name, given, operands)
+    WAITS.see(operation.name, given, operands, device)
     owners = {id(one.numbers): one for _, one in operands if isinstance(one, OnDevice)}
     plain = {key: _map(value, _numbers) for key, value in given.items()}
     if operation.name == "copy_" and given.get("non_blocking") and len(owners) == 1:
@@ -263,6 +302,8 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     result = func(**plain)
     if operation.name in FRESH and device == DEVICE:
         _spoil(result)
+    if given.get("pin_memory"):
+        WAITS.pin(result)
 
     def labelled(one: torch.Tensor) -> torch.Tensor:
         """In-place operations return who they were asked of."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.kernels.moving import moved
 
 GROUP_TOKENS = 1 << 11
 """Maximum number of padded cache rows that one decode group gathers. More rows would leave the caches
@@ -126,7 +127,7 @@ class AttentionBatch:
     def tiles(self, most: int) -> torch.Tensor:
         """[t, 3] int32 (sequence, first row, end): the step in tiles of at most `most` rows of a sequence."""
         if most not in self._tiles:
-            self._tiles[most] = torch.from_numpy(_tiles(self.batch, most)).to(self.device)
+            self._tiles[most] = moved(_tiles(self.batch, most), self.device)
         return self._tiles[most]
 
     @cached_property
@@ -178,7 +179,7 @@ def _tiles(rows: TokenBatch, most: int) -> npt.NDArray[np.int32]:
 
 
 def _move(array: IntArray, device: str | torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+    return moved(np.ascontiguousarray(array, dtype=np.int64), device)
 
 
 def _slots(batch: TokenBatch, counts: IntArray, block_size: int) -> IntArray:
