@@ -72,6 +72,10 @@ class Taken:
         self.most = self.now
         return self.now
 
+    def looked_at(self, numbers: torch.Tensor) -> bool:
+        """Whether a tensor of the device looks at this memory."""
+        return self._looking[numbers.untyped_storage()._cdata] > 0
+
     def add(self, storage: int, size: int, one: int) -> None:
         """A tensor more that looks at this memory, or one less. Several may."""
         with self._lock:
@@ -192,8 +196,15 @@ class Stream(threading.local):
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], object]] = []
+        self.capture: Callable[[OpOverload, dict[str, Any], Operands, torch.device], Any] | None = None
+        """Who takes operations that are not to be done now; see `gpu_graphs`."""
 
     def synchronize(self) -> None:
+        WAITS.of.append("synchronize")
+        self.drain()
+
+    def drain(self) -> None:
+        """Do it, as the device does when nobody waits for it."""
         waiting, self.waiting = self.waiting, []
         for one in waiting:
             one()
@@ -212,7 +223,8 @@ class Event:
         self._stream = stream
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        if self._stream.waiting:
+            self._stream.synchronize()
 
 
 @contextmanager
@@ -286,13 +298,15 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     check(operation, operands)
     device = _result_device(operation.name, given, operands)
     WAITS.see(operation.name, given, operands, device)
+    if STREAM.capture is not None:
+        return STREAM.capture(func, given, operands, device)
     owners = {id(one.numbers): one for _, one in operands if isinstance(one, OnDevice)}
-    plain = {key: _map(value, _numbers) for key, value in given.items()}
+    plain = {key: mapped(value, numbers_of) for key, value in given.items()}
     if operation.name == "copy_" and given.get("non_blocking") and len(owners) == 1:
         STREAM.waiting.append(functools.partial(func, **plain))
         return given["self"]
     if owners:
-        STREAM.synchronize()
+        STREAM.drain()
     if given.get("device") is not None:
         plain["device"] = CPU
     if given.get("pin_memory"):
@@ -301,7 +315,7 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         plain["copy"] = True
     result = func(**plain)
     if operation.name in FRESH and device == DEVICE:
-        _spoil(result)
+        spoil(result)
     if given.get("pin_memory"):
         WAITS.pin(result)
 
@@ -309,7 +323,7 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         """In-place operations return who they were asked of."""
         return owners[id(one)] if id(one) in owners else OnDevice(one) if device == DEVICE else one
 
-    return _map(result, labelled)
+    return mapped(result, labelled)
 
 
 def check(operation: Operation, operands: Operands) -> None:
@@ -342,7 +356,7 @@ def _result_device(name: str, given: Mapping[str, Any], operands: Operands) -> t
     return DEVICE if any(isinstance(one, OnDevice) for _, one in operands) else CPU
 
 
-def _spoil(fresh: torch.Tensor) -> None:
+def spoil(fresh: torch.Tensor) -> None:
     if fresh.is_floating_point():
         fresh.fill_(torch.nan)
     elif fresh.dtype is not torch.bool:
@@ -358,13 +372,13 @@ def _operands(given: Mapping[str, Any]) -> Operands:
     ]
 
 
-def _numbers(one: torch.Tensor) -> torch.Tensor:
+def numbers_of(one: torch.Tensor) -> torch.Tensor:
     return one.numbers if isinstance(one, OnDevice) else one
 
 
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)([_map(one, change) for one in value])
+        return type(value)([mapped(one, change) for one in value])
     return value

@@ -66,7 +66,7 @@ class AttentionBatch:
     @classmethod
     def build(cls, batch: TokenBatch, block_size: int, device: str | torch.device = "cpu") -> AttentionBatch:
         """The attention side of `batch` for a cache of `block_size` tokens a block."""
-        slots = _slots(batch, np.diff(batch.query_starts), block_size)
+        slots = slots_of(batch, np.diff(batch.query_starts), block_size)
         return cls(batch, block_size, device, _move(slots, device))
 
     @classmethod
@@ -79,9 +79,18 @@ class AttentionBatch:
         states = np.array(batch.states, dtype=np.int64)
         return cls.build(TokenBatch(block_tables=tables, states=states, **copies), block_size)
 
+    @classmethod
+    def placed(
+        cls, batch: TokenBatch, block_size: int, slots: torch.Tensor, sequences: Sequences
+    ) -> AttentionBatch:
+        """A step whose arrays are on the device already, and may change there."""
+        made = cls(batch, block_size, slots.device, slots)
+        made.__dict__["on_device"] = sequences  # where `cached_property` looks first
+        return made
+
     def fill_slots(self) -> None:
         """Recompute the slots after the arrays of `batch` have changed."""
-        np.copyto(self.slots.numpy(), _slots(self.batch, np.diff(self.batch.query_starts), self.block_size))
+        np.copyto(self.slots.numpy(), slots_of(self.batch, np.diff(self.batch.query_starts), self.block_size))
 
     @cached_property
     def decode(self) -> tuple[DecodeGroup, ...]:
@@ -182,8 +191,8 @@ def _move(array: IntArray, device: str | torch.device) -> torch.Tensor:
     return moved(np.ascontiguousarray(array, dtype=np.int64), device)
 
 
-def _slots(batch: TokenBatch, counts: IntArray, block_size: int) -> IntArray:
-    """[n] cache slot of each row."""
+def slots_of(batch: TokenBatch, counts: IntArray, block_size: int) -> IntArray:
+    """[n] cache slot of each row. counts: [s] rows of each sequence."""
     sequence = np.repeat(np.arange(batch.num_sequences), counts)
     block, offset = np.divmod(batch.positions, block_size)
     slots: IntArray = batch.block_tables[sequence, block] * block_size + offset

@@ -1,7 +1,8 @@
-"""Small arrays from the host to a device, without waiting for it."""
+"""Small tensors between the host and a device, through pinned memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,5 +19,29 @@ def moved(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
     here = torch.from_numpy(np.ascontiguousarray(array))
     if torch.device(device).type != "cuda":
         return here.to(device)
-    pinned = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
-    return pinned.copy_(here).to(device, non_blocking=True)
+    return pinned(here).to(device, non_blocking=True)
+
+
+def placed(answer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device, without waiting for it."""
+    if answer.device.type == "cpu" and device.type == "cuda":
+        return pinned(answer).to(device, non_blocking=True)
+    return answer.to(device)
+
+
+def pinned(here: torch.Tensor) -> torch.Tensor:
+    """A copy of a CPU tensor in pinned memory."""
+    return torch.empty(here.shape, dtype=here.dtype, pin_memory=True).copy_(here)
+
+
+def arrays(tensors: Sequence[torch.Tensor | None]) -> list[npt.NDArray[Any] | None]:
+    """The tensors of one device as dense arrays of the host. For a GPU it waits once, for all of them."""
+    some = [one for one in tensors if one is not None]
+    if all(one.device.type == "cpu" for one in some):
+        return [None if one is None else one.contiguous().numpy() for one in tensors]
+    copies: list[torch.Tensor | None] = []
+    for one in tensors:
+        copy = None if one is None else torch.empty(one.shape, dtype=one.dtype, pin_memory=True)
+        copies.append(None if copy is None or one is None else copy.copy_(one, non_blocking=True))
+    torch.cuda.current_stream(some[0].device).synchronize()
+    return [None if one is None else one.numpy() for one in copies]
