@@ -81,6 +81,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
     Raises ConfigError for a checkpoint that is not there, or is another one.
     """
     told = ExpertServerConfig.from_json(enlisted.config)
+    _check_files(told)
     model, stamp = checkpoint(joining, enlisted)
     return replace(
         told,
@@ -98,6 +99,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
 def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> WorkerConfig:
     """The settings of an attention worker on this machine. Otherwise like `server_config`."""
     told = WorkerConfig.from_json(enlisted.config)
+    _check_files(told)
     path, stamp = checkpoint(joining, enlisted)
     model = replace(
         told.model,
@@ -133,6 +135,13 @@ def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path,
 def instruction_sets() -> tuple[str, ...]:
     """Those of the native kernels that this machine can run; empty if they were not built."""
     return () if plain is None else plain.instruction_sets()
+
+
+def _check_files(told: ExpertServerConfig | WorkerConfig) -> None:
+    """Raises ConfigError if files that the cluster's settings name are not on this machine."""
+    for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file)):
+        if file is not None and not Path(file).is_file():
+            raise ConfigError.field(flag, file, "a file at the same path as on the cluster's machine")
 
 
 def check_path(model: Path) -> None:
