@@ -1,6 +1,7 @@
 """What it costs to have the processes of a cluster on several hosts.
 
     python benchmarks/cluster.py ray demo        start and steady state on a Ray cluster against this host
+    python benchmarks/cluster.py hosts           throughput of 1 to 8 hosts with modelled devices
 
 --quick: a look at whether it works. Checkpoints come from `make_checkpoint.py`.
 """
@@ -10,14 +11,15 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from clusters import on_ray
+from clusters import on_hosts, on_ray
 from parts import run
 
-PARTS = {"ray": on_ray}
+PARTS = {"ray": on_ray, "hosts": on_hosts}
 
 
 def model(command: argparse.ArgumentParser, part: ModuleType) -> None:
-    command.add_argument("model", nargs="?", default="demo", help="a Hugging Face directory, or demo")
+    if part is on_ray:
+        command.add_argument("model", nargs="?", default="demo", help="a Hugging Face directory, or demo")
 
 
 if __name__ == "__main__":

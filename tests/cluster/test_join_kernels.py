@@ -19,7 +19,7 @@ def members() -> Members:
     """One server that computes with AVX-512."""
     found = Members(WorkerConfig(ModelConfig("m")), Router(), lambda member, message: None, lambda: 0.0)
     server = found.add(Role.SERVER)
-    server.stage, server.kernels = Stage.SERVING, "native (avx512)"
+    server.stage, server.kernels = Stage.SERVING, "native (avx512), paced"
     return found
 
 

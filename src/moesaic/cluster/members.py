@@ -215,8 +215,8 @@ class Members:
         alike = self.servers if role is Role.SERVER else self.clients
         names = (one.kernels for one in alike if one.in_service)
         name = next(names, "")
-        native = name.startswith("native (")
-        return cast("KernelName", name[len("native (") : -1]) if native else None
+        kind, _, rest = name.partition(" (")  # such as "native (avx512), paced"
+        return cast("KernelName", rest.partition(")")[0]) if kind == "native" else None
 
     def take(self, process: RemoteProcess) -> None:
         """Gives a process to the launcher that started it, which may have given it up meanwhile."""
