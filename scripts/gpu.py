@@ -3,11 +3,13 @@
     make gpu                            writes build/gpu.json
     python scripts/gpu.py --device cpu  the same on the CPU, to try this script
 
-Three parts run one after the other, each in a process of its own and with a limit of time:
+These parts run one after the other, each in a process of its own and with a limit of time:
 
-- tests: `pytest tests/device`;
+- tests: `pytest tests/device`, and those of the Triton kernels;
 - identity: greedy answers in float32 on the device beside those of the CPU, token by token;
-- speed: tokens/s of the torch path with a random checkpoint, prefill and decode apart.
+- speed: tokens/s of the torch path with a random checkpoint, prefill and decode apart;
+- triton_identity and triton_speed: the same of the kernels in Triton, whose decode steps are CUDA graphs.
+  A CPU leaves them out.
 
 Exit code: 0 when every part is as it should be, 1 when one is not, 2 without a GPU. This script has run on a
 CPU and on the stand-in for a GPU that the tests have. No real GPU has run it yet.
@@ -26,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -36,7 +38,7 @@ import torch
 from moesaic import LLM, RequestOutput, SamplingParams
 
 ROOT = Path(__file__).parent.parent
-LIMITS = {"tests": 370, "identity": 60, "speed": 160}
+LIMITS = {"tests": 300, "identity": 45, "speed": 90, "triton_identity": 65, "triton_speed": 95}
 """Seconds that each part may take; together less than ten minutes."""
 REPORTING = 60
 """Seconds that pytest may take besides its tests: to start, and to end the tests that run at its limit."""
@@ -62,12 +64,13 @@ class Work:
     """What is tried, and how many runs and requests it has."""
 
     device: str
-    tests: tuple[str, ...] = ("tests/device",)
+    tests: tuple[str, ...] = ("tests/device", "tests/kernels/triton", "tests/test_llm_triton.py")
     checkpoint: str = "qwen3-moe-0.01b"
     prompt_tokens: int = 64
     new_tokens: int = 32
     requests: tuple[int, ...] = (1, 8, 32)
     rounds: int = 3
+    kernels: str = "reference"
     limits: dict[str, int] = field(default_factory=lambda: dict(LIMITS))
 
 
@@ -95,9 +98,8 @@ def run_tests(work: Work) -> Found:
 def identity(work: Work) -> Found:
     """How many greedy tokens are those of the CPU, up to each answer's first difference."""
     params = SamplingParams(temperature=0.0, max_tokens=work.new_tokens, ignore_eos=True, logprobs=0)
-    common: Found = {"dtype": "float32", "kernels": "reference"}
-    wanted = LLM("demo", device="cpu", **common).generate(PROMPTS, params)
-    llm = LLM("demo", device=work.device, **common)
+    wanted = LLM("demo", device="cpu", dtype="float32", kernels="reference").generate(PROMPTS, params)
+    llm = LLM("demo", device=work.device, dtype="float32", kernels=work.kernels)
     found = llm.generate(PROMPTS, params)
     pairs = [(one.outputs[0], other.outputs[0]) for one, other in zip(found, wanted, strict=True)]
     equal = [common_tokens(*pair) for pair in pairs]
@@ -106,6 +108,7 @@ def identity(work: Work) -> Found:
     return {
         "ok": sum(equal) == total,
         "device": llm.info.device,
+        "kernels": llm.info.kernels,
         "model": "demo",
         "dtype": llm.info.dtype,
         "requests": len(pairs),
@@ -132,13 +135,13 @@ def speed(work: Work) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         make = [sys.executable, str(ROOT / "benchmarks" / "make_checkpoint.py"), work.checkpoint, folder]
         subprocess.run(make, check=True, stdout=sys.stderr)
-        settings: Found = {"kernels": "reference", "enable_prefix_caching": False, "max_model_len": 1024}
+        settings: Found = {"kernels": work.kernels, "enable_prefix_caching": False, "max_model_len": 1024}
         llm = LLM(folder, device=work.device, **settings)
         rows = [
             measured(llm, requests, work, latest) for requests in work.requests if time.monotonic() < latest
         ]
     info = llm.info
-    device = {"device": info.device, "dtype": info.dtype, "kv_dtype": info.kv_dtype}
+    device = {"device": info.device, "kernels": info.kernels, "dtype": info.dtype, "kv_dtype": info.kv_dtype}
     found: Found = {"ok": True, "checkpoint": work.checkpoint, **device, "rows": rows}
     slow = len(rows) < len(work.requests)
     return found | problem(f"only {len(rows)} of {len(work.requests)} rows in time") if slow else found
@@ -170,7 +173,23 @@ def measured(llm: LLM, requests: int, work: Work, latest: float) -> Found:
     }
 
 
-PARTS: dict[str, Callable[[Work], Found]] = {"tests": run_tests, "identity": identity, "speed": speed}
+PARTS: dict[str, Callable[[Work], Found]] = {
+    "tests": run_tests,
+    "identity": identity,
+    "speed": speed,
+    "triton_identity": lambda work: identity(of_triton(work)),
+    "triton_speed": lambda work: speed(of_triton(work)),
+}
+
+
+def of_triton(work: Work) -> Work:
+    limits = work.limits | {"speed": work.limits["triton_speed"]}
+    return replace(work, kernels="triton", limits=limits)
+
+
+def parts_of(device: str) -> list[str]:
+    """The parts that this device can run."""
+    return [part for part in PARTS if device == "cuda" or not part.startswith("triton")]
 
 
 def in_process(part: str, work: Work) -> Found:
@@ -242,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         asked.device, tuple(asked.tests), asked.checkpoint or usual, new_tokens=asked.new_tokens,
         requests=tuple(asked.requests), rounds=asked.rounds,
     )  # fmt: skip
-    parts = {part: in_process(part, work) for part in PARTS}
+    parts = {part: in_process(part, work) for part in parts_of(work.device)}
     ok = all(found["ok"] for found in parts.values())
     report = {"ok": ok, **about(work.device), "work": asdict(work), **parts}
     asked.output_file.parent.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,8 @@ def test_one_command_writes_one_json(tmp_path: Path) -> None:
     assert found["tests"]["tests"] == 1 and found["tests"]["failed"] == []
     assert found["identity"]["equal_tokens"] == found["identity"]["tokens"] > 0
     assert [row["requests"] for row in found["speed"]["rows"]] == [1, 3]
-    assert all(found[part]["seconds"] > 0 for part in gpu.PARTS)
+    assert all(found[part]["seconds"] > 0 for part in gpu.parts_of("cpu"))
+    assert gpu.parts_of("cuda") == list(gpu.PARTS) and "triton_speed" not in found
 
 
 @pytest.mark.full

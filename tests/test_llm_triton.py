@@ -17,9 +17,11 @@ from moesaic.core.stored import QUANTIZED
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.weights import ExpertWeights
+from moesaic.models import registry
 from moesaic.testing import byte_tokenizer
 from tests.models.test_quantized import CASES, FORMATS
 from tests.support import model_configs, paged_steps, pairs, quantizers, tiny_models
+from tests.support.model_driver import Driver
 from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, Launches, operations
 
 pytestmark = [
@@ -32,17 +34,19 @@ FAMILIES = (
     "gpt-oss",
     "minimax",
     "glm4-lite-layers-groups-yarn",
-    "qwen3-next",
+    "qwen3-next-dense-layers-odd-heads",
 )
 NOW = ("deepseek-full", "gpt-oss")
+WITH_STATES = ("qwen3-next", *(pytest.param(one, marks=pairs.REST) for one in ("lfm2", "qwen3.5")))
+"""Families whose layers keep states, with short prompts. `device/test_graphs.py` has LFM2 in `make test`."""
 """Families in `make test`. The others are left to `make full`: the interpreter takes seconds a token."""
 PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 17, 33)]
 
 
-def tokens(folder: Path, **settings: Any) -> list[list[int]]:
+def tokens(folder: Path, prompts: list[list[int]] = PROMPTS, **settings: Any) -> list[list[int]]:
     model = LLM(str(folder), threads=1, max_model_len=64, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    return [one.outputs[0].token_ids for one in model.generate(PROMPTS, params)]
+    return [one.outputs[0].token_ids for one in model.generate(prompts, params)]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,14 @@ def test_tokens_are_those_of_the_reference(tmp_path: Path, family: str) -> None:
     byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
     found = tokens(tmp_path, kernels="triton", device=DEVICE)
     assert found == tokens(tmp_path, kernels="reference", device="cpu")
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_tokens_of_models_with_states_are_those_of_the_reference(tmp_path: Path, family: str) -> None:
+    byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
+    short = [prompt[:3] for prompt in PROMPTS[:2]]
+    found = tokens(tmp_path, short, kernels="triton", device=DEVICE)
+    assert found == tokens(tmp_path, short, kernels="reference", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +139,37 @@ def test_a_layer_has_few_launches_and_reads_nothing_back() -> None:
         ids, weights = TRITON.gate(normed, torch.randn(6, 32, device=DEVICE), gating)
         TRITON.merge(total, None, TRITON.experts(routed, normed, ids), weights)
     assert Launches.count - before == sum(LAUNCHES.values())
+
+
+OF_LAYERS = {
+    "qwen3-next": {"states": 5, "attention": 8, "routed": 7},
+    "lfm2": {"states": 3, "attention": 7, "routed": 6},
+    "deepseek-full": {"attention": 8, "routed": 7},
+}
+"""Launches in decode, the two norms of a layer among those of its attention. Shared experts have one."""
+MORE_IN_CHUNKS = {"qwen3-next": 2, "lfm2": 1, "deepseek-full": 0}
+"""Launches of a layer with states: for the convolution, and for the delta rule."""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the driver's cache is on the CPU")
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pairs.REST if one == "lfm2" else ()) for one in OF_LAYERS]
+)
+def test_layers_with_states_and_latent_ones_have_few_launches_and_read_nothing_back(
+    tmp_path: Path, family: str
+) -> None:
+    tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path)
+    model = registry.load(tmp_path, TRITON)
+    spec, driver, found = model.spec, Driver(model), []
+    for rows in ({0: [5, 6], 1: [7]}, {0: [8], 1: [9]}):
+        before = Launches.count
+        with NothingRead():
+            driver.step(rows)
+        found.append(Launches.count - before)
+    states, each, routed = len(spec.state_layers), OF_LAYERS[family], len(spec.moe_layers)
+    wanted = states * each.get("states", 0) + (spec.num_layers - states) * each["attention"]
+    wanted += routed * each["routed"] + (spec.num_layers - routed) + 1  # dense layers, and the last norm
+    assert found == [wanted + states * MORE_IN_CHUNKS[family], wanted]
 
 
 @pytest.mark.full

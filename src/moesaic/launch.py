@@ -140,8 +140,8 @@ def _here(
         config,
         model=replace(config.model, model=str(path), revision=None),
         parallel=cluster.parallel if cluster else config.parallel,
-        paced=None if cluster is None else cluster.paced,
-        policy_file=None if cluster is None else cluster.schedule_policy_file,
+        paced=None if cluster is None else _absolute(cluster.paced),
+        policy_file=None if cluster is None else _absolute(cluster.schedule_policy_file),
         record=record.record_routing,
         record_share=record.record_routing_share,
         checkpoint_stamp=fingerprint.stamp(path),
@@ -156,6 +156,11 @@ def _with_devices(config: WorkerConfig, cluster: ClusterConfig | None) -> Worker
         raise ConfigError.field("--devices", cluster.devices, "nothing with --device cpu")
     mine = choose(gpus(cluster.devices), [], 1)
     return replace(config, model=replace(config.model, device="cuda"), devices=mine)
+
+
+def _absolute(file: str | None) -> str | None:
+    """The path as processes with another working directory find it."""
+    return None if file is None else str(Path(file).absolute())
 
 
 def _first_of_one(config: WorkerConfig) -> WorkerConfig:

@@ -48,7 +48,7 @@ class Troublemaker:
                 self._heal = None
                 heal()
                 self._next = tokens + self._random.randrange(20, 120)
-        elif self._left and tokens >= self._next:
+        elif self._left and tokens >= self._next and self._joined.all_joined:
             self._left -= 1
             number = self._random.choice(sorted(self.roles))
             kind = self._random.choice(KINDS)

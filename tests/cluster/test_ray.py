@@ -223,7 +223,7 @@ def test_what_a_node_lacks_ends_the_start_with_one_line(
     init = RayRoom.__init__
     missing = str(tmp_path / "none")
     monkeypatch.setattr(RayRoom, "__init__", lambda self, group, _: init(self, group, missing))
-    line = "node .*: --cluster-secret-file: .*none: No such file or directory; every node needs"
+    line = "node .*: --cluster-secret-file: .*none: No such file or directory; every node needs a copy"
     with (
         pytest.raises(ConnectionLost, match=line),
         on_ray(tmp_path, nodes, attention_workers=1, expert_servers=0),

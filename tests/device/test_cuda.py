@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import test_group, test_offload
-from tests.support import gpu_cases, tiny_models
+from tests.support import gpu_cases, model_configs, tiny_models
 from tests.support.fake_batch_server import line
 
 from moesaic import LLM, RequestOutput, SamplingParams
@@ -90,6 +90,22 @@ def test_every_way_to_sample_gives_the_tokens_of_the_cpu(tmp_path: Path, model: 
     assert (llm.stats().preemptions > 0) == (setting == "blocks run out")
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("model", ["qwen3-next", "lfm2", "deepseek-full", "gpt-oss"])
+def test_triton_kernels_give_the_tokens_of_the_cpu(tmp_path: Path, model: str, enforce_eager: bool) -> None:
+    """Seven requests of 12 to 24 tokens: buckets of rows, with padded rows and without."""
+    byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[model]), tmp_path))
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=12 + 2 * number, ignore_eos=True) for number in range(7)
+    ]
+    settings: dict[str, Any] = {"enforce_eager": enforce_eager, "kernels": "triton", "device": "cuda"}
+    found, wanted = (
+        [one.outputs[0].token_ids for one in LLM(str(tmp_path), **each).generate(gpu_cases.prompts(), params)]
+        for each in (settings, {"device": "cpu", "kernels": "reference", "threads": 1})
+    )
+    assert found == wanted
+
+
 @pytest.mark.parametrize("policy", test_offload.POLICIES)
 @pytest.mark.parametrize("model", gpu_cases.MODELS)
 def test_a_model_larger_than_the_gpu_has_the_tokens_of_the_one_in_memory(
@@ -156,8 +172,8 @@ def test_narrow_weights_and_caches_give_nearly_the_same(
 
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[dict[str, Any]]:
-    """`moesaic serve demo --device cuda` as a process, and what it says of itself."""
-    command = [sys.executable, "-m", "moesaic", "serve", "demo", "--device", "cuda", "--dtype", "float32"]
+    """`moesaic serve demo` on the GPU as a process, and what it says of itself."""
+    command = [sys.executable, "-m", "moesaic", "serve", "demo", "--dtype", "float32"]
     process = subprocess.Popen([*command, "--port", "0", "--json", *flags], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -173,9 +189,13 @@ def serving(*flags: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        (),
-        ("--expert-servers", "2", "--kv-cache-memory", "64MiB"),
+        ("--device", "cuda"),
+        ("--device", "cuda", "--kernels", "triton"),
+        ("--device", "auto", "--kernels", "triton", "--expert-servers", "1", "--inflight-batches", "2"),
+        ("--device", "cuda", "--expert-servers", "2", "--kv-cache-memory", "64MiB"),
         (
+            "--device",
+            "cuda",
             "--attention-workers",
             "2",
             "--expert-servers",
@@ -186,7 +206,13 @@ def serving(*flags: str) -> Iterator[dict[str, Any]]:
             "async",
         ),
     ],
-    ids=["one process", "expert servers", "workers and a server, asynchronous"],
+    ids=[
+        "one process",
+        "triton",
+        "experts on the CPU",
+        "expert servers",
+        "workers and a server, asynchronous",
+    ],
 )
 def test_a_server_answers_as_the_library_on_a_cpu(flags: tuple[str, ...]) -> None:
     question = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0}

@@ -184,8 +184,10 @@ def test_a_rank_sees_one_gpu_of_those_that_the_first_one_sees() -> None:
     assert seen(2, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b,") == ["GPU-a", "GPU-b", "GPU-a", "GPU-b"]
 
 
-def test_the_processes_of_a_group_are_told_their_gpus() -> None:
+def test_the_processes_of_a_group_are_told_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = WorkerConfig(ModelConfig("model", device="cuda"), parallel=ParallelConfig(2))
     with sanitized():
-        assert launcher._gpu(asked, 1) == {"CUDA_VISIBLE_DEVICES": "0"}, "there is one"
-        assert launcher._gpu(replace(asked, model=ModelConfig("model", device="cpu")), 1) == {}
+        assert launcher.rank_environment(asked, 1)["CUDA_VISIBLE_DEVICES"] == "0", "there is one"
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        on_cpu = replace(asked, model=ModelConfig("model", device="cpu"))
+        assert "CUDA_VISIBLE_DEVICES" not in launcher.rank_environment(on_cpu, 1)

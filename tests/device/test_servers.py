@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,8 +45,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(path: Path, device: str, kv_cache_memory: str = "1MiB", **scheduler: Any) -> WorkerConfig:
-    model = ModelConfig(str(path), device=device, kernels="reference", threads=1)  # type: ignore[arg-type]
+def config(
+    path: Path, device: str, kv_cache_memory: str = "1MiB", kernels: str = "reference", **scheduler: Any
+) -> WorkerConfig:
+    model = ModelConfig(str(path), device=device, kernels=kernels, threads=1)  # type: ignore[arg-type]
     schedule = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, **scheduler)
     return WorkerConfig(model, CacheConfig(kv_cache_memory), schedule, remote_experts=True, supervised=True)
 
@@ -77,17 +79,20 @@ def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory
         serving.close()
 
 
-def generated(config: WorkerConfig, directory: Directory) -> dict[int, list[int]]:
+def generated(
+    config: WorkerConfig, directory: Directory, prompts: Sequence[list[int]] = (), new: int = NEW
+) -> dict[int, list[int]]:
     """Tokens of a worker that asks servers."""
     ours, theirs = local_pair()
     worker, _ = build_worker(WorkerContext(config, theirs, time.monotonic, wakeup=Wakeup()))
-    params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, seed=0)
-    requests = [Request(number, prompt, params) for number, prompt in enumerate(gpu_cases.prompts()[:4])]
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, seed=0)
+    asked = prompts or gpu_cases.prompts()[:4]
+    requests = [Request(number, prompt, params) for number, prompt in enumerate(asked)]
     ours.send(messages.Serving(directory, SECRET))
     ours.send(messages.Submit(requests))
     found: dict[int, list[int]] = {request.request_id: [] for request in requests}
     with closing(worker._servers):  # type: ignore[type-var]
-        while any(len(tokens) < NEW for tokens in found.values()):
+        while any(len(tokens) < new for tokens in found.values()):
             worker.turn(1.0)
             while (message := ours.receive(0.0)) is not None:
                 if isinstance(message, messages.Tokens):
@@ -144,7 +149,7 @@ def test_a_server_on_a_gpu_computes_the_same(path: Path) -> None:
     assert all(np.allclose(one, other, atol=1e-6) and one.any() for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
 def test_a_server_on_a_cpu_takes_what_a_worker_on_a_gpu_computes_from(path: Path, kernels: str) -> None:
     """Native kernels do not know float16, in which a GPU keeps some checkpoints."""
     layout = replace(layout_of(config(path, "cpu").model), dtype="float16")

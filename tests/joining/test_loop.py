@@ -155,6 +155,13 @@ def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
     assert (config.schedule, config.queue_policy, config.mmap) == ("async", "defrag", False)
 
 
+@pytest.mark.parametrize(("name", "flag"), [("paced", "--paced"), ("policy_file", "--schedule-policy-file")])
+def test_a_file_of_the_settings_that_is_not_here(tmp_path: Path, name: str, flag: str) -> None:
+    joining = JoinOptions("tcp:127.0.0.1:1", model=str(checkpoint(tmp_path)))
+    with pytest.raises(ConfigError, match=f"{flag}: got '.*nowhere'; allowed: a file at the same path"):
+        server_config(joining, enlisted(**{name: str(tmp_path / "nowhere")}), "127.0.0.1")
+
+
 def test_files_that_change_after_they_were_compared_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,12 +18,14 @@ from triton.compiler import ASTSource
 
 from moesaic.core.experts import Activation
 from moesaic.core.stored import QUANTIZED, row_bytes
+from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import QuantizedMatrix
-from moesaic.kernels.triton import attention, cache, dense, experts, gate, launching, rows
+from moesaic.kernels.states import StateSizes
+from moesaic.kernels.triton import attention, cache, convolution, delta, dense, experts, gate, launching, rows
 from moesaic.kernels.weights import ExpertWeights
-from tests.support import paged_steps
+from tests.support import delta_steps, paged_steps
 
 TYPES = {
     torch.float32: "*fp32",
@@ -79,8 +81,20 @@ def attend(step: tuple[list[int], list[int]], dtype: torch.dtype, window: int | 
     attention.paged_attention(query, keys, values, batch, 0.1, window, 512 if latent else 128, sinks)
 
 
+def recur(counts: list[int]) -> None:
+    """Heads as Qwen3-Next has them, and wide ones."""
+    for sizes in (StateSizes(2, 4, 128, 128, 4), StateSizes(1, 1, 256, 256, 8, drafted=3)):
+        layer = delta_steps.Layer(table.REFERENCE, delta_steps.Inputs(sizes, counts))
+        batch = AttentionBatch.build(layer.batch(list(enumerate(counts))), delta_steps.BLOCK)
+        one, heads = torch.zeros(sum(counts), sizes.channels), sizes.value_heads
+        taps = torch.zeros(sizes.taps, sizes.channels).t()
+        convolution.convolve(one, taps, layer.states, batch, activate=heads > 1)
+        gates = torch.zeros(sum(counts), 2 * heads)
+        delta.delta(one, gates, gates[0, :heads], gates[0, :heads], layer.states, batch)
+
+
 def main() -> None:
-    for module in (attention, cache, dense, experts, gate, rows):
+    for module in (attention, cache, convolution, delta, dense, experts, gate, rows):
         module.launch = compiled  # type: ignore[attr-defined]
     assert not launching.INTERPRETED
     one, ids = torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64)
@@ -96,10 +110,14 @@ def main() -> None:
     rows.add_norm(one, one, one[0], 1e-6)
     for interleaved, norm in ((False, one[0, :64]), (True, None)):
         rows.rope(one.view(3, 2, 64), torch.zeros(9, 16), torch.zeros(9, 16), ids[:, 0], interleaved, norm)
+    rows.gated_norm(one.view(3, 2, 64), one[0, :64], one, 1e-6)
+    rows.sigmoid_times(one.view(3, 2, 64), one.view(3, 2, 64))
     rows.merge(one, one, torch.zeros(3, 2, 128), torch.zeros(3, 2))
     rules = Gating(2, True, 1.0, 4, 2, "sigmoid", "two best"), Gating(8, normalise=True)
     for rule in rules:
         gate.gate(one, torch.zeros(64, 128), rule, torch.zeros(64))
+    for counts in ([1, 1], [3, 70]):
+        recur(counts)
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         cache.store(paged_steps.cache(16, 2, 64, dtype, 4), one.view(3, 2, 64), ids[:, 0])
         for latent in (False, True):

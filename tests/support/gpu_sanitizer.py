@@ -49,7 +49,13 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 SCALARS = {"floor_divide", "floor_divide_", "masked_fill", "masked_fill_", "fill_", "__and__", "__or__"}
 """Elementwise operations that torch does not tag as such."""
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "dot", "einsum"}
+READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
+"""Operations whose result the host waits for."""
 FRESH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+Operands = list[tuple[str, torch.Tensor]]
+"""Tensors, and the arguments that they came as."""
 
 
 class Taken:
@@ -66,6 +72,10 @@ class Taken:
         self.most = self.now
         return self.now
 
+    def looked_at(self, numbers: torch.Tensor) -> bool:
+        """Whether a tensor of the device looks at this memory."""
+        return self._looking[numbers.untyped_storage()._cdata] > 0
+
     def add(self, storage: int, size: int, one: int) -> None:
         """A tensor more that looks at this memory, or one less. Several may."""
         with self._lock:
@@ -78,6 +88,41 @@ class Taken:
 
 
 TAKEN = Taken()
+
+
+class Waits:
+    """Counts where the host waits for the device: what is read back, and copies that are not from or to
+    pinned memory or do not say `non_blocking`."""
+
+    def __init__(self) -> None:
+        self.of: list[str] = []
+        self.pinned: dict[int, torch.Tensor] = {}
+        """By the address of the memory, which lives on here. So nothing else gets the address."""
+
+    def pin(self, here: torch.Tensor) -> None:
+        self.pinned[here.untyped_storage().data_ptr()] = here
+
+    def see(self, name: str, given: Mapping[str, Any], operands: Operands, device: torch.device) -> None:
+        """One operation on tensors of the device."""
+        there = [one for _, one in operands if isinstance(one, OnDevice)]
+        here = [one for _, one in operands if not isinstance(one, OnDevice)]
+        if name in READS or any(
+            one.dtype is torch.bool for key, one in operands if key == "indices" and there
+        ):
+            self.of.append(name)
+        elif name in COPIES and ((there and (here or device == CPU)) or (here and device == DEVICE)):
+            addresses = {one.untyped_storage().data_ptr() for one in here}
+            if not given.get("non_blocking") or not addresses <= self.pinned.keys():
+                self.of.append(name)
+        elif (
+            name in INDEXING
+            and there
+            and any(key == "indices" and one.dim() for key, one in operands if not isinstance(one, OnDevice))
+        ):
+            self.of.append(name)
+
+
+WAITS = Waits()
 
 
 class Look:
@@ -135,6 +180,7 @@ class OnDevice(torch.Tensor):
         )
 
     def tolist(self) -> Any:
+        WAITS.of.append("tolist")
         return self.numbers.tolist()
 
     def record_stream(self, stream: object) -> None:
@@ -164,8 +210,15 @@ class Stream(threading.local):
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], object]] = []
+        self.capture: Callable[[OpOverload, dict[str, Any], Operands, torch.device], Any] | None = None
+        """Who takes operations that are not to be done now; see `gpu_graphs`."""
 
     def synchronize(self) -> None:
+        WAITS.of.append("synchronize")
+        self.drain()
+
+    def drain(self) -> None:
+        """Do it, as the device does when nobody waits for it."""
         waiting, self.waiting = self.waiting, []
         for one in waiting:
             one()
@@ -184,7 +237,8 @@ class Event:
         self._stream = stream
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        if self._stream.waiting:
+            self._stream.synchronize()
 
 
 @contextmanager
@@ -250,10 +304,6 @@ class Operation:
         return cls(name, tuple(one.name for one in arguments), written, scalars)
 
 
-Operands = list[tuple[str, torch.Tensor]]
-"""Tensors, and the arguments that they came as."""
-
-
 def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation: checked, done on the CPU, its results where a GPU would have them."""
     operation = Operation.of(func)
@@ -263,11 +313,14 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if owners:
         check(operation, operands)
     device = _result_device(operation.name, given, bool(owners))
+    WAITS.see(operation.name, given, operands, device)
+    if STREAM.capture is not None:
+        return STREAM.capture(func, given, operands, device)
     if operation.name == "copy_" and given.get("non_blocking") and len(owners) == 1:
         STREAM.waiting.append(functools.partial(func, **plain))
         return given["self"]
     if owners:
-        STREAM.synchronize()
+        STREAM.drain()
     if given.get("device") is not None:
         plain["device"] = CPU
     if given.get("pin_memory"):
@@ -275,16 +328,18 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if operation.name == "to" and device != given["self"].device:
         plain["copy"] = True
     result = func(**plain)
-    if operation.name in FRESH and device is DEVICE:
-        _spoil(result)
-    if device is CPU and not owners:
+    if operation.name in FRESH and device == DEVICE:
+        spoil(result)
+    if given.get("pin_memory"):
+        WAITS.pin(result)
+    if device == CPU and not owners:
         return result
 
     def labelled(one: torch.Tensor) -> torch.Tensor:
         """In-place operations return who they were asked of."""
         return owners[id(one)] if id(one) in owners else OnDevice(one) if device == DEVICE else one
 
-    return _map(result, labelled)
+    return mapped(result, labelled)
 
 
 def check(operation: Operation, operands: Operands) -> None:
@@ -317,7 +372,7 @@ def _result_device(name: str, given: Mapping[str, Any], there: bool) -> torch.de
     return DEVICE if there else CPU
 
 
-def _spoil(fresh: torch.Tensor) -> None:
+def spoil(fresh: torch.Tensor) -> None:
     if fresh.is_floating_point():
         fresh.fill_(torch.nan)
     elif fresh.dtype is not torch.bool:
@@ -331,20 +386,20 @@ def _operands(given: Mapping[str, Any]) -> tuple[Operands, dict[str, Any]]:
     for key, value in given.items():
         if isinstance(value, torch.Tensor):
             operands.append((key, value))
-            plain[key] = _numbers(value)
+            plain[key] = numbers_of(value)
         elif isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
             operands += [(key, one) for one in value if isinstance(one, torch.Tensor)]
-            plain[key] = _map(value, _numbers)
+            plain[key] = mapped(value, numbers_of)
     return operands, plain
 
 
-def _numbers(one: torch.Tensor) -> torch.Tensor:
+def numbers_of(one: torch.Tensor) -> torch.Tensor:
     return one.numbers if isinstance(one, OnDevice) else one
 
 
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)([_map(one, change) for one in value])
+        return type(value)([mapped(one, change) for one in value])
     return value

@@ -87,6 +87,14 @@ class JoinedCluster:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from error
 
+    @property
+    def all_joined(self) -> bool:
+        """Whether every process that still runs has joined once. One that cannot, the first time, ends."""
+        logs = [(self._folder / f"log-{number}").read_text() for number in range(len(self.joined))]
+        return all(
+            one.poll() is not None or "Joined" in log for one, log in zip(self.joined, logs, strict=True)
+        )
+
     def logs(self) -> str:
         """What the processes that joined have written."""
         return "".join(f"{path.name}: {path.read_text()}" for path in sorted(self._folder.glob("log-*")))

@@ -187,14 +187,12 @@ class Members:
         member.weights, used = weights, self._native(member.role)
         if member.role is Role.SERVER:
             assert layout is not None
-            server = replace(self._server_settings(layout), paced=None, policy_file=None)
+            server = self._server_settings(layout)
             config = (server if used is None else replace(server, kernels=used)).to_json()
         else:
             settings = self._worker_settings(member)
             model = settings.model if used is None else replace(settings.model, kernels=used, device="cpu")
-            config = replace(
-                settings, model=model, trace=None, paced=None, policy_file=None, checkpoint_stamp=""
-            ).to_json()
+            config = replace(settings, model=model, trace=None, checkpoint_stamp="").to_json()
         enlisted = messages.Enlisted(self._worker_config.model.model, weights, config)
         with contextlib.suppress(ConnectionLost):  # its reader thread reports it
             process.connection.send(enlisted)

@@ -20,6 +20,7 @@ import torch
 from moesaic.core.experts import Directory
 from moesaic.core.messages import FaultyServer
 from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.kernels.moving import arrays
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -49,17 +50,15 @@ class ExpertRequest:
 
     @cached_property
     def arrays(self) -> RequestArrays:
-        """The request as numpy arrays: views, where the tensors are on the CPU.
+        """The request as numpy arrays: views, where the tensors are on the CPU. From a GPU all of them come
+        through pinned memory, and the host waits for it once.
 
         They are kept because a recorded step submits the same request at every replay.
         """
-        hidden, top_k = self.hidden.cpu().contiguous().numpy(), self.expert_ids.shape[1]
-        return RequestArrays(
-            hidden,
-            self.expert_ids.cpu().numpy().reshape(-1),
-            None if self.weights is None else self.weights.cpu().numpy().reshape(-1),
-            top_k,
-        )
+        hidden, ids, weights = arrays((self.hidden, self.expert_ids, self.weights))
+        assert hidden is not None and ids is not None
+        flat = None if weights is None else weights.reshape(-1)
+        return RequestArrays(hidden, ids.reshape(-1), flat, self.expert_ids.shape[1])
 
 
 @dataclass(frozen=True)

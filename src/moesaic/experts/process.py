@@ -136,7 +136,12 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
 
 
 def _backend(config: ExpertServerConfig) -> tuple[ExpertBackend, Callable[[], ResidencyStats]]:
-    """The backend, and what is counted of experts that are not all in memory."""
+    """The backend, and what is counted of experts that are not all in memory.
+
+    --kernels triton is for workers on a GPU. A server on a CPU beside them takes its own kernels.
+    """
+    if config.kernels == "triton" and config.device == "cpu":
+        config = replace(config, kernels="auto")
     if config.fast_memory is None:
         return _in_memory(config), ResidencyStats
     from moesaic.experts.streamed_backend import StreamedBackend

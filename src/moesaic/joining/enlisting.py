@@ -83,6 +83,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
     Raises ConfigError for a checkpoint that is not there, or is another one.
     """
     told = ExpertServerConfig.from_json(enlisted.config)
+    _check_files(told)
     model, stamp = checkpoint(joining, enlisted)
     return replace(
         told,
@@ -100,6 +101,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
 def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> WorkerConfig:
     """The settings of an attention worker on this host. Otherwise like `server_config`."""
     told = WorkerConfig.from_json(enlisted.config)
+    _check_files(told)
     path, stamp = checkpoint(joining, enlisted)
     model = replace(
         told.model,
@@ -135,6 +137,13 @@ def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path,
 def instruction_sets() -> tuple[str, ...]:
     """Instruction sets of the native kernels that this host can run; empty if the kernels were not built."""
     return () if plain is None else plain.instruction_sets()
+
+
+def _check_files(told: ExpertServerConfig | WorkerConfig) -> None:
+    """Raises ConfigError if files that the cluster's settings name are not on this host."""
+    for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file)):
+        if file is not None and not Path(file).is_file():
+            raise ConfigError.field(flag, file, "a file at the same path as on the host of moesaic serve")
 
 
 def check_path(model: Path) -> None:

@@ -56,5 +56,5 @@ def _secret(file: Path) -> bytes:
     try:
         return read_secret(file.expanduser(), "--cluster-secret-file")
     except ConfigError as error:
-        hint = "every node needs a copy of the file of `moesaic serve`, with mode 600"
+        hint = "every node needs a copy of one file, with mode 600; `moesaic cluster init` makes it"
         raise ConfigError(f"{error}; {hint}") from error

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.kernels.moving import moved
 
 GROUP_TOKENS = 1 << 11
 """Maximum number of padded cache rows that one decode group gathers. More rows would leave the caches
@@ -65,7 +66,7 @@ class AttentionBatch:
     @classmethod
     def build(cls, batch: TokenBatch, block_size: int, device: str | torch.device = "cpu") -> AttentionBatch:
         """The attention side of `batch` for a cache of `block_size` tokens a block."""
-        slots = _slots(batch, np.diff(batch.query_starts), block_size)
+        slots = slots_of(batch, np.diff(batch.query_starts), block_size)
         return cls(batch, block_size, device, _move(slots, device))
 
     @classmethod
@@ -78,9 +79,18 @@ class AttentionBatch:
         states = np.array(batch.states, dtype=np.int64)
         return cls.build(TokenBatch(block_tables=tables, states=states, **copies), block_size)
 
+    @classmethod
+    def placed(
+        cls, batch: TokenBatch, block_size: int, slots: torch.Tensor, sequences: Sequences
+    ) -> AttentionBatch:
+        """A step whose arrays are on the device already, and may change there."""
+        made = cls(batch, block_size, slots.device, slots)
+        made.__dict__["on_device"] = sequences  # where `cached_property` looks first
+        return made
+
     def fill_slots(self) -> None:
         """Recompute the slots after the arrays of `batch` have changed."""
-        np.copyto(self.slots.numpy(), _slots(self.batch, np.diff(self.batch.query_starts), self.block_size))
+        np.copyto(self.slots.numpy(), slots_of(self.batch, np.diff(self.batch.query_starts), self.block_size))
 
     @cached_property
     def decode(self) -> tuple[DecodeGroup, ...]:
@@ -126,7 +136,7 @@ class AttentionBatch:
     def tiles(self, most: int) -> torch.Tensor:
         """[t, 3] int32 (sequence, first row, end): the step in tiles of at most `most` rows of a sequence."""
         if most not in self._tiles:
-            self._tiles[most] = torch.from_numpy(_tiles(self.batch, most)).to(self.device)
+            self._tiles[most] = moved(_tiles(self.batch, most), self.device)
         return self._tiles[most]
 
     @cached_property
@@ -151,6 +161,8 @@ class Sequences:
     """[s + 1] first row of each sequence, and the number of rows."""
     tables: torch.Tensor
     """[s, w] KV blocks."""
+    states: torch.Tensor
+    """[s, 4] as `TokenBatch.states`, or [0, 4]."""
     longest: int
     """Tokens of the longest context."""
     single: bool
@@ -160,10 +172,10 @@ class Sequences:
     def of(cls, batch: AttentionBatch) -> Sequences:
         """Of a step that has at least one sequence."""
         rows = batch.batch
-        arrays = (rows.context_lens, rows.query_starts, rows.block_tables)
+        arrays = (rows.context_lens, rows.query_starts, rows.block_tables, rows.states)
         single = rows.num_rows == rows.num_sequences
-        contexts, starts, tables = (_move(one, batch.device) for one in arrays)
-        return cls(contexts, starts, tables, int(rows.context_lens.max()), single)
+        contexts, starts, tables, states = (_move(one, batch.device) for one in arrays)
+        return cls(contexts, starts, tables, states, int(rows.context_lens.max()), single)
 
 
 def _tiles(rows: TokenBatch, most: int) -> npt.NDArray[np.int32]:
@@ -176,11 +188,11 @@ def _tiles(rows: TokenBatch, most: int) -> npt.NDArray[np.int32]:
 
 
 def _move(array: IntArray, device: str | torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+    return moved(np.ascontiguousarray(array, dtype=np.int64), device)
 
 
-def _slots(batch: TokenBatch, counts: IntArray, block_size: int) -> IntArray:
-    """[n] cache slot of each row."""
+def slots_of(batch: TokenBatch, counts: IntArray, block_size: int) -> IntArray:
+    """[n] cache slot of each row. counts: [s] rows of each sequence."""
     sequence = np.repeat(np.arange(batch.num_sequences), counts)
     block, offset = np.divmod(batch.positions, block_size)
     slots: IntArray = batch.block_tables[sequence, block] * block_size + offset

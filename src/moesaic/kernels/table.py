@@ -119,7 +119,10 @@ class Recording(Protocol[Result_co]):
 
 class OperationRecorder(Protocol):
     def __call__(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
-        """Runs a step and records it. given: experts' rows that it merges; each `run` gets new ones."""
+        """Runs a step and records it. given: experts' rows that it merges; each `run` gets new ones.
+
+        On a GPU a recording reads `given` where it was, and new rows are copied there.
+        """
         ...
 
 
@@ -277,6 +280,7 @@ def pick(device: str, wanted: str = "auto") -> Kernels:
 def _triton(kind: str) -> Kernels:
     """Raises ConfigError without Triton, and on a CPU outside of Triton's interpreter."""
     try:
+        from moesaic.kernels.triton.graphs import GraphRecorder
         from moesaic.kernels.triton.launching import INTERPRETED
         from moesaic.kernels.triton.operations import OPERATIONS
     except ImportError as error:
@@ -284,7 +288,8 @@ def _triton(kind: str) -> Kernels:
     if kind == "cpu" and not INTERPRETED:
         allowed = "auto, reference and the instruction sets on a CPU; triton on a GPU"
         raise ConfigError.field("--kernels", "triton", allowed)
-    return replace(REFERENCE, name="triton", packed=True, **OPERATIONS)
+    make = GraphRecorder if kind == "cuda" else None
+    return replace(REFERENCE, name="triton", packed=True, recorder=make, **OPERATIONS)
 
 
 def _natively(name: str) -> Kernels:

@@ -42,6 +42,7 @@ from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.predicting import Predictor
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
+from moesaic.runtime.step.graphs import GraphRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner
@@ -191,7 +192,8 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
     if stages.shared is not None or context.config.model.enforce_eager or make_recorder is None:
         return eager
     table_width = -(-context.limits.max_model_len // stages.block_size)
-    return RecordedRunner(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
+    make = GraphRunner if stages.device.type == "cuda" else RecordedRunner
+    return make(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
 
 
 def _scheduler(

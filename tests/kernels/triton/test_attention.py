@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from tests.support import pairs
@@ -80,6 +83,17 @@ def test_a_step_without_rows() -> None:
         4,
         8,
     )
+
+
+@pytest.mark.parametrize("longest", [9, 70])
+def test_a_row_without_context_sees_nothing_and_disturbs_nobody(longest: int) -> None:
+    """A padded row, also where contexts are split."""
+    keys = cache(8, 2, 16).to(DEVICE)
+    query, rows = torch.randn(2, 4, 16, device=DEVICE), tokens([1, 1], [longest, 9], 8)
+    wanted = TRITON.paged_attention(query, keys, keys, AttentionBatch.build(rows, 8, DEVICE), 0.3)
+    padded = AttentionBatch.build(replace(rows, context_lens=np.array([longest, 0])), 8, DEVICE)
+    found = TRITON.paged_attention(query, keys, keys, padded, 0.3)
+    assert torch.equal(found[0], wanted[0]) and not found[1].any()
 
 
 def test_the_same_step_gives_the_same_bits_alone_and_beside_others() -> None:

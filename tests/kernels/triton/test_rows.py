@@ -74,3 +74,13 @@ def test_store(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         decode(there.cpu()), decode(wanted), rtol=tolerance, atol=1e-38, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_rows_without_a_slot_are_not_stored(dtype: torch.dtype) -> None:
+    rows = random(3, 2, 21)
+    found, wanted = (encode(torch.zeros(4, 4, 2, 21), dtype) for _ in range(2))
+    there = found.to(DEVICE)
+    TRITON.store(there, rows.to(DEVICE), torch.tensor([-1, 9, -1], device=DEVICE))
+    REFERENCE.store(wanted, rows[1:2], torch.tensor([9]))
+    close(decode(there.cpu()), decode(wanted))

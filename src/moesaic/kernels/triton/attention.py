@@ -176,7 +176,7 @@ def _attend(
     else:
         if SINKS:
             total, mixed = _with_sink(sinks, which, used, peak, total, mixed)
-        mixed = mixed / tl.where(used, total, 1.0)[:, None]
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # a padded row has seen nothing
     write = out + to[:, None] * value_width + places[None, :]
     tl.store(write, mixed, mask=used[:, None] & (places < value_width)[None, :])
 
@@ -200,6 +200,7 @@ def _join(
     inside = columns < width
     every = to * SPLITS + tl.arange(0, SPLITS)
     peak = tl.max(tl.load(peaks + every), 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # nothing was seen
     total, mixed = tl.zeros([1], tl.float32), tl.zeros([BLOCK], tl.float32)
     if SINKS:
         sink = tl.load(sinks + head + tl.arange(0, 1))
@@ -210,7 +211,7 @@ def _join(
         factor = tl.exp(tl.load(peaks + at) - peak)
         total += tl.load(sums + at) * factor
         mixed += tl.load(parts + at * width + columns, mask=inside, other=0.0) * factor
-    tl.store(out + to * width + columns, mixed / total, mask=inside)
+    tl.store(out + to * width + columns, mixed / tl.where(total == 0.0, 1.0, total), mask=inside)
 
 
 def paged_attention(

@@ -1,4 +1,7 @@
-"""Writes of keys and values to a paged cache, rounded to its type in the same launch."""
+"""Writes of keys and values to a paged cache, rounded to its type in the same launch.
+
+Rows whose slot is negative are not written: they pad a recorded step.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from moesaic.kernels.triton.launching import block, launch
 @triton.jit
 def _store(rows, cache, slots, line, head, heads, width, BLOCK: tl.constexpr):
     row, which = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns, slot = tl.arange(0, BLOCK), tl.load(slots + row)
     inside = columns < width
     numbers = tl.load(rows + row * line + which * head + columns, mask=inside, other=0.0)
-    at = (tl.load(slots + row) * heads + which) * width
-    tl.store(cache + at + columns, numbers.to(cache.dtype.element_ty), mask=inside)
+    at = (slot * heads + which) * width
+    if slot >= 0:
+        tl.store(cache + at + columns, numbers.to(cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -51,11 +55,12 @@ def _store_int8(
     rounded = tl.where(scale > 0, tl.where(finite, _round_half_even(divided), 0.0), 0.0)
     lost = tl.sum(tl.where(finite, 0, 1), 0)  # numbers beyond the row are 0, which is finite
     scale = tl.where(lost > 0, float("nan"), scale)
-    at = (tl.load(slots + row) * heads + which) * (width + SCALE)
-    tl.store(cache + at + columns, rounded.to(tl.int8), mask=inside)
-    bits = scale.to(tl.int32, bitcast=True)
-    for byte in tl.static_range(SCALE):
-        tl.store(cache + at + width + byte, ((bits >> (8 * byte)) & 255).to(tl.int8))
+    slot, bits = tl.load(slots + row), scale.to(tl.int32, bitcast=True)
+    at = (slot * heads + which) * (width + SCALE)
+    if slot >= 0:
+        tl.store(cache + at + columns, rounded.to(tl.int8), mask=inside)
+        for byte in tl.static_range(SCALE):
+            tl.store(cache + at + width + byte, ((bits >> (8 * byte)) & 255).to(tl.int8))
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesaic.kernels.triton import attention, cache, dense, experts, gate, rows
+from moesaic.kernels.triton import attention, cache, convolution, delta, dense, experts, gate, rows
 
 OPERATIONS: dict[str, Any] = {
     "embed": dense.embed,
@@ -20,5 +20,9 @@ OPERATIONS: dict[str, Any] = {
     "experts": experts.experts,
     "merge": rows.merge,
     "sigmoid_gate": dense.sigmoid_gate,
+    "convolve": convolution.convolve,
+    "delta": delta.delta,
+    "gated_norm": rows.gated_norm,
+    "sigmoid_times": rows.sigmoid_times,
 }
 """By their names in `kernels.table.Kernels`."""

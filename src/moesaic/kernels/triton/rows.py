@@ -184,3 +184,44 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     size = min(1024, block(max(1, gate.numel())))
     launch(_silu_times, (triton.cdiv(gate.numel(), size),), gate, up, out, gate.numel(), BLOCK=size)
     return out
+
+
+@triton.jit
+def _gated_norm(rows, weight, gate, out, line, heads, width, epsilon, BLOCK: tl.constexpr):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at, columns = (row * heads + head) * width, tl.arange(0, BLOCK)
+    inside = columns < width
+    numbers = tl.load(rows + at + columns, mask=inside, other=0.0)
+    scale = tl.rsqrt(tl.sum(numbers * numbers, 0) / width + epsilon)
+    factor = tl.load(gate + row * line + head * width + columns, mask=inside, other=0.0)
+    scaled = numbers * scale * tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(out + at + columns, scaled * (factor * tl.sigmoid(factor)), mask=inside)
+
+
+def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """As `reference.delta.gated_norm`, in one launch."""
+    rows, gate = rows.contiguous(), gate if gate.stride(-1) == 1 else gate.contiguous()
+    count, heads, width = rows.shape
+    out = rows.new_empty(count, heads * width)
+    arguments = (rows, weight, gate, out, gate.stride(0), heads, width, epsilon)
+    launch(_gated_norm, (count, heads), *arguments, BLOCK=block(width))
+    return out
+
+
+@triton.jit
+def _sigmoid_times(rows, gate, out, line, head, heads, width, BLOCK: tl.constexpr):
+    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at, columns = (row * heads + which) * width, tl.arange(0, BLOCK)
+    inside = columns < width
+    factor = tl.load(gate + row * line + which * head + columns, mask=inside, other=0.0)
+    tl.store(out + at + columns, tl.load(rows + at + columns, mask=inside) * tl.sigmoid(factor), mask=inside)
+
+
+def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As `reference.delta.sigmoid_times`, in one launch."""
+    rows, gate = rows.contiguous(), gate if gate.stride(-1) == 1 else gate.contiguous()
+    count, heads, width = rows.shape
+    out = rows.new_empty(count, heads * width)
+    lines = gate.stride(0), gate.stride(1)
+    launch(_sigmoid_times, (count, heads), rows, gate, out, *lines, heads, width, BLOCK=block(width))
+    return out

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.moving import moved
 
 
 class WordBans:
@@ -53,9 +54,9 @@ def forbid(logits: torch.Tensor, row: int, allowed: IntArray | None, forbidden: 
         if allowed is not None:
             hit = hit[allowed[np.searchsorted(allowed, hit).clip(max=len(allowed) - 1)] == hit]
         if len(hit) < (logits.shape[1] if allowed is None else len(allowed)):
-            logits[row, torch.from_numpy(forbidden).to(logits.device)] = -torch.inf
+            logits[row, moved(forbidden, logits.device)] = -torch.inf
     if allowed is not None:
-        chosen = torch.from_numpy(allowed).to(logits.device)
+        chosen = moved(allowed, logits.device)
         kept = logits[row, chosen]
         logits[row] = -torch.inf
         logits[row, chosen] = kept

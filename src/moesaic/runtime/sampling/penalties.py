@@ -15,6 +15,7 @@ import torch
 
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.moving import moved
 from moesaic.runtime.sampling.bans import WordBans, forbid
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
@@ -110,7 +111,7 @@ def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adju
     """Change row rows[i] of logits [p, vocab] float32 by adjustments[i], in place."""
     biased = _pairs(rows, [one.biased for one in adjustments], logits.device)
     bias = [value for one in adjustments for value in one.bias]
-    logits[biased] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+    logits[biased] += moved(np.array(bias, dtype=np.float32), logits.device)
     _penalise(logits, rows, adjustments)
     nothing = np.array([], dtype=np.int64)
     stops = [nothing if one.bans else one.forbidden for one in adjustments]
@@ -130,14 +131,15 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
     if not penalised:
         return
     tokens = [counts.tokens for _, _, counts in penalised]
-    lengths = torch.tensor([len(part) for part in tokens])
-    often = torch.from_numpy(np.concatenate([counts.often for _, _, counts in penalised]))
-    often = often.to(logits.device, logits.dtype)
+    lengths = [len(part) for part in tokens]
+    often = moved(
+        np.concatenate([counts.often for _, _, counts in penalised], dtype=np.float32), logits.device
+    )
 
     def each(value: Callable[[SamplingParams], float]) -> torch.Tensor:
         """[m] the value of its request for each pair."""
-        numbers = torch.tensor([value(params) for _, params, _ in penalised], dtype=logits.dtype)
-        return numbers.repeat_interleave(lengths).to(logits.device)
+        numbers = np.array([value(params) for _, params, _ in penalised], dtype=np.float32)
+        return moved(numbers.repeat(lengths), logits.device)
 
     pairs = _pairs([row for row, _, _ in penalised], tokens, logits.device)
     found, scale = logits[pairs], each(lambda params: params.repetition_penalty)
@@ -149,4 +151,4 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
 def _pairs(rows: Sequence[int], tokens: Sequence[IntArray], device: torch.device) -> Pairs:
     """The pairs of rows[i] with each of tokens[i]."""
     lines = np.repeat(np.array(rows, dtype=np.int64), [len(part) for part in tokens])
-    return torch.from_numpy(lines).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
+    return moved(lines, device), moved(np.concatenate(tokens), device)

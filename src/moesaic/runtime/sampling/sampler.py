@@ -22,6 +22,7 @@ import torch
 
 from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.moving import moved
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
 from moesaic.structured.constraints import Constraint, Constraints
 
@@ -96,11 +97,12 @@ class Sampler:
             for request_id, offset in zip(request_ids, offsets, strict=True)
         ]
         raw = _log_softmax_where(logits, [row.request.params.logprobs is not None for row in rows])
-        result = _chosen(logits, rows)
-        report = _report(raw, rows, result)
-        for line in not_finite(logits):
-            result[line] = NO_TOKEN
-            report[line : line + 1] = [None] * bool(report)
+        result = _chosen(logits, rows, _finite(logits))
+        bad = (
+            not_finite(logits) if logits.device.type == "cpu" else np.flatnonzero(result == NO_TOKEN).tolist()
+        )
+        report = _report(raw, rows, result, bad)
+        result[bad] = NO_TOKEN
         return result, report
 
     def advance(self, request_id: int, count: int) -> None:
@@ -117,7 +119,8 @@ class Sampler:
         log-probabilities. A row for which no token is allowed gets NOT_ALLOWED.
         """
         rows = [self._rows[int(request_id)] for request_id in request_ids]
-        bad = set(not_finite(logits))
+        finite = _finite(logits)
+        bad = set(not_finite(logits)) if finite is None else set[int]()
         if self._broken:
             bad.update(np.flatnonzero(np.isin(request_ids, list(self._broken))).tolist())
         if bad:
@@ -129,9 +132,14 @@ class Sampler:
         bound = {line: row.constraint for line, row in enumerate(rows) if row.constraint is not None}
         if self._constraints is not None and bound:
             self._constraints.apply(logits, list(bound), list(bound.values()))
-        result = _chosen(logits, rows)
-        report = _report(raw, rows, result)
+        result = _chosen(logits, rows, finite)
+        unfit = np.flatnonzero(result == NO_TOKEN).tolist()
+        report = _report(raw, rows, result, unfit)
+        for line in unfit:
+            bound.pop(line, None)
         for row, token in zip(rows, result, strict=True):
+            if token == NO_TOKEN:
+                continue
             row.length += 1
             if row.adjustment is not None:
                 row.adjustment.append(int(token))
@@ -178,32 +186,44 @@ def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) ->
     ]
 
 
-def _chosen(logits: torch.Tensor, rows: list[_Row]) -> IntArray:
-    """[p] the token of each row of logits [p, vocab]."""
-    result = _argmax(logits)
+def _finite(logits: torch.Tensor) -> torch.Tensor | None:
+    """[p] whether each row is finite, where it is read together with the tokens: on a GPU."""
+    return None if logits.device.type == "cpu" else torch.isfinite(logits).all(dim=-1)
+
+
+def _chosen(logits: torch.Tensor, rows: list[_Row], finite: torch.Tensor | None) -> IntArray:
+    """[p] the token of each row of logits [p, vocab], NO_TOKEN where not `finite`.
+
+    On a GPU the host waits once, for this result. On a CPU numpy finds the largest entries, since it touches
+    less cold memory.
+    """
     noisy = [index for index, row in enumerate(rows) if not row.request.params.greedy]
+    if finite is None:
+        result: IntArray = logits.numpy().argmax(axis=-1)
+        if noisy:
+            result[noisy] = _draw(logits[noisy], [rows[index] for index in noisy]).numpy()
+        return result
+    found = torch.argmax(logits, dim=-1)
     if noisy:
-        result[noisy] = _draw(logits[noisy], [rows[index] for index in noisy]).cpu().numpy()
-    return result
-
-
-def _argmax(logits: torch.Tensor) -> IntArray:
-    """[p] the first largest entry of each row. On a CPU it uses numpy, which touches less cold memory."""
-    if logits.device.type == "cpu":
-        first: IntArray = logits.numpy().argmax(axis=-1)
-        return first
-    return torch.argmax(logits, dim=-1).cpu().numpy().astype(np.int64)
+        lines = moved(np.array(noisy), logits.device)
+        drawn = _draw(logits.index_select(0, lines), [rows[index] for index in noisy])
+        found.index_copy_(0, lines, drawn)
+    return found.masked_fill_(~finite, NO_TOKEN).cpu().numpy()
 
 
 def _log_softmax_where(logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor | None:
     """Log-probabilities of the wanted rows, before the logits are changed. None if no row is wanted."""
     if not any(wanted):
         return None
-    return torch.log_softmax(logits[torch.tensor(wanted, device=logits.device)], dim=-1)
+    return torch.log_softmax(logits[moved(np.flatnonzero(wanted), logits.device)], dim=-1)
 
 
-def _report(raw: torch.Tensor | None, rows: list[_Row], tokens: IntArray) -> list[TokenLogprob | None]:
-    """The log-probabilities of each row, None where its request wants none. raw: of the rows that want some.
+def _report(
+    raw: torch.Tensor | None, rows: list[_Row], tokens: IntArray, bad: list[int]
+) -> list[TokenLogprob | None]:
+    """The log-probabilities of each row, None where its request wants none and in rows `bad`.
+
+    raw: of the rows that want some.
 
     Rows that want equally many alternatives share one topk. One topk of the largest count for all rows would
     be wrong: how it orders ties could depend on the other requests in the batch.
@@ -217,9 +237,9 @@ def _report(raw: torch.Tensor | None, rows: list[_Row], tokens: IntArray) -> lis
         lines = [line for line, (_, other) in enumerate(wanted) if other == count]
         alike = raw if len(lines) == len(wanted) else raw[lines]
         indices = [wanted[line][0] for line in lines]
-        entries = token_logprobs(alike, tokens[indices].tolist(), count)
+        entries = token_logprobs(alike, tokens[indices].clip(min=0).tolist(), count)
         for index, entry in zip(indices, entries, strict=True):
-            report[index] = entry
+            report[index] = None if index in bad else entry
     return report
 
 
@@ -231,8 +251,8 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     smallest, so the result is always a token of the vocabulary.
     """
 
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return moved(np.array(values, dtype=np.float32), logits.device)[:, None]
 
     params = [row.request.params for row in rows]
     scaled = logits.nan_to_num(nan=-LARGEST).clamp_(-LARGEST, LARGEST)
@@ -245,7 +265,7 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     cumulative = torch.softmax(scaled, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     positions = np.array([row.length for row in rows])
     seeds = np.array([p.seed or 0 for p in params], dtype=np.int64)
-    noise = torch.from_numpy(uniform(seeds, positions))[:, None].to(logits.device)
+    noise = moved(uniform(seeds, positions), logits.device)[:, None]
     return torch.searchsorted(cumulative, noise * cumulative[:, -1:], right=True)[:, 0]
 
 
@@ -256,13 +276,13 @@ def _keep_top(scaled: torch.Tensor, top_k: list[int], top_p: list[float]) -> tor
     if max(keep) == vocab and min(keep) == vocab and min(top_p) >= 1.0:
         return scaled
     ordered = torch.topk(scaled, max(keep), dim=-1).values
-    last = torch.tensor(keep, device=scaled.device)[:, None] - 1
+    last = moved(np.array(keep), scaled.device)[:, None] - 1
     rank = torch.arange(ordered.shape[-1], device=scaled.device)[None]
     ordered = ordered.masked_fill(rank > last, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1, dtype=torch.float64)
     # A token stays while the tokens before it have not reached top_p, so the first one always stays.
     before = probabilities.cumsum(dim=-1) - probabilities
-    stays = before < torch.tensor(top_p, dtype=torch.float64, device=scaled.device)[:, None]
+    stays = before < moved(np.array(top_p, dtype=np.float64), scaled.device)[:, None]
     stays &= rank <= last
     cutoff = ordered.masked_fill(~stays, torch.inf).amin(dim=-1, keepdim=True)
     return scaled.masked_fill(scaled < cutoff, -torch.inf)

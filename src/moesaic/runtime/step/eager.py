@@ -7,6 +7,7 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.client import ExpertRequest, RoutedExperts
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.moving import moved
 from moesaic.runtime.step.running_step import RunningStep, StepGenerator, StepResult
 from moesaic.runtime.step.stages import BlockStages
 
@@ -31,10 +32,10 @@ class EagerRunner:
     def _rows(self, batch: TokenBatch, hidden: torch.Tensor | None = None, first: int = 0) -> StepGenerator:
         device = self.stages.device
         attention = AttentionBatch.build(batch, self.stages.block_size, device)
-        positions = torch.from_numpy(batch.positions).to(device)
-        token_ids = torch.from_numpy(batch.token_ids).to(device)
+        positions = moved(batch.positions, device)
+        token_ids = moved(batch.token_ids, device)
         every = yield from self.stages.run(token_ids, positions, attention, hidden, first)
-        wanted = every.hidden[torch.from_numpy(batch.logit_rows).to(device)]
+        wanted = every.hidden[moved(batch.logit_rows, device)]
         kept = None if self.stages.model.prediction is None else every.hidden
         return StepResult(wanted, expert_ids=every.expert_ids, rows=kept)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.moving import placed
 from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
@@ -60,7 +61,7 @@ class BlockStages:
             pending = PendingMerge(block, gated, block.dense(gated.normed))
             del gated, request
             answer = yield pending
-            hidden = pending.merge(None if answer is None else answer.to(self.device))
+            hidden = pending.merge(None if answer is None else placed(answer, self.device))
             del pending, answer
         return StepResult(hidden, expert_ids=expert_ids)
 

@@ -1,0 +1,47 @@
+"""Small tensors between the host and a device, through pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def moved(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
+    """The array as a tensor on a device.
+
+    To a GPU it goes by way of pinned memory, so the host does not wait until the GPU is done with what came
+    before. On a CPU it is a view where the array is dense.
+    """
+    here = torch.from_numpy(np.ascontiguousarray(array))
+    if torch.device(device).type != "cuda":
+        return here.to(device)
+    return pinned(here).to(device, non_blocking=True)
+
+
+def placed(answer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device, without waiting for it."""
+    if answer.device.type == "cpu" and device.type == "cuda":
+        return pinned(answer).to(device, non_blocking=True)
+    return answer.to(device)
+
+
+def pinned(here: torch.Tensor) -> torch.Tensor:
+    """A copy of a CPU tensor in pinned memory."""
+    return torch.empty(here.shape, dtype=here.dtype, pin_memory=True).copy_(here)
+
+
+def arrays(tensors: Sequence[torch.Tensor | None]) -> list[npt.NDArray[Any] | None]:
+    """The tensors of one device as dense arrays of the host. For a GPU it waits once, for all of them."""
+    some = [one for one in tensors if one is not None]
+    if all(one.device.type == "cpu" for one in some):
+        return [None if one is None else one.contiguous().numpy() for one in tensors]
+    copies: list[torch.Tensor | None] = []
+    for one in tensors:
+        copy = None if one is None else torch.empty(one.shape, dtype=one.dtype, pin_memory=True)
+        copies.append(None if copy is None or one is None else copy.copy_(one, non_blocking=True))
+    torch.cuda.current_stream(some[0].device).synchronize()
+    return [None if one is None else one.numpy() for one in copies]

@@ -1,0 +1,253 @@
+"""Decode steps on a GPU that are recorded as CUDA graphs, one for each bucket of rows.
+
+A step of fewer rows than its bucket has is padded. A padded row has no context, no cache slot and no seat, so
+it reads and writes nothing that another row sees. A recording is made with padded rows alone. The same
+launches run once before it, to compile and allocate what a recording must not.
+
+Where the experts are in this process, one graph is the whole step. Otherwise a graph ends at each request and
+at each merge, as the parts of `recorded.py` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from moesaic.core.tokens import STATE_FIELDS, TokenBatch
+from moesaic.experts.client import ExpertRequest
+from moesaic.kernels.batch import AttentionBatch, Sequences, slots_of
+from moesaic.kernels.moving import pinned
+from moesaic.kernels.table import OperationRecorder, Recording
+from moesaic.runtime.step.eager import EagerRunner
+from moesaic.runtime.step.running_step import (
+    PendingMerge,
+    RunningStep,
+    StepDropped,
+    StepGenerator,
+    StepResult,
+)
+
+MOST_ROWS = 256
+"""Steps of more rows are not recorded: their launches take less time than what they compute."""
+FEW_ROWS, ROW_STEP = 4, 8
+"""Buckets are powers of two up to FEW_ROWS, then multiples of ROW_STEP."""
+CONTEXT_STEP = 1024
+"""Recordings are made for contexts of at most CONTEXT_STEP tokens, twice as many, and so on: attention splits
+longer contexts among more programs."""
+NOWHERE = -1
+"""Slot and seat of a padded row."""
+
+_Item = ExpertRequest | PendingMerge | StepResult | None
+"""What a StepGenerator yields or returns."""
+
+
+def bucket(rows: int) -> int:
+    """The rows of the recording for a step of so many.
+
+    >>> [bucket(rows) for rows in (1, 2, 3, 5, 9, 64)]
+    [1, 2, 4, 8, 16, 64]
+    """
+    return 1 << (rows - 1).bit_length() if rows <= FEW_ROWS else -(-rows // ROW_STEP) * ROW_STEP
+
+
+def _longest(contexts: int) -> int:
+    """The longest context that the recording for a step with this one is made for."""
+    return CONTEXT_STEP << (-(-contexts // CONTEXT_STEP) - 1).bit_length()
+
+
+class GraphRunner:
+    """Replays decode steps of next tokens, and runs every other step operation by operation.
+
+    Steps with drafted tokens are not recorded: how many rows a sequence has changes from step to step.
+    """
+
+    def __init__(
+        self,
+        eager: EagerRunner,
+        make_recorder: Callable[[], OperationRecorder],
+        table_width: int,
+        direct: bool,
+    ) -> None:
+        """See `RecordedRunner`."""
+        self._eager = eager
+        self._make_recorder = make_recorder
+        self._table_width = table_width
+        self._direct = direct
+        self._free: list[_SharedMemory] = []
+        """Recordings that no step under way uses: two steps must not share memory."""
+
+    def begin(self, batch: TokenBatch) -> RunningStep:
+        """Begin a step. The first one of each bucket of rows and contexts is recorded."""
+        rows = batch.num_rows
+        if not (0 < rows == batch.num_sequences == len(batch.logit_rows) and rows <= MOST_ROWS):
+            return self._eager.begin(batch)
+        memory = self._free.pop() if self._free else _SharedMemory(self._make_recorder())
+        return RunningStep(self._eager.experts, self._decode(batch, memory))
+
+    def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
+        """See `SegmentRunner`. These steps are not recorded."""
+        return self._eager.begin_at_segment(segment, batch, hidden)
+
+    def _decode(self, batch: TokenBatch, memory: _SharedMemory) -> StepGenerator:
+        key = bucket(batch.num_rows), _longest(int(batch.context_lens.max()))
+        if key not in memory.steps:
+            memory.steps[key] = self._record(*key, memory.recorder)
+        try:
+            result = yield from memory.steps[key].replay(batch)
+        except StepDropped:
+            self._free.append(memory)
+            raise
+        self._free.append(memory)  # not after another error: its rows may be sent once more
+        return result
+
+    def _record(self, rows: int, longest: int, recorder: OperationRecorder) -> _RecordedStep:
+        """A recording of padded rows. The same launches ran once before it."""
+        stages = self._eager.stages
+        inputs = _Inputs(rows, self._table_width, longest, stages.block_size, stages.device)
+        spec = stages.model.spec
+        answers = torch.zeros(rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
+        for make in (_unrecorded, recorder):
+            generator = stages.run(inputs.token_ids, inputs.positions, inputs.attention)
+            if self._direct:
+                generator = _uninterrupted(RunningStep(self._eager.experts, generator))
+            parts = _parts(generator, answers, make)
+        return _RecordedStep(inputs, parts)
+
+
+class _Unrecorded:
+    """A part of a step that ran once."""
+
+    def __init__(self, step: Callable[[], _Item]) -> None:
+        self.result = step()
+
+    def run(self, given: torch.Tensor | None = None) -> _Item:
+        """Nothing runs twice."""
+        return self.result
+
+
+def _unrecorded(step: Callable[[], _Item], given: torch.Tensor | None = None) -> _Unrecorded:
+    """Takes the place of a recorder, to run the step without one."""
+    return _Unrecorded(step)
+
+
+def _parts(
+    generator: StepGenerator, answers: torch.Tensor, make: Callable[..., Recording[_Item]]
+) -> list[Recording[_Item]]:
+    """A step, made part by part. answers: [n, k, h] in place of what experts answer."""
+    parts: list[Recording[_Item]] = []
+    given: torch.Tensor | None = None
+    while True:
+        parts.append(make(partial(_next_item, generator, given), given))
+        item = parts[-1].result
+        if isinstance(item, StepResult):
+            return parts
+        given = answers if isinstance(item, PendingMerge) else None
+
+
+def _next_item(generator: StepGenerator, answer: torch.Tensor | None) -> _Item:
+    try:
+        return generator.send(answer)
+    except StopIteration as end:
+        result: StepResult = end.value
+        return result
+
+
+def _uninterrupted(step: RunningStep) -> StepGenerator:
+    """A whole step, whose experts answer at once, as a generator that yields nothing."""
+    yield from ()
+    return step.finish()
+
+
+@dataclass(frozen=True)
+class _RecordedStep:
+    """A recorded decode step and the arrays that it reads."""
+
+    inputs: _Inputs
+    parts: list[Recording[_Item]]
+    """Each part ends at a request, at a merge, or at the end of the step."""
+
+    def replay(self, batch: TokenBatch) -> StepGenerator:
+        """The same launches on the rows of `batch`, whose results come without those of padded rows."""
+        self.inputs.fill(batch)
+        rows = batch.num_rows
+        answer: torch.Tensor | None = None
+        for part in self.parts[:-1]:
+            item = part.run(_sendable(answer))
+            assert not isinstance(item, StepResult)
+            answer = yield _cut(item, rows)
+        result = self.parts[-1].run(_sendable(answer))
+        assert isinstance(result, StepResult)
+        ids = [torch.as_tensor(one)[:rows] for one in result.expert_ids]
+        return StepResult(result.hidden[:rows], expert_ids=ids)
+
+
+def _sendable(answer: torch.Tensor | None) -> torch.Tensor | None:
+    return pinned(answer) if answer is not None and answer.device.type == "cpu" else answer
+
+
+def _cut(item: ExpertRequest | PendingMerge | None, rows: int) -> ExpertRequest | PendingMerge | None:
+    """The item without padded rows."""
+    if isinstance(item, PendingMerge):
+        return item.map(lambda one: one[:rows])
+    if item is None:
+        return None
+    weights = None if item.weights is None else item.weights[:rows]
+    return ExpertRequest(item.layer, item.hidden[:rows], item.expert_ids[:rows], weights)
+
+
+class _Inputs:
+    """The arrays that a recording reads, in one array on the device. One copy from pinned memory fills it."""
+
+    def __init__(
+        self, rows: int, table_width: int, longest: int, block_size: int, device: torch.device
+    ) -> None:
+        sizes = [rows] * 4 + [rows * table_width, rows * STATE_FIELDS]
+        self._here = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=True)
+        self._there = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        here = [one.numpy() for one in torch.split_with_sizes(self._here, sizes)]
+        self._token_ids, self._positions, self._slots, self._contexts = here[:4]
+        self._tables, self._states = (one.reshape(rows, -1) for one in here[4:])
+        there = torch.split_with_sizes(self._there, sizes)
+        self.token_ids, self.positions, slots, contexts = there[:4]
+        tables, states = (one.view(rows, -1) for one in there[4:])
+        starts, counted = torch.arange(rows + 1, device=device), np.arange(rows + 1)
+        sequences = Sequences(contexts, starts, tables, states, longest, single=True)
+        each = counted[:-1]
+        host = TokenBatch(each, each, counted, counted[1:], self._tables, each)
+        self.attention = AttentionBatch.placed(host, block_size, slots, sequences)
+        self._copied: torch.cuda.Event | None = None
+        self._fill(0)
+
+    def fill(self, batch: TokenBatch) -> None:
+        """Bring the rows of a step to the device."""
+        rows = batch.num_rows
+        if self._copied is not None:
+            self._copied.synchronize()  # of an earlier step, so it was there long ago
+        self._token_ids[:rows] = batch.token_ids
+        self._positions[:rows] = batch.positions
+        self._slots[:rows] = slots_of(batch, np.diff(batch.query_starts), self.attention.block_size)
+        self._contexts[:rows] = batch.context_lens
+        self._tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables
+        self._states[: len(batch.states)] = batch.states
+        self._fill(rows)
+
+    def _fill(self, rows: int) -> None:
+        self._token_ids[rows:] = self._positions[rows:] = self._contexts[rows:] = 0
+        self._slots[rows:] = NOWHERE
+        self._states[rows:] = NOWHERE
+        self._there.copy_(self._here, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(torch.cuda.current_stream(self._there.device))
+
+
+@dataclass(frozen=True)
+class _SharedMemory:
+    """Recorded steps that share their memory, so that one of them runs at a time."""
+
+    recorder: OperationRecorder
+    steps: dict[tuple[int, int], _RecordedStep] = field(default_factory=dict)
+    """By rows and longest context."""
