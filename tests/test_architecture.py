@@ -170,7 +170,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "runtime.cache_size",  # the share of memory that a cache takes
         "runtime.model_loading",  # how many GPUs there are to plan for
         "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
-        *("trace.options", "transport.base", "transport.secret"),
+        *("trace.options", "trace.parts", "transport.base", "transport.secret"),
     ),
     "": ("core", "llm"),  # the package itself: public names, loaded on first use
 }

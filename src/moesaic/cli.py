@@ -119,9 +119,9 @@ def scale(
 
 @app.command
 def join(options: Annotated[Join, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
-    """Start an expert server that joins a running cluster: join HOST:PORT --secret-file FILE.
+    """Start a process that joins a running cluster: join HOST:PORT --secret-file FILE.
 
-    Its experts are placed elsewhere when this process ends.
+    When it ends, other processes take its experts and its requests. See docs/hosts.md.
     """
     from moesaic.commands import join as command
 

@@ -13,6 +13,7 @@ from tests.support import browser
 from moesaic import cli
 from moesaic.commands.trace import page, read, sums
 from moesaic.core.errors import ConfigError
+from moesaic.trace.parts import part_of
 
 
 def event(track: int, name: str, begin: int, length: int, **more: object) -> dict[str, Any]:
@@ -73,6 +74,16 @@ def test_the_command_prints_sums_and_writes_the_page(
     assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert cli.main(["trace", str(file)]) == 0
     assert "dispatch" in capsys.readouterr().out
+
+
+def test_the_parts_of_a_run_that_was_killed_are_read(file: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed.json"
+    killed.touch()
+    events = [json.dumps(event) for event in json.loads(file.read_text())["traceEvents"]]
+    part = Path(part_of(str(killed), "attention worker 0", 1) or "")
+    part.parent.mkdir()
+    part.write_text("[\n" + ",\n".join(events) + ',\n{"ph":"X","na' + 100 * "\0")
+    assert read(killed) == read(file)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": 3}', "\0"])

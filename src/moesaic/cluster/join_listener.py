@@ -1,4 +1,4 @@
-"""The socket through which processes of other machines join the cluster.
+"""The socket at which processes join the cluster, from this or another host.
 
 A process that knows the cluster's secret may join. Both sides prove that they know it
 (`transport.authentication`). Everything after that is encrypted (`transport.sealing`). A peer that stalls or
@@ -31,13 +31,13 @@ STOP_SECONDS = 5.0
 MAX_PENDING = 64
 """Maximum number of handshakes at the same time.
 
-A further peer replaces the oldest one. So a process is kept out only if so many strangers come while it does
-its handshake, and then it tries again.
+A further peer replaces the oldest one. So a process fails to join only if so many strangers connect during
+its handshake. Then it tries again.
 """
 
 
 def own_door(address: str) -> str:
-    """The address, with any free port, at which another process of this machine listens for other machines.
+    """The address, with any free port, at which another process of this host listens for other hosts.
 
     address: of the cluster, tcp:HOST:PORT. Raises ConfigError.
     """
@@ -52,7 +52,7 @@ _ROLES = {role.flag: role for role in Role}
 
 @dataclass
 class RemoteProcess:
-    """A process on another machine. Only its connection is known, and what it said."""
+    """A process that joined. Only its connection is known, and what it said."""
 
     connection: StreamConnection
     peer: str
@@ -73,7 +73,7 @@ class RemoteProcess:
 
     @property
     def host(self) -> str:
-        """The address of its machine."""
+        """The address of its host."""
         return self.peer.rpartition(":")[0]
 
     @property

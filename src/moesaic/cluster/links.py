@@ -1,7 +1,7 @@
-"""On which host each process is, and what the links between hosts are like.
+"""Knows the host of each process, and the links between hosts.
 
 With --topology the file says both. Without it, a process that joins says its host, and the link between its
-host and this one is measured (`transport.link_test`). Between two other hosts nothing is measured: their way
+host and this one is measured (`transport.link_test`). Between two other hosts nothing is measured: their link
 counts as one over this host. Clients choose replicas by these links, and requests are dispatched by them.
 """
 
@@ -127,7 +127,7 @@ class Links:
         return 1 / there.way(worker, server).link.bandwidth
 
     def _map(self) -> _Map:
-        """Where all processes are now."""
+        """The hosts of all processes now."""
         names: dict[str, str] = {}
         for member in self._members.all:
             if member.host_id and member.host_id not in names:
@@ -170,5 +170,5 @@ class _Map:
 
 
 def _chained(one: LinkModel, other: LinkModel) -> LinkModel:
-    """One link after the other."""
+    """The link of messages that go over one link and then the other."""
     return LinkModel(one.latency + other.latency, min(one.bandwidth, other.bandwidth))

@@ -40,14 +40,14 @@ class Stage(enum.Enum):
 
 
 class Process(Protocol):
-    """The running process of a member, here or on another machine."""
+    """The running process of a member, on this or another host."""
 
     @property
     def connection(self) -> Connection: ...
 
     @property
     def pid(self) -> int | None:
-        """Process id; None on another machine."""
+        """Process id; None for a process of another host, or one that joined."""
         ...
 
     def how_it_ended(self) -> str:
@@ -91,14 +91,15 @@ class Member:
     on_trial: bool = False
     """True while it is being added. If it keeps dying, the change has failed, not the service."""
     elsewhere: bool = False
-    """True if it joined from another machine. The supervisor cannot restart it."""
+    """True if it joined by itself (`moesaic join`), from this or another host. The supervisor cannot restart
+    it."""
     joined: bool = False
-    """True if its processes join over TCP, by themselves or for a launcher. They know the secret, and their
-    weights are compared."""
+    """True if its processes connect over TCP: they joined by themselves, or a launcher started them on some
+    host. They know the secret, and their weights are compared."""
     waiting: str = ""
     """Why its process has no host yet, in words for people. Empty: it has one."""
     host: str = ""
-    """The address of the machine from which it joined. Empty: the supervisor's own machine."""
+    """The address of the host from which it joined. Empty: the supervisor's own host."""
     suspected: bool = False
     """True while it is on another host and was silent for a while. See `policy.fleet.silence`."""
     host_id: str = ""

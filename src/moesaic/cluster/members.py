@@ -67,7 +67,7 @@ class Members:
         elsewhere = self.launcher.elsewhere
         self._gpus = () if elsewhere or worker.model.device == "cpu" else gpus(cluster.devices)
         self._capacities = cluster.capacities or ((1.0,) if elsewhere else tuple(map(float, threads)))
-        """Capacity weights of the servers started here, by number. Later servers have the last weight."""
+        """Capacity weights of the launcher's servers, by number. Later servers have the last weight."""
         self.workers: list[Member] = []
         self.prefill_workers: list[Member] = []
         self.servers: list[Member] = []
@@ -99,7 +99,8 @@ class Members:
 
     @property
     def servers_here(self) -> list[Member]:
-        """Servers that were started here. With ranks, each worker's server has the worker's index."""
+        """Servers that the launcher started: those that did not join by themselves. With ranks, each worker's
+        server has the worker's index."""
         return self._here(self.servers)
 
     @property
@@ -109,7 +110,7 @@ class Members:
 
     def add(self, role: Role, on_trial: bool = False, capacity: float | None = None) -> Member:
         """Adds a member without a process; `spawn_*` or `adopt` follows. capacity: weight of a server that
-        joined from another machine."""
+        joined by itself."""
         member = Member(role, self._count[role], on_trial=on_trial)
         self._count[role] += 1
         if role is Role.SERVER:
@@ -176,7 +177,7 @@ class Members:
     def adopt(
         self, member: Member, process: RemoteProcess, weights: str, layout: ExpertLayout | None
     ) -> None:
-        """Adds a process that joined from another machine, and sends it its settings.
+        """Adds a process that joined by itself, and sends it its settings.
 
         weights: fingerprint that its checkpoint must have. layout: of the experts, for a server.
         """
@@ -234,14 +235,14 @@ class Members:
         return None
 
     def _worker_settings(self, member: Member) -> WorkerConfig:
-        """The settings of a worker that do not depend on its machine."""
+        """The settings of a worker that do not depend on its host."""
         if not self._prefill:
             return self._worker_config
         role: KVRole = "prefill" if member.role is Role.PREFILL else "decode"
         return replace(self._worker_config, kv_role=role)
 
     def _server_settings(self, layout: ExpertLayout) -> ExpertServerConfig:
-        """The settings of an expert server that do not depend on its machine."""
+        """The settings of an expert server that do not depend on its host."""
         worker = self._worker_config
         return ExpertServerConfig(
             model=worker.model.model,
@@ -294,7 +295,7 @@ class Members:
 
     @staticmethod
     def _here(members: list[Member]) -> list[Member]:
-        """Those that were started on this machine."""
+        """Those that the launcher started."""
         return [member for member in members if not member.elsewhere]
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What becomes of processes of other machines that want to join."""
+"""Accepts or refuses the processes that connect to `--cluster-address`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesaic.models import fingerprint
 
 
 class Newcomers:
-    """The door of one cluster, at `address`."""
+    """Listens for processes that want to join one cluster."""
 
     def __init__(
         self,
@@ -25,16 +25,17 @@ class Newcomers:
         changes: ChangeQueue,
         note: Callable[[str], None],
     ) -> None:
-        """model: of the checkpoint that is served. note: records a failure, in the supervisor's thread.
+        """address: tcp:HOST:PORT to listen at. model: path of the checkpoint that is served. note: records a
+        failure, in the supervisor's thread.
 
-        Raises ConfigError if it cannot listen there.
+        Raises ConfigError if it cannot listen at the address.
         """
         self._model, self._members, self._links = model, members, links
         self._changes, self._note = changes, note
         self.listener = JoinListener(address, secret, self._welcome)
 
     def _welcome(self, process: RemoteProcess) -> None:
-        """Adds a process, or sends it away. Called in a thread of the listener."""
+        """Adds a process, or refuses it. Called in a thread of the listener."""
         if process.link is not None:
             self._links.measured(process.host_id, process.link)
         why_not = self._members.why_not(process.role)

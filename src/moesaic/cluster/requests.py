@@ -105,7 +105,7 @@ def occupied(workers: Collection[WorkerRecord]) -> float:
 
 
 def measure(entry: Entry, workers: Mapping[int, WorkerRecord]) -> None:
-    """Updates the number of blocks that the request uses at its workers."""
+    """Updates the number of KV blocks that the request uses at its workers."""
     rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
     for worker, before in entry.blocks.items():
         record = workers.get(worker)

@@ -62,7 +62,7 @@ class ScalingLimits:
 
 @dataclass(frozen=True)
 class Joined:
-    """A process that joined from another machine."""
+    """A process that joined by itself, from this or another host."""
 
     process: RemoteProcess
     weights: str
@@ -165,7 +165,8 @@ class Changes:
                     raise ScalingError(f"{name}: got {number}; --autoscale allows {bounds}", True)
 
     def add_server(self, joined: Joined | None = None) -> Change:
-        """Adds a server, which takes its share of the experts. joined: None: a new one on this machine."""
+        """Adds a server, which takes its share of the experts. joined: None: the launcher
+        starts it."""
         numbers = [member.number for member in self._members.servers]
         member = self._members.add(Role.SERVER, True, None if joined is None else joined.process.capacity)
         try:
@@ -198,7 +199,7 @@ class Changes:
     def add_worker(self, role: Role = Role.WORKER, joined: Joined | None = None) -> Change:
         """Adds a worker of either role. It gets new requests once it is ready.
 
-        joined: None: a new process.
+        joined: None: the launcher starts it.
         """
         member = self._members.add(role, on_trial=True)
         try:
@@ -308,7 +309,7 @@ class Changes:
             for member in takers:
                 publisher.hold(member)
             yield from self._wait(lambda: holding(takers), self._limits.taking, takers)
-            if processes == [member.incarnation for member in takers]:  # else the time is that of a restart
+            if processes == [member.incarnation for member in takers]:  # else the time includes a restart
                 self._time_copies(old, new, takers, self._clock() - begun)
         except Exception:
             publisher.coming = None

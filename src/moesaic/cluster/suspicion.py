@@ -1,7 +1,7 @@
 """Watches processes of other hosts for signs of life. `policy.fleet.silence` says what silence means.
 
-The thread that reads a connection measures its silence, so a supervisor that was busy or stopped accuses
-nobody: what arrived meanwhile counts first.
+The thread that reads a connection measures its silence, so a supervisor that was busy or stopped suspects
+nobody wrongly: it first counts what arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Suspicion:
         self._publisher, self._router = publisher, router
 
     def look(self, member: Member, now: float) -> str | None:
-        """Acts on the silence of a member of another host. Returns why it was given up; None if it was not.
+        """Acts on the silence of a member of another host. Returns why to give it up; None to keep it.
 
         now: time on the clock of `member.last_seen`.
         """

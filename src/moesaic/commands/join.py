@@ -1,4 +1,4 @@
-"""`moesaic join`: a process of this machine becomes a part of a running cluster."""
+"""`moesaic join`: a process of this host becomes a part of a running cluster."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def run(options: Join, as_json: bool) -> int:
         options.capacity,
         log_level=options.log_level,
     )
-    # A worker cannot be taken apart in the middle of a step, so each of its lives has a process of its own.
+    # A worker that lost its connection may be in the middle of a step. So it joins again in a new process.
     life = server.serve_once if options.role == "expert-server" else child.life
     return join(partial(life, joining, secret), joined, lost)

@@ -49,7 +49,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Join:
-    """Run a process that joins a running cluster, from this or another machine."""
+    """Run a process that joins a running cluster, from this or another host."""
 
     address: str
     """HOST:PORT, the --cluster-address of the cluster."""
@@ -59,10 +59,10 @@ class Join:
     role: Literal["expert-server", "attention-worker", "prefill-worker"] = "expert-server"
     """Role of this process in the cluster."""
     listen: str | None = None
-    """HOST:PORT at which processes of other machines reach this one. None: a free port of the address that
-    the cluster sees."""
+    """HOST:PORT at which processes of other hosts reach this one. None: a free port of the address from
+    which it connects to the cluster."""
     model: str | None = None
-    """Directory of the checkpoint on this machine. None: the same path as on the cluster's machine."""
+    """Directory of the checkpoint on this host. None: the same path as on the host of `moesaic serve`."""
     threads: int | None = None
     """Number of compute threads. None: one per core."""
     capacity: float | None = None

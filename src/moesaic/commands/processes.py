@@ -35,7 +35,7 @@ def as_lines(status: Status) -> list[str]:
     if status["placement_solve"]:
         lines.append(f"placement from live routing: {status['placement_solve']['state']}")
     if status["join_address"]:
-        lines.append(f"processes of other machines can join at {status['join_address']}")
+        lines.append(f"processes of other hosts can join at {status['join_address']}")
     waiting = (process for process in status["processes"] if process.get("waiting"))
     lines += [f"{process['name']}: {process['waiting']}" for process in waiting]
     if status["paced"]:

@@ -17,6 +17,7 @@ from moesaic.commands.options import ShowTrace
 from moesaic.commands.trace_script import SCRIPT, STYLE
 from moesaic.commands.writable import require_writable
 from moesaic.core.errors import ConfigError
+from moesaic.trace import parts
 
 KEYS = "Wheel or + and - zoom, drag or arrows move, up and down choose the next span, 0 shows all."
 
@@ -63,14 +64,14 @@ def run(options: ShowTrace, as_json: bool) -> int:
 def read(file: Path) -> list[Row]:
     """The rows of a trace of `--trace` or `simulate --trace`, in the order that it asks for.
 
-    Raises ConfigError if the file is none.
+    If a run has not ended or was killed, these are the rows of its parts. Raises ConfigError if the file is
+    no trace.
     """
     try:
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
         names: dict[int, str] = {}
         order: dict[int, int] = {}
         found: dict[int, list[tuple[str, int, int, dict[str, Any]]]] = {}
-        for event in events:
+        for event in _events(file):
             match event["ph"], event["name"]:
                 case "M", "thread_name":
                     names[event["tid"]] = event["args"]["name"]
@@ -86,6 +87,16 @@ def read(file: Path) -> list[Row]:
     start = min((span[1] for spans in found.values() for span in spans), default=0)
     tracks = sorted(names, key=lambda one: (order.get(one, 0), one))
     return [Row(names[track], _nested(found.get(track, []), start)) for track in tracks]
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    """The events of the parts of a trace if it has some, otherwise those of the file."""
+    text = file.read_text(encoding="utf-8")
+    unjoined = sorted(parts.folder_of(file).glob("*.json"))
+    if unjoined:
+        return [json.loads(event) for part in unjoined for event in parts.events(part)]
+    found: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return found
 
 
 def _nested(spans: list[tuple[str, int, int, dict[str, Any]]], start: int) -> list[Span]:

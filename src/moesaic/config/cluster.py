@@ -131,14 +131,15 @@ class ClusterConfig(ParallelConfig):
     topology: str | None = None
     """File of hosts, the processes on each and the links between them (.toml or .json). Attention workers
     then prefer the replicas of an expert that are near, and requests go to workers near their experts. None:
-    only processes of other machines count as far."""
+    the links to hosts that join are measured, and all processes of one host count as near."""
     transport: Transport = "auto"
     """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
     socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP."""
     cluster_address: str | None = None
-    """tcp:HOST:PORT where expert servers of other machines may join; see `moesaic join`."""
+    """tcp:HOST:PORT at which processes of other hosts join; see `moesaic join`. Expert servers of this host
+    listen on free ports of HOST."""
     cluster_secret_file: str | None = None
-    """File with the secret that joining servers must know. It is created, with mode 600, if it does not
+    """File with the secret that processes have to know to join. It is created, with mode 600, if it does not
     exist."""
     data_parallel_size: int | None = None
     """Number of ranks: it sets --attention-workers."""

@@ -150,7 +150,7 @@ class ClusterCounters:
     far_bytes: int = 0
     """Bytes of rows and answers between attention workers and expert servers of different hosts."""
     refused_connections: int = 0
-    """Connections to --cluster-address that did not become a server: strangers, or servers with another
+    """Connections to --cluster-address that were refused: strangers, or processes with another
     secret or version."""
 
 
@@ -202,7 +202,7 @@ class ClusterStatus:
     """The last failures, oldest first."""
     counters: ClusterCounters
     join_address: str | None = None
-    """Address at which expert servers of other machines may join."""
+    """Address at which processes of other hosts may join."""
     transport: str | None = None
     """Transport to the expert servers of this host: shm or socket. None if there are none."""
     dispatch: str = "least-loaded"

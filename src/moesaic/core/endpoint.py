@@ -26,4 +26,4 @@ class Endpoint:
 
 
 NOWHERE = Endpoint("")
-"""Of a process that has not said where it is reached."""
+"""The endpoint of a process that has not said where it is reached."""

@@ -67,7 +67,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Way:
-    """The way from an attention worker to an expert server."""
+    """The link from an attention worker to an expert server, and whether it stays on one host."""
 
     link: LinkModel
     near: bool
@@ -100,7 +100,7 @@ class Topology:
         return next((host.name for host in self.hosts if server in host.servers), self.hosts[0].name)
 
     def link(self, one: str, other: str) -> LinkModel:
-        """The link between two hosts, or inside of one."""
+        """The link between two hosts, or inside of one if both names are the same."""
         return self.inside if one == other else self._links.get(frozenset((one, other)), self.between)
 
     def way(self, worker: int, server: int) -> Way:
@@ -114,7 +114,7 @@ class Topology:
         return tuple(sorted(number for host in self.hosts for number in host.workers))
 
     def beside(self, ranks: int) -> bool:
-        """Whether the workers are as many ranks, each on the host of the server with its number."""
+        """Whether workers are ranks: there are `ranks` of them, and worker i is on the host of server i."""
         alike = all(self.host_of_worker(rank) == self.host_of_server(rank) for rank in range(ranks))
         return alike and self.workers == tuple(range(ranks))
 

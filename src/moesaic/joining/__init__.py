@@ -1,1 +1,1 @@
-"""Processes that join a running cluster over TCP, from this or another machine."""
+"""Processes that join a running cluster over TCP, from this or another host."""

@@ -1,4 +1,4 @@
-"""`python -m moesaic.joining`: one life of a process that joins a cluster, for a parent that starts it.
+"""`python -m moesaic.joining`: joins a cluster once and serves, as the child of a process that starts it.
 
 The first line of its standard input is the secret in hexadecimal. It ends with its standard input, so with
 its parent. Each line of its standard output is an event of `joining.child`, as JSON.
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _line() -> str:
-    """The first line of standard input, which no buffer reads further."""
+    """The first line of standard input. Nothing after it is read."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -1,4 +1,4 @@
-"""Starts `python -m moesaic.joining` and hears what becomes of it.
+"""Starts `python -m moesaic.joining` and reads the events that it prints.
 
 Such a process ends when its connection or its parent ends, even in the middle of a step.
 """
@@ -40,7 +40,7 @@ class Child:
     _told: list[str] = field(default_factory=list)
 
     def wait(self, on_joined: OnJoined) -> int:
-        """Wait for its end. Returns 0 once the cluster has sent it away in peace.
+        """Wait for its end. Returns 0 once the cluster has shut it down.
 
         on_joined: called when it has joined. Raises what `server.serve_once` raises.
         """

@@ -32,7 +32,7 @@ HANDSHAKE_SECONDS = 10.0
 def connect(
     joining: JoinOptions, secret: bytes, on_lost: Callable[[], None] | None, on_message: Callable[[], None]
 ) -> tuple[StreamConnection, str]:
-    """Connect to the cluster. Returns the connection and this machine's address on it.
+    """Connect to the cluster. Returns the connection and this host's address on it.
 
     on_lost, on_message: see StreamConnection. Raises Refused for another secret or version, otherwise
     ConnectionLost.
@@ -54,9 +54,11 @@ def connect(
 
 
 def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlisted:
-    """Say what this process is, and send back what measures the link. Returns what the cluster answers.
+    """Send the role of this process, and send back the messages that measure the link.
 
-    Raises SentAway if the cluster does not want it, and ConnectionLost.
+    Returns the settings that the cluster answers.
+
+    Raises SentAway if the cluster refuses it, and ConnectionLost.
     """
     capacity = joining.capacity or float(threads_of(joining))
     sets = [] if joining.kernels is not None else list(instruction_sets())
@@ -76,7 +78,7 @@ def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlis
 
 
 def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> ExpertServerConfig:
-    """The settings of an expert server on this machine. here: its address towards the cluster.
+    """The settings of an expert server on this host. here: its address towards the cluster.
 
     Raises ConfigError for a checkpoint that is not there, or is another one.
     """
@@ -97,7 +99,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
 
 
 def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> WorkerConfig:
-    """The settings of an attention worker on this machine. Otherwise like `server_config`."""
+    """The settings of an attention worker on this host. Otherwise like `server_config`."""
     told = WorkerConfig.from_json(enlisted.config)
     _check_files(told)
     path, stamp = checkpoint(joining, enlisted)
@@ -118,7 +120,7 @@ def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
 
 
 def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path, str]:
-    """The checkpoint on this machine, and the stamp of its files as they were compared.
+    """The checkpoint on this host, and the stamp of its files as they were compared.
 
     Raises ConfigError if it is not there, or if it is not the one that the cluster serves.
     """
@@ -133,15 +135,15 @@ def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path,
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those of the native kernels that this machine can run; empty if they were not built."""
+    """Instruction sets of the native kernels that this host can run; empty if the kernels were not built."""
     return () if plain is None else plain.instruction_sets()
 
 
 def _check_files(told: ExpertServerConfig | WorkerConfig) -> None:
-    """Raises ConfigError if files that the cluster's settings name are not on this machine."""
+    """Raises ConfigError if files that the cluster's settings name are not on this host."""
     for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file)):
         if file is not None and not Path(file).is_file():
-            raise ConfigError.field(flag, file, "a file at the same path as on the cluster's machine")
+            raise ConfigError.field(flag, file, "a file at the same path as on the host of moesaic serve")
 
 
 def check_path(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""A process joins a running cluster over TCP, from this or another machine, as often as it is cut off.
+"""A process joins a running cluster over TCP, and joins again each time that its connection was lost.
 
 A cluster gives up a process that was silent for too long. A process that was frozen or cut off then finds its
 connection closed. The cluster cannot restart such a process, so it joins again as a new one.
@@ -15,11 +15,11 @@ from moesaic.joining.options import OnJoined
 from moesaic.transport.authentication import Refused, SentAway
 
 DELAYS = (0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
-"""Seconds before each attempt to join again. Together they leave a restarted cluster about a minute."""
+"""Seconds before each attempt to join again. Within their sum, about a minute, `serve` may be restarted."""
 REFUSALS = 3
-"""Attempts to join again after which a refusal in the handshake is believed.
+"""Number of attempts to join again after which a refusal in the handshake counts.
 
-Nobody has vouched for such a refusal: a bit that was changed on the way causes one too.
+Such a refusal is not authenticated: a bit that was changed on the way causes one too.
 """
 
 
@@ -31,8 +31,8 @@ def join(
 ) -> int:
     """Serve until the cluster shuts this process down. Returns the exit code 0.
 
-    life: joins once and serves until the connection breaks, such as `server.serve_once`. It gets what to call
-    once it has joined.
+    life: joins once and serves until the connection breaks, such as `server.serve_once`. Its argument is
+    called once it has joined.
     on_joined: called each time the process has joined, with what it serves.
     on_lost: called each time the connection broke after that. The process then joins again, after DELAYS.
 

@@ -12,7 +12,7 @@ from moesaic.core.messages import Enlisted
 RoleName = str
 """attention-worker, prefill-worker or expert-server."""
 OnJoined = Callable[[Enlisted], None]
-"""Is called with what the cluster answered."""
+"""A function that is called with the cluster's answer, once the process has joined."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class JoinOptions:
     None: any port of this host's address that the cluster connection uses.
     """
     model: str | None = None
-    """Path of the checkpoint on this machine. None: the same path as on the cluster's machine."""
+    """Path of the checkpoint on this host. None: the same path as on the host of `moesaic serve`."""
     threads: int | None = None
     """Compute threads. None: one for each core."""
     kernels: KernelName | None = None

@@ -1,4 +1,4 @@
-"""One life of an expert server that joins a cluster: it serves, and leaves or is cut off."""
+"""Joins a cluster as an expert server and serves, until it is shut down or loses its connection."""
 
 from __future__ import annotations
 

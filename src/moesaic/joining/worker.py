@@ -1,4 +1,4 @@
-"""One life of a worker that joins a cluster, in a process of its own. It imports torch."""
+"""Joins a cluster as a worker and serves, in a process of its own. It imports torch."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class ClusterCollector(Collector):
             ("paced_late_runs", "Runs of these that took longer here.", counters.paced_late),
             (
                 "refused_connections",
-                "Connections to --cluster-address that did not become a server.",
+                "Connections to --cluster-address that were refused.",
                 counters.refused_connections,
             ),
         ):

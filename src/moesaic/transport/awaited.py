@@ -1,7 +1,7 @@
-"""A connection to a process that is still to call.
+"""A connection to a process that has not connected yet.
 
-Somebody else starts the process, on some host, and the process then connects by itself. Until it does, what
-is sent waits here, and `receive` waits.
+A launcher starts the process on some host, and the process then connects by itself. Until it does, messages
+to it wait here, and `receive` waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AwaitedConnection:
         self._lock = threading.Lock()
         self._unsent: list[Message] = []
         self._own: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        """Messages in place of the peer's; None: look for what has happened."""
+        """Messages to return before those of the peer. None wakes `receive` after `connect` or `fail`."""
         self._peer: Connection | None = None
         self._failure: str | None = None
         """Why there is no peer and never will be."""

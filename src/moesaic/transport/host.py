@@ -11,14 +11,14 @@ from moesaic.transport.address import Address
 ANYWHERE = ("0.0.0.0", "::")
 """Hosts that mean every address of this host."""
 _TOWARDS = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
-"""Addresses that belong to nobody (RFC 5737, RFC 3849). Nothing is sent to them."""
+"""Addresses reserved for documentation (RFC 5737, RFC 3849). Nothing is sent to them."""
 
 
 @cache
 def this_host() -> str:
-    """A word that is equal for two processes if they reach each other's abstract Unix sockets.
+    """An id of this host, equal for two processes if they reach each other's abstract Unix sockets.
 
-    It consists of the boot and the network namespace. So a container with a network of its own is a host.
+    It consists of the boot id and the network namespace. So a container with a network of its own is a host.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}:{Path('/proc/self/ns/net').stat().st_ino}"

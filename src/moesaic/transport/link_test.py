@@ -28,7 +28,7 @@ AGAIN = 60.0
 
 
 class LinkTests:
-    """The measurements of one host. Any thread may use it."""
+    """Measures the links from this host to others. Any thread may use it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -64,4 +64,4 @@ def test_a_cluster_of_two_hosts_has_commands_for_both() -> None:
     serve, *joins = serving.commands(plan(None), one, "demo")
     assert "--tensor-parallel-size 2" in serve and "--cluster-address tcp:FIRST_HOST:7000" in serve
     assert joins == ["moesaic join FIRST_HOST:7000 --secret-file cluster.secret"] * 4
-    assert any("joins computes on its host's CPU" in note for note in serving.notes(plan(None), one))
+    assert any("give each its own CUDA_VISIBLE_DEVICES" in note for note in serving.notes(plan(None), one))

@@ -104,8 +104,8 @@ def _attend(
         return torch.matmul(scores.softmax(-1), value)
     of_heads = sinks.view(key.shape[1], -1)
     beside = of_heads.repeat_interleave(scores.shape[2] // of_heads.shape[1], 1)[None, :, :, None]
-    chances = torch.cat((scores, beside.expand(len(scores), -1, -1, -1)), -1).softmax(-1)
-    return torch.matmul(chances[..., :-1], value)
+    probs = torch.cat((scores, beside.expand(len(scores), -1, -1, -1)), -1).softmax(-1)
+    return torch.matmul(probs[..., :-1], value)
 
 
 def _chunk(

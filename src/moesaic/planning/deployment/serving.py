@@ -82,6 +82,6 @@ def notes(plan: Deployments, candidate: Candidate) -> list[str]:
         )
     if layout.hosts > 1 and layout.pool.on_gpu:
         found.append(
-            "A server that joins computes on its host's CPU today, so these commands need more work."
+            "A server that joins uses the first GPU that it sees: give each its own CUDA_VISIBLE_DEVICES."
         )
     return found

@@ -18,8 +18,12 @@ def preferred(
     same requests: a node that ends should end few of them. beside: the node of the process that should share
     memory with this one. lost: nodes that seem to have ended.
 
-    Example: of nodes a, b and c, where two such processes are on a and one on b, c is preferred, and b and c
-    if c has one too. Beside a process on a, a is preferred.
+    >>> sorted(preferred(["a", "b", "c"], alike=["a", "a", "b"]))
+    ['c']
+    >>> sorted(preferred(["a", "b", "c"], alike=["a", "a", "b", "c"]))
+    ['b', 'c']
+    >>> sorted(preferred(["a", "b", "c"], alike=["a", "a", "b"], beside="a"))
+    ['a']
     """
     there = [node for node in nodes if node not in lost]
     if beside in there:
@@ -32,8 +36,10 @@ def preferred(
 def threads_that_fit(cpus: Iterable[float], processes: int) -> int:
     """The largest number of threads with which so many processes fit on nodes with `cpus` cores each.
 
-    At least 1, also where even that does not fit. Example: three nodes of 16 cores take four processes of 8
-    threads, not of 12: a second one of 12 would have no place on any node.
+    At least 1, even if the processes do not fit with 1. A process cannot be split over nodes:
+
+    >>> threads_that_fit([16, 16, 16], processes=4)
+    8
     """
     whole = [int(count) for count in cpus]
     fits = (

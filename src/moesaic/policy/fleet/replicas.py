@@ -7,7 +7,7 @@ requests. The paper leaves some points open. We decide them so:
 
 - Choice: the server of the client's own rank first, then servers of its own host, then those of other hosts.
   On its host the one with the fewest outstanding pairs is chosen. On other hosts it is the one whose link
-  would carry its outstanding pairs and these first. Where no ways are known, all servers count as near.
+  would carry its outstanding pairs and these first. If no links are known, all servers count as near.
 - Timeout: a server is late when it showed no progress for `factor` times the expected duration of its
   outstanding work. The expectation uses the pace that it showed so far. The timeout is at least `floor` and
   at most `ceiling` seconds, so that a frozen server costs less than a second. A server without a measured
@@ -120,11 +120,11 @@ class Replicas:
         suspected: Collection[int] = (),
         ways: Mapping[int, Way] | None = None,
     ) -> None:
-        """Set a new placement: server -> layer -> experts.
+        """Set a new placement. experts: server -> layer -> experts.
 
         suspected: the servers of it that the supervisor suspects. `late` names each of them once. A suspected
         server that the next placement leaves out was given up.
-        ways: server -> the way from this client to it. Servers that it does not have count as near.
+        ways: server -> the link from this client to it. Servers that it does not have count as near.
         """
         new = set(suspected) - self._suspected
         self._due = {one for one in self._due if one in suspected or one not in experts} | new

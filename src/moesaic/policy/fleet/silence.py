@@ -1,7 +1,7 @@
 """When a process of another host that sends nothing is suspected, and when it is given up.
 
 Both ends of a connection between hosts send signs of life every 0.2 s, from threads that no step delays. What
-follows from silence depends on what an error costs:
+silence means depends on the cost of an error:
 
 - Suspicion is cheap to take back, so it comes early. Clients ask other servers, and a worker gets no new
   requests.

@@ -1,4 +1,4 @@
-"""What links cost: the worth of a choice by where it is computed, and the rows that cross each link.
+"""What links cost: how much a (token, expert) pair counts by where it is computed, and the rows on each link.
 
 A (token, expert) pair that the token's own rank computes crosses no link. Another one costs the seconds that
 its bytes take on the link to its server's host. So every objective that counts local pairs becomes one that
@@ -64,7 +64,7 @@ class LinkLoads:
 
 @dataclass(frozen=True)
 class HostMap:
-    """Where workers and servers are, and what the ways between them cost."""
+    """Where workers and servers are, and what the links between them cost."""
 
     prices: FloatArray
     """[W, S] seconds of a byte from each worker to each server."""

@@ -1,4 +1,4 @@
-"""The pieces in which the KV of a request travels, and what a worker without transfers does: nothing.
+"""The pieces in which the KV of a request is sent, and the class of a worker that sends and receives none.
 
 A piece has consecutive blocks of consecutive layers of one request, and the last one also its states. It is
 the request of a call (`transport.calls`) whose answer is one empty row: the piece has arrived.
@@ -24,7 +24,7 @@ last piece, else 0"""
 
 @dataclass(frozen=True)
 class PieceHeader:
-    """What a piece has."""
+    """Describes the blocks, layers and states of one piece."""
 
     transfer: int
     first_layer: int

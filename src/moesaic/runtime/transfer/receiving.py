@@ -1,7 +1,7 @@
-"""The side of a worker that goes on with requests: keeps the KV that arrives until they are admitted.
+"""An attention worker's side: keeps the KV that arrives, until its request is admitted.
 
-A thread takes the pieces out of the connections, whatever the worker's loop does. So a prefill worker never
-waits for a step of this one.
+A thread takes the pieces out of the connections, also while the worker computes a step. So a prefill worker
+never waits for a step of this one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A prefill worker's side: copies each step's KV out of the cache, and sends it in the background.
 
-A layer has the keys and values of a step's rows as soon as the step has come to that layer. So they leave
-while later layers are computed, in groups of layers of some size. The last layer leaves once the step has
-ended: a layer that drafts tokens is the last one, and it runs after the others.
+A layer has the keys and values of a step's rows as soon as the step has come to that layer. So they are
+sent while later layers are computed, in groups of layers of some size. The last layer is sent once the step
+has ended: a layer that drafts tokens is the last one, and it runs after the others.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class AttentionOf : Products {
         this->weigh(team, origin, begin, end, work, near, part);
     }
 
-    // The part of a head's sink in the sum of chances, which are relative to the score `most`.
+    // The part of a head's sink in the sum of probabilities, which are relative to the score `most`.
     float beside(int64_t head, float most) const {
         return job_.sinks == nullptr ? 0 : exponential1(job_.sinks[head] - most);
     }

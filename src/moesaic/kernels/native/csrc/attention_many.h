@@ -125,10 +125,10 @@ inline void widen_values(const T* const* values, int64_t count, int64_t width, f
     }
 }
 
-// sums[r * stride ..] = (or +=) the values of `count` tokens, each times chances[r * SPLIT + token]:
+// sums[r * stride ..] = (or +=) the values of `count` tokens, each times probs[r * SPLIT + token]:
 // R lines, C vectors.
 template <int R, int C>
-MOESAIC_APART void weigh_tile(const float* chances, const float* near, int64_t count, bool fresh, float* sums_at,
+MOESAIC_APART void weigh_tile(const float* probs, const float* near, int64_t count, bool fresh, float* sums_at,
                               int64_t stride) {
     Vec sums[R][C];
     MOESAIC_UNROLL for (int r = 0; r < R; r++) {
@@ -138,7 +138,7 @@ MOESAIC_APART void weigh_tile(const float* chances, const float* near, int64_t c
         Vec value[C];
         MOESAIC_UNROLL for (int c = 0; c < C; c++) value[c] = load(near + i * stride + c * LANES), keep(value[c]);
         MOESAIC_UNROLL for (int r = 0; r < R; r++) {
-            Vec x = set1(chances[r * SPLIT + i]);
+            Vec x = set1(probs[r * SPLIT + i]);
             MOESAIC_UNROLL for (int c = 0; c < C; c++) sums[r][c] = fma(x, value[c], sums[r][c]);
         }
     }
@@ -149,7 +149,7 @@ MOESAIC_APART void weigh_tile(const float* chances, const float* near, int64_t c
 
 // The same for all columns of values near [tokens, stride]. seen(line, rows): the tokens that these lines attend to.
 template <class Seen>
-inline void weigh_many(const float* chances, int64_t lines, const float* near, const Seen& seen, bool fresh,
+inline void weigh_many(const float* probs, int64_t lines, const float* near, const Seen& seen, bool fresh,
                        float* sums, int64_t stride) {
     constexpr int C = VALUE_VECTORS;
     auto columns = [&](int64_t column, auto vectors) {
@@ -157,7 +157,7 @@ inline void weigh_many(const float* chances, int64_t lines, const float* near, c
             Range range = seen(line, rows);
             with_rows<LINES>(rows, [&](auto r) {
                 weigh_tile<decltype(r)::value, decltype(vectors)::value>(
-                    chances + line * SPLIT + range.begin, near + range.begin * stride + column,
+                    probs + line * SPLIT + range.begin, near + range.begin * stride + column,
                     range.end - range.begin, fresh, sums + line * stride + column, stride);
             });
         });

@@ -1,5 +1,5 @@
-// Attention's products over a bf16 cache with rounded numbers: queries and chances become bf16. Decode, prefill and
-// shared prefixes are the same code, with few lines or many.
+// Attention's products over a bf16 cache, with queries and probabilities that are rounded to bf16. Decode, prefill and
+// shared prefixes are the same code, with few lines (query vectors) or many.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,10 @@
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t TOKENS = 64;         // whose keys or values are in tiles at a time
-constexpr int64_t WAITED_TOKENS = 32;  // the same of keys that a team waits for: the first ones are not fetched before
+constexpr int64_t TOKENS = 64;         // tokens whose keys or values are in tiles at a time
+constexpr int64_t WAITED_TOKENS = 32;  // the same in a team that `waits`, whose first keys are not fetched ahead
 #if defined(MOESAIC_AMX_BF16)
-constexpr int64_t MANY_TOKENS = SPLIT;  // the same of values that meet many lines
+constexpr int64_t MANY_TOKENS = SPLIT;  // the same, for values that many lines use
 #else
 constexpr int64_t MANY_TOKENS = TOKENS;
 #endif
@@ -77,7 +77,7 @@ class PairProducts : protected Units {
         int64_t head = team.waits ? 0 : team.units[0].kv_head, width = in_key ? job_.key_width : job_.value_width;
         find(team.units[0], head, origin, begin, end, in_key ? job_.keys : job_.values, width, values);
         for (int64_t u = 0; u < team.size; u++) {
-            round_chances(team.units[u], begin, end, scores_of(work, team.units[u], u));
+            round_probs(team.units[u], begin, end, scores_of(work, team.units[u], u));
         }
         bf16* tiles = whole_line(near);
         int64_t some = is_many(team.units[0]) ? MANY_TOKENS : TOKENS;
@@ -137,11 +137,11 @@ class PairProducts : protected Units {
         });
     }
 
-    // Rounds the chances of tokens [begin, end) and sets those that share a CHUNK with them to zero.
-    void round_chances(const Unit& unit, int64_t begin, int64_t end, float* chances) const {
+    // Rounds the probabilities of tokens [begin, end) and sets those that share a CHUNK with them to zero.
+    void round_probs(const Unit& unit, int64_t begin, int64_t end, float* probs) const {
         int64_t from = begin / CHUNK * CHUNK, to = padded(end);
         for (int64_t line = 0; line < unit.lines(); line++) {
-            float* own = chances + line * SPLIT;
+            float* own = probs + line * SPLIT;
             std::fill(own + from, own + begin, 0.0f), std::fill(own + end, own + to, 0.0f);
             round_numbers(own + from, to - from, reinterpret_cast<bf16*>(own) + from);
         }
@@ -158,9 +158,9 @@ class PairProducts : protected Units {
         }
     }
 
-    void weigh_unit(const Unit& unit, int64_t token, int64_t tokens, const float* chances, const bf16* tiles,
+    void weigh_unit(const Unit& unit, int64_t token, int64_t tokens, const float* probs, const bf16* tiles,
                     const PairSums& sums) const {
-        const bf16* rows = reinterpret_cast<const bf16*>(chances);
+        const bf16* rows = reinterpret_cast<const bf16*>(probs);
         int64_t groups = value_width_ / SIDE;
         each_rows(unit.lines(), [&](int64_t line, int64_t count) {
             Range range = seen(unit, line, count, token, tokens);
@@ -169,8 +169,8 @@ class PairProducts : protected Units {
         });
     }
 
-    // Makes -0 to 0. A sum that became -0 since it was too small would stay so only if no chance of 0 followed, and how
-    // many follow depends on other rows.
+    // Changes -0 to 0. A sum that underflowed to -0 would become 0 if a probability of 0 followed. How many follow
+    // depends on other rows, which must not change a bit.
     static void without_sign(float* sums, int64_t count) {
         for (int64_t i = 0; i < count; i += LANES) store(sums + i, add(load(sums + i), zero()));
     }

@@ -1,4 +1,4 @@
-// The products of attention's units: queries with keys, and chances with values. They read the paged cache.
+// The products of attention's units: queries with keys, and probabilities with values. They read the paged cache.
 #pragma once
 
 #include <algorithm>
@@ -89,17 +89,17 @@ class UnitProducts : protected Units {
         const T* values[SPLIT];
         const void* cache = job_.values == nullptr ? job_.keys : job_.values;
         find(unit, unit.kv_head, origin, begin, end, cache, value_stored(), values);
-        float* chances = scores_of(work, unit, 0);
+        float* probs = scores_of(work, unit, 0);
         if constexpr (sizeof(T) == 1) {
             float scales[SPLIT];
             for (int64_t i = begin; i < end; i++) scales[i] = scale_of(values[i], value_stored() - stored<T>(0));
-            rescale(chances + begin, unit.lines(), scales + begin, end - begin);
+            rescale(probs + begin, unit.lines(), scales + begin, end - begin);
         }
         for (int64_t i = begin; i < end; i += VALUES) {
             int64_t count = std::min(VALUES, end - i);
             widen_values<T>(values + i, count, job_.value_width, near);
             auto of_lines = [&](int64_t line, int64_t rows) { return seen(unit, line, rows, origin + i, count); };
-            weigh_many(chances + i, unit.lines(), near, of_lines, i == begin, part.values, value_width_);
+            weigh_many(probs + i, unit.lines(), near, of_lines, i == begin, part.values, value_width_);
         }
     }
 
@@ -118,8 +118,8 @@ class UnitProducts : protected Units {
             for (int64_t u = 0; u < team.size; u++) steps += some * outer_tiles(team.units[u].lines());
             Coming<T> coming(tokens + i + some, job_.values == nullptr ? 0 : next, bytes, steps);
             for (int64_t u = 0; u < team.size; u++) {
-                float* chances = scores_of(work, team.units[u], u) + begin + i;
-                add_values(team.units[u], tokens + i, some, chances, i == 0, part(u).values, coming);
+                float* probs = scores_of(work, team.units[u], u) + begin + i;
+                add_values(team.units[u], tokens + i, some, probs, i == 0, part(u).values, coming);
             }
             i += some, some = next;
         }
@@ -132,17 +132,17 @@ class UnitProducts : protected Units {
     }
 
     // Adds the values of some tokens to those of a unit, or begins with them.
-    void add_values(const Unit& unit, const T* const* tokens, int64_t count, float* chances, bool fresh, float* sums,
+    void add_values(const Unit& unit, const T* const* tokens, int64_t count, float* probs, bool fresh, float* sums,
                     Coming<T>& coming) const {
         const T* values[SPLIT];
         for (int64_t i = 0; i < count; i++) values[i] = tokens[i] + unit.kv_head * value_stored();
         if constexpr (sizeof(T) == 1) {
             float scales[SPLIT];
             for (int64_t i = 0; i < count; i++) scales[i] = scale_of(values[i], value_stored() - stored<T>(0));
-            rescale(chances, unit.lines(), scales, count);
+            rescale(probs, unit.lines(), scales, count);
         }
         const float* own[MOST_LINES] = {};
-        for (int64_t line = 0; line < unit.lines(); line++) own[line] = chances + line * SPLIT;
+        for (int64_t line = 0; line < unit.lines(); line++) own[line] = probs + line * SPLIT;
         auto add = [&](auto& step) {
             outer<T>(own, unit.lines(), values, job_.value_width, count, sums, value_width_, fresh, step);
         };

@@ -98,9 +98,9 @@ inline void soften(float* scores, int64_t begin, int64_t end, int64_t first, int
     *most = largest(peak);
     Vec sums = zero();
     for (int64_t i = from; i < to; i += LANES) {
-        Vec chances = only(i, exponential(sub(scaled(i), set1(*most))), zero());
-        store(scores + i, chances);
-        sums = add(sums, chances);
+        Vec probs = only(i, exponential(sub(scaled(i), set1(*most))), zero());
+        store(scores + i, probs);
+        sums = add(sums, probs);
     }
     *sum = total(sums);
     for (int64_t i = begin; i < from; i++) scores[i] = 0;

@@ -1,4 +1,4 @@
-// Products of rows of bf16 numbers with other ones that were put into tiles, for attention with rounded numbers.
+// Products of rows of bf16 numbers with columns of bf16 numbers in tiles, for attention with rounded numbers.
 //
 // A tile has CHUNK numbers of each of SIDE columns, as the instructions read them: [pair][column][2]. The tiles of some
 // columns lie beside each other, and those of the next CHUNK numbers follow. Sums run over all numbers in order, so how
@@ -20,7 +20,7 @@ struct PairRows {
 struct PairSums {
     float* first;
     int64_t stride;
-    bool fresh;  // whether they begin with zero
+    bool fresh;  // whether the sums begin with zero
 };
 
 #if defined(MOESAIC_AMX_BF16)
@@ -48,7 +48,8 @@ MOESAIC_INLINE void store_sums_of(float* to, int64_t stride) {
     }
 }
 
-// Multiplies L tiles of rows by C tiles of columns, blocks [begin, end). Rows after `count` exist, but have no sums.
+// Multiplies L tiles of rows by C tiles of columns, blocks [begin, end). Rows after `count` can be read, but have no
+// sums.
 template <int L, int C>
 void pair_tile(const PairRows& rows, const bf16* tiles, int64_t apart, int64_t begin, int64_t end, PairSums sums) {
     alignas(64) float block[L * SIDE][C * SIDE];
