@@ -101,7 +101,8 @@ def test_a_kill_needs_the_admin_key_where_nothing_else_needs_one(launch: Launch)
         assert http.post(KILL, json={"name": "expert server 1"}).status_code == 401
     assert cluster.killed == []
     with client(live, ADMIN_KEY) as http:
-        assert http.post(KILL, json={"name": "expert server 1"}).json()["processes"]
+        answer = http.post(KILL, json={"name": "expert server 1"}).json()
+        assert answer["killed"] == "expert server 1 was killed; it is started again" and answer["processes"]
         assert http.get(KILL).status_code == 405
     assert cluster.killed == ["expert server 1"]
 
