@@ -193,9 +193,9 @@ def _processes(
                 "waiting_pairs": one["stats"]["waiting_pairs"],
             }
         common = (one["name"], one["pid"], one["stage"], one["deaths"], one["silent_seconds"])
-        where = {"host": hosts.get(one["name"], one.get("host", ""))}
-        state = {name: one[name] for name in ("suspected", "waiting") if name in one}
-        found.append(ProcessView(*common, **own, **where, **state))
+        own |= {name: one[name] for name in ("suspected", "waiting") if name in one}
+        own["host"] = hosts.get(one["name"], one.get("host", ""))
+        found.append(ProcessView(*common, **own))
     return found
 
 

@@ -68,7 +68,7 @@ function Processes() {
     ${byHost(processes, hosts).map(
       ([title, there]) => html`<section key=${title} class="there" aria-label=${title}>
         ${title && html`<${HostTitle} title=${title} processes=${there} />`}
-        <ul class="cards">${there.map((one) => html`<${Card} key=${one.name} one=${one} />`)}</ul>
+        ${there.length > 0 && html`<ul class="cards">${there.map((one) => html`<${Card} key=${one.name} one=${one} />`)}</ul>`}
       </section>`,
     )}
     <${Links} links=${links} />
