@@ -18,18 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from one_server import PROMPT, rate, served
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -47,53 +45,7 @@ from moesaic.trace.parts import part_of
 from moesaic.trace.routing import INTERVAL, Collector, prepare
 from moesaic.transport.local import LocalConnection, local_pair
 
-MOESAIC = (sys.executable, "-m", "moesaic")
-START_SECONDS = 180
-PROMPT = 64
-"""Number of tokens of a prompt."""
 MOST_BYTES = 1 << 28
-
-
-@contextmanager
-def served(model: str, port: int, flags: Sequence[str]) -> Iterator[str]:
-    """The URL of a server that runs until the context ends."""
-    url = f"http://127.0.0.1:{port}"
-    command = [*MOESAIC, "serve", model, "--port", str(port), "--no-enable-prefix-caching", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        _until_ready(url, process)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    begun = time.monotonic()
-    while time.monotonic() - begun < START_SECONDS and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health"):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise SystemExit(f"{url}: the server did not start")
-
-
-def rate(url: str, arguments: argparse.Namespace, seed: int) -> float:
-    """Output tokens/s of one round."""
-    command = [*MOESAIC, "bench", "serve", "--base-url", url, "--json", "--seed", str(seed)]
-    command += ["--num-prompts", str(arguments.requests), "--max-concurrency", str(arguments.concurrency)]
-    command += [
-        "--random-input-len",
-        str(PROMPT),
-        "--random-output-len",
-        str(arguments.new),
-        "--temperature",
-        "0",
-    ]
-    command += ["--ignore-eos", "--num-warmups", "4"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return float(found["output_throughput"])
 
 
 def measure(arguments: argparse.Namespace) -> list[tuple[float, float]]:
@@ -107,8 +59,8 @@ def measure(arguments: argparse.Namespace) -> list[tuple[float, float]]:
         rounds = []
         for seed in track(range(arguments.rounds), "rounds", console=Console(stderr=True)):
             order = (plain, recording) if seed % 2 else (recording, plain)
-            found = {url: rate(url, arguments, seed) for url in order}
-            rounds.append((found[plain], found[recording]))
+            found = {server.url: rate(server.url, arguments, seed) for server in order}
+            rounds.append((found[plain.url], found[recording.url]))
     return rounds
 
 

@@ -110,6 +110,61 @@ def test_eighty_columns_are_enough() -> None:
     assert "process deaths 1, failovers 2" in text
 
 
+FAR, NEAR = "10.0.0.2", ["attention worker 0", "expert server 0"]
+LINK = {
+    "one": "",
+    "other": FAR,
+    "latency_seconds": 1e-4,
+    "bytes_per_second": 1.25e9,
+    "source": "measured",
+}
+
+
+def on_two_hosts(**fields: Any) -> dict[str, Any]:
+    """The second server is on another host. fields: of its process."""
+    found = status((100, 100), change=None)
+    found["processes"][2] |= {"host": FAR, "pid": None} | fields
+    there = [] if fields.get("waiting") else ["expert server 1"]
+    found["hosts"] = [{"name": "", "processes": NEAR}, {"name": FAR, "processes": there}]
+    return found | {"links": [LINK]}
+
+
+def test_processes_are_shown_by_host_with_the_links_between_hosts() -> None:
+    found = view("http://x", Sample(0.0, {}, on_two_hosts()), Sample(1.0, {}, on_two_hosts(suspected=True)))
+    assert [one.host for one in found.processes] == ["", "", FAR]
+    assert asdict(found)["links"] == [LINK] and found.hosts == ["", FAR]
+    lines = [line.rstrip() for line in shown(draw(found)).splitlines()]
+    first, second = lines.index("on this host"), lines.index(f"on {FAR}")
+    assert [line[:18].rstrip() for line in lines[first + 1 : second]] == NEAR
+    assert lines[second + 1].split()[:4] == ["expert", "server", "1", "suspected"]
+    assert lines[first - 1].split()[:3] == ["process", "pid", "stage"]
+    stage = lines[first - 1].index("stage")
+    assert lines[first + 1][stage:].startswith("serving") and lines[second + 1][stage:].startswith("suspect")
+    assert any(line.split() == [*f"this host - {FAR} 100 µs 1.25 GB/s measured".split()] for line in lines)
+
+
+def test_what_a_process_without_a_host_waits_for_is_shown() -> None:
+    why = "waiting for a host: no node has 2 CPU free; 2 nodes have 1 of 5 CPU free"
+    found = view("http://x", Sample(0.0, {}, {}), Sample(1.0, {}, on_two_hosts(waiting=why, host="")))
+    text = shown(draw(found), width=120)
+    assert f"expert server 1: {why}" in text
+    assert text.index("on 10.0.0.2") < text.index("without a host") < text.index("expert server 1  ")
+
+
+def test_many_links_are_counted() -> None:
+    many = on_two_hosts() | {"links": [LINK] * 9}
+    text = shown(draw(view("http://x", Sample(0.0, {}, many), Sample(1.0, {}, many))))
+    assert text.count("1.25 GB/s") == 6 and "and 3 more links" in text
+
+
+def test_without_other_hosts_nothing_of_hosts_is_shown() -> None:
+    one = status((1, 2)) | {"hosts": [{"name": "", "processes": ["attention worker 0"]}]}
+    old = {**one, "processes": [{k: v for k, v in p.items() if k != "suspected"} for p in one["processes"]]}
+    text = shown(draw(view("http://x", Sample(0.0, {}, one), Sample(1.0, {}, one))))
+    assert "host" not in text and "link" not in text
+    assert text == shown(draw(view("http://x", Sample(0.0, {}, old), Sample(1.0, {}, old))))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -101,7 +101,8 @@ def test_a_kill_needs_the_admin_key_where_nothing_else_needs_one(launch: Launch)
         assert http.post(KILL, json={"name": "expert server 1"}).status_code == 401
     assert cluster.killed == []
     with client(live, ADMIN_KEY) as http:
-        assert http.post(KILL, json={"name": "expert server 1"}).json()["processes"]
+        answer = http.post(KILL, json={"name": "expert server 1"}).json()
+        assert answer["killed"] == "expert server 1 was killed; it is started again" and answer["processes"]
         assert http.get(KILL).status_code == 405
     assert cluster.killed == ["expert server 1"]
 
@@ -157,6 +158,8 @@ def test_the_stream_begins_with_everything_and_goes_on_with_what_changed(
         worker, server, _ = first["processes"]
         assert worker["worker"]["running"] == 2 and server["worker"] is None
         assert server["held"] == {"1": "0, 2-3"} and "pid" not in server and "address" not in server
+        assert [host["name"] for host in first["hosts"]] == ["", "b"]
+        assert first["links"][0]["source"] == "measured" and server["suspected"] is False
         assert first["cluster"]["counters"]["failovers"] == 3 and first["cluster"]["single"] == 1
         assert set(next(found)[1]) == {"type", "time"}
         cluster.servers = 3
@@ -167,7 +170,7 @@ def test_the_stream_begins_with_everything_and_goes_on_with_what_changed(
 def test_one_process_has_figures_too(live: Live) -> None:
     with client(live) as http, http.stream("GET", EVENTS) as answer:
         _, first = next(events(answer.iter_lines()))
-    assert first["cluster"] is first["processes"] is first["load"] is None
+    assert first["cluster"] is first["processes"] is first["load"] is first["hosts"] is None
     assert first["engine"]["blocks"].keys() == {"used", "cached", "total"}
     assert first["model"]["name"] == "org/fake-moe" and first["model"]["experts"] == 2
 

@@ -84,10 +84,11 @@ class FakeCluster:
     def worker_stats(self) -> dict[str, WorkerStats]:
         return {f"{WORKER} 0": WorkerStats(running=2)}
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str) -> str:
         if self.failure is not None:
             raise self.failure
         self.killed.append(name)
+        return f"{name} was killed; it is started again"
 
     def scale(
         self,

@@ -41,6 +41,7 @@ def process_status(
         silent_seconds=round(max(0.0, now - member.last_seen), 3),
         host=member.host,
         waiting=member.waiting,
+        suspected=member.suspected,
         address=member.endpoint.remote if member.joined else member.endpoint.address,
         layers=len(held),
         experts=sum(map(len, held.values())),

@@ -157,9 +157,9 @@ class Supervisor:
             future.set_exception(ScalingError(UNSUPERVISED))
         return future
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str) -> str:
         """Kills the process of one member by its name. See `killing.kill`."""
-        kill(self._members.all, name, self._clock(), self._rule)
+        return kill(self._members.all, name, self._clock(), self._rule)
 
     def worker_stats(self) -> dict[str, WorkerStats]:
         """Returns the statistics of each worker of either role that serves, by its name."""

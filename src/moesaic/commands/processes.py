@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +18,7 @@ TRANSPORTS = {"shm": "shared memory", "socket": "Unix sockets"}
 
 def as_lines(status: Status) -> list[str]:
     """Tables of the processes, followed by notes and warnings. Print them one below the other."""
-    tables = _servers(status), _others(status), _hosts(status), _links(status)
+    tables = _servers(status), _others(status), _hosts(status), links_table(status["links"])
     lines = [in_text(table) for table in tables if table.row_count]
     single = sum(len(layer["single"]) for layer in status["replicas"])
     missing = sum(len(layer["missing"]) for layer in status["replicas"])
@@ -92,20 +92,20 @@ def _hosts(status: Status) -> Table:
     table.add_column("host", no_wrap=True)
     table.add_column("processes")
     for host in status["hosts"] if len(status["hosts"]) > 1 else ():
-        table.add_row(_host_name(host["name"]), ", ".join(host["processes"]))
+        table.add_row(host_name(host["name"]), ", ".join(host["processes"]))
     return table
 
 
-def _links(status: Status) -> Table:
-    """A table with a row for each link between two hosts."""
+def links_table(links: Sequence[Mapping[str, Any]]) -> Table:
+    """A table with a row for each link between two hosts. links: of a ClusterStatus."""
     table = Table(box=None, pad_edge=False)
     table.add_column("link", no_wrap=True)
     table.add_column("latency", justify="right")
     table.add_column("bandwidth", justify="right")
     table.add_column("known from")
-    for link in status["links"]:
+    for link in links:
         table.add_row(
-            f"{_host_name(link['one'])} - {_host_name(link['other'])}",
+            f"{host_name(link['one'])} - {host_name(link['other'])}",
             f"{1e6 * link['latency_seconds']:,.0f} µs",
             f"{link['bytes_per_second'] / 1e9:,.3g} GB/s",
             link["source"],
@@ -113,7 +113,8 @@ def _links(status: Status) -> Table:
     return table
 
 
-def _host_name(name: str) -> str:
+def host_name(name: str) -> str:
+    """The name of a host for people."""
     return name or "this host"
 
 

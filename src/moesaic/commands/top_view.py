@@ -7,15 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from moesaic.commands.processes import host_name, links_table
 from moesaic.commands.units import in_bytes
 
 LATEST = 4
 """Number of failures that are shown, the latest ones."""
-COLOURS = {"serving": "green", "starting": "yellow", "draining": "yellow"}
+MOST_LINKS = 6
+"""Number of links between hosts that are shown."""
+COLUMNS = ("process", "pid", "stage", "deaths", "experts", "pairs/s", "load", "busy", "waiting")
+STAGE = COLUMNS.index("stage")
+COLOURS = {"serving": "green", "starting": "yellow", "draining": "yellow", "suspected": "yellow"}
 """Stage of a process -> its colour. The others are red."""
 COUNTERS = ("process_deaths", "failovers", "silent_failovers", "moved_requests", "resent_pairs", "rebalances")
 """Counters of the cluster that are shown."""
@@ -51,6 +57,12 @@ class ProcessView:
     busy: float | None = None
     """Share of the time in which it computed, 0 to 1."""
     waiting_pairs: int | None = None
+    host: str = ""
+    """The name of its host, as in `hosts` of the status. Empty: the host of `moesaic serve`."""
+    suspected: bool = False
+    """Whether nothing was heard of it for a second or more, on another host."""
+    waiting: str = ""
+    """Why it has no host yet. Empty: it has one."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,10 @@ class View:
     """The change of the cluster that is in progress."""
     failures: list[str] = field(default_factory=list)
     """The latest failures, oldest first."""
+    hosts: list[str] = field(default_factory=list)
+    """The names of the hosts. The first one is that of `moesaic serve`."""
+    links: list[dict[str, Any]] = field(default_factory=list)
+    """The links between any two of them, as in the status."""
     watched: bool = True
     """False: dead processes are not restarted any more."""
 
@@ -136,12 +152,12 @@ def view(url: str, before: Sample, after: Sample) -> View:
         kv_transfer_rate=rate("kv_transfer_bytes_total") if prefill else None,
         kv_transfer_speed=_over(late, grown("kv_transfer_seconds_total")),
         partial_runs=_over(grown("partial_runs_total"), grown("runs_total")),
-        processes=_processes(
-            (before.status or {}).get("processes", ()), status.get("processes", ()), seconds
-        ),
+        processes=_processes((before.status or {}).get("processes", ()), status, seconds),
         counters={name: int(status["counters"][name]) for name in COUNTERS} if status else {},
         change=status.get("change"),
         failures=[one["what"] for one in status.get("failures", ())][-LATEST:],
+        hosts=[host["name"] for host in status.get("hosts", ())],
+        links=list(status.get("links", ())),
         watched=bool(status.get("watched", True)),
     )
 
@@ -151,9 +167,11 @@ def _over(value: float | None, count: float | None) -> float | None:
 
 
 def _processes(
-    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], seconds: float
+    before: Sequence[Mapping[str, Any]], status: Mapping[str, Any], seconds: float
 ) -> list[ProcessView]:
-    """The processes, with the work of each server since `before`."""
+    """The processes of `status`, with the work of each server since `before`."""
+    after: Sequence[Mapping[str, Any]] = status.get("processes", ())
+    hosts = {name: host["name"] for host in status.get("hosts", ()) for name in host["processes"]}
     earlier = {(one["name"], one["incarnation"]): one["stats"] for one in before}
 
     def done(one: Mapping[str, Any], what: str) -> float:
@@ -175,6 +193,8 @@ def _processes(
                 "waiting_pairs": one["stats"]["waiting_pairs"],
             }
         common = (one["name"], one["pid"], one["stage"], one["deaths"], one["silent_seconds"])
+        own |= {name: one[name] for name in ("suspected", "waiting") if name in one}
+        own["host"] = hosts.get(one["name"], one.get("host", ""))
         found.append(ProcessView(*common, **own))
     return found
 
@@ -183,13 +203,16 @@ def draw(shown: View) -> Group:
     """The view for a terminal."""
     parts: list[Any] = [Text(f"{shown.url}, the last {shown.seconds:.1f} s", style="bold"), _numbers(shown)]
     if shown.processes:
-        parts += [Text(), _table(shown.processes), Text()]
+        parts += [Text(), *_tables(shown), Text()]
+        if shown.links:
+            parts += [*_links(shown.links), Text()]
         parts.append(Text(", ".join(f"{name.replace('_', ' ')} {n}" for name, n in shown.counters.items())))
     if not shown.watched:
         line = "The supervisor has stopped, so processes are not restarted any more."
         parts.append(Text(line, style="red"))
     if shown.change is not None:
         parts.append(Text(f"in progress: {shown.change}", style="yellow"))
+    parts += [Text(f"{one.name}: {one.waiting}", style="yellow") for one in shown.processes if one.waiting]
     parts += [Text(f"failure: {line}", style="red") for line in shown.failures]
     return Group(*parts)
 
@@ -224,21 +247,54 @@ def _numbers(shown: View) -> Table:
     return table
 
 
-def _table(processes: Sequence[ProcessView]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("process", "pid", "stage", "deaths", "experts", "pairs/s", "load", "busy", "waiting"):
-        table.add_column(
-            name, justify="left" if name in ("process", "stage") else "right", no_wrap=name != "stage"
-        )
-    for one in processes:
-        table.add_row(
-            *(one.name, "" if one.pid is None else str(one.pid)),
-            Text(one.stage, style=COLOURS.get(one.stage, "red")),
-            str(one.deaths),
-            *("" if one.experts is None else str(one.experts), _number(one.pairs_per_second, absent="")),
-            *(_share(one.load, ""), _share(one.busy, ""), _number(one.waiting_pairs, 0, absent="")),
-        )
+def _tables(shown: View) -> list[Text | Table]:
+    """The processes, by host if there are several. All tables have the same widths."""
+    rows = [(None if one.waiting else one.host, _row(one)) for one in shown.processes]
+    if len(shown.hosts) < 2:
+        return [_table([row for _, row in rows])]
+    widths = [
+        max(map(cell_len, map(str, cells))) for cells in zip(COLUMNS, *(r for _, r in rows), strict=True)
+    ]
+    widths[STAGE] = min(widths[STAGE], 10)
+    parts: list[Text | Table] = [_table([], widths)]
+    for name in [*shown.hosts, None]:
+        there = [row for host, row in rows if host == name]
+        if there or name is not None:
+            title = "without a host" if name is None else f"on {host_name(name)}"
+            parts += [Text(title, style="bold"), _table(there, widths, header=False)]
+    return parts
+
+
+def _table(
+    rows: Sequence[Sequence[str | Text]], widths: Sequence[int] | None = None, header: bool = True
+) -> Table:
+    """widths: of the columns, in characters. None: as wide as the cells."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=header)
+    for index, name in enumerate(COLUMNS):
+        left = name in ("process", "stage")
+        width = None if widths is None else widths[index]
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "stage", width=width)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _row(one: ProcessView) -> tuple[str | Text, ...]:
+    stage = "suspected" if one.suspected else one.stage
+    return (
+        *(one.name, "" if one.pid is None else str(one.pid)),
+        Text(stage, style=COLOURS.get(stage, "red")),
+        str(one.deaths),
+        *("" if one.experts is None else str(one.experts), _number(one.pairs_per_second, absent="")),
+        *(_share(one.load, ""), _share(one.busy, ""), _number(one.waiting_pairs, 0, absent="")),
+    )
+
+
+def _links(links: Sequence[Mapping[str, Any]]) -> list[Text | Table]:
+    """The first links, and how many more there are."""
+    more = len(links) - MOST_LINKS
+    parts: list[Text | Table] = [links_table(links[:MOST_LINKS])]
+    return [*parts, Text(f"and {more} more links")] if more > 0 else parts
 
 
 def _number(value: float | None, digits: int = 1, absent: str = "-") -> str:

@@ -34,6 +34,8 @@ class ProcessStatus:
     """The address of its machine. Empty: it was started on the machine of `moesaic serve`."""
     waiting: str = ""
     """Why the process has no host yet, such as that no node has room. Empty: it has one."""
+    suspected: bool = False
+    """Whether it is on another host and nothing was heard of it for a second or more."""
     address: str = ""
     """The address at which clients reach an expert server."""
     layers: int = 0
@@ -223,6 +225,14 @@ class ClusterStatus:
     Requests continue then, but dead processes are not restarted, and the reports of processes are not
     updated.
     """
+
+
+@dataclass(frozen=True)
+class KilledStatus(ClusterStatus):
+    """The state of the cluster after a process was killed by hand."""
+
+    killed: str = ""
+    """What was done to the process, and what follows."""
 
 
 @dataclass(frozen=True)

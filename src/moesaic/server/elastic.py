@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter, Depends
 
-from moesaic.core.cluster_status import ClusterStatus
+from moesaic.core.cluster_status import ClusterStatus, KilledStatus
 from moesaic.core.errors import ConfigError
 from moesaic.server.documentation import bearer, errors
 from moesaic.server.errors import Problem
@@ -61,15 +61,19 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
 
 
 @router.post(KILL, responses=errors(400, 401, 403, 404, 408, 409, 413, 503), dependencies=[Depends(bearer)])
-async def kill(body: KillRequest, service: Serving) -> ClusterStatus:
-    """Kill one process with SIGKILL, to see that requests go on. It is restarted as after any death."""
+async def kill(body: KillRequest, service: Serving) -> KilledStatus:
+    """Kill one process with SIGKILL, to see that requests go on. It is restarted as after any death.
+
+    Of a process that joined from another host, the connection is closed. It then joins again as a new one.
+    `killed` says what was done.
+    """
     cluster = _cluster(service)
     service.engine.require_serving()
     try:
-        cluster.kill(body.name)
+        killed = cluster.kill(body.name)
     except ConfigError as error:
         raise Problem(400, str(error)) from error
-    return cluster.report()
+    return KilledStatus(**vars(cluster.report()), killed=killed)
 
 
 def _cluster(service: Service) -> Cluster:

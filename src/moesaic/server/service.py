@@ -71,8 +71,11 @@ class Cluster(Protocol):
         """The statistics of each attention and prefill worker, by the name of its process."""
         ...
 
-    def kill(self, name: str) -> None:
-        """Kill one process by its name. Raises ConfigError, or ScalingError if that is not possible now."""
+    def kill(self, name: str) -> str:
+        """Kill one process by its name. Returns what was done and what follows, in words for people.
+
+        Raises ConfigError, or ScalingError if that is not possible now.
+        """
         ...
 
     def scale(

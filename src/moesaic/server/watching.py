@@ -60,7 +60,7 @@ async def _updates(service: Service) -> AsyncGenerator[NamedEvent, None]:
 
 
 def parts_of(service: Service) -> dict[str, Any]:
-    """The state of the server. Of a single worker `cluster`, `processes` and `load` are null."""
+    """The state of the server. Of a single worker the parts of a cluster are null."""
     info, worker = service.engine.require_serving(), service.engine.engine.stats().worker
     meter = service.engine.meter
     parts: dict[str, Any] = {
@@ -76,6 +76,8 @@ def parts_of(service: Service) -> dict[str, Any]:
         "cluster": None,
         "processes": None,
         "load": None,
+        "hosts": None,
+        "links": None,
     }
     return parts if service.cluster is None else parts | _cluster(service.cluster)
 
@@ -100,7 +102,8 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
         "watched": status.watched,
     }
     shares = None if load is None else {"layers": list(load.layers), "pairs": load.pairs.tolist()}
-    return {"cluster": rest, "processes": processes, "load": shares}
+    hosts, links = [asdict(host) for host in status.hosts], [asdict(link) for link in status.links]
+    return {"cluster": rest, "processes": processes, "load": shares, "hosts": hosts, "links": links}
 
 
 def _worker(stats: WorkerStats) -> dict[str, Any]:

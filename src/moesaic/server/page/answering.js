@@ -1,6 +1,7 @@
 // Asks the server and takes the answer piece by piece.
 import { call, events } from "./api.js";
 import { newChat, openChat, S, save, update } from "./state.js";
+import { colour } from "./tokens.js";
 
 export async function ask(text) {
   if (S.running || !text.trim()) return;
@@ -47,6 +48,7 @@ async function answer(chat) {
   } catch (error) {
     if (error.name === "AbortError") message.end = "stopped";
     else message.error = error instanceof TypeError ? "The connection to the server was lost." : error.message;
+    if (error.param === "return_routed_experts") S.noRoutes = true;
     if (error instanceof TypeError || error.status === 0 || error.status === 401) S.recheck();
   }
   message.seconds = (performance.now() - began) / 1000;
@@ -66,7 +68,7 @@ function bodyOf(chat) {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } };
   }
   if (tools.trim()) body.tools = [JSON.parse(tools)].flat();
-  if (S.colour !== "off") body.return_routed_experts = true;
+  if (colour() !== "off") body.return_routed_experts = true;
   const before = chat.messages.slice(0, -1).map(sent);
   body.messages = system.trim() ? [{ role: "system", content: system }, ...before] : before;
   return body;

@@ -2,9 +2,10 @@
 import { S } from "./state.js";
 
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, param = null) {
     super(message);
     this.status = status;
+    this.param = param; // the field of the request that is wrong
   }
 }
 
@@ -24,13 +25,13 @@ export async function call(path, { body, admin = false, signal } = {}) {
     throw new ApiError(0, "The server cannot be reached.");
   }
   if (answer.ok) return answer;
-  let message = `The server answered with status ${answer.status}.`;
+  let error = { message: `The server answered with status ${answer.status}.` };
   try {
-    message = (await answer.json()).error.message;
+    error = (await answer.json()).error ?? error;
   } catch {
     // not the API's own error
   }
-  throw new ApiError(answer.status, message);
+  throw new ApiError(answer.status, error.message, error.param);
 }
 
 // The events of an answer of server-sent events: [name, data] each.

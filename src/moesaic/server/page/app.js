@@ -95,7 +95,7 @@ async function start() {
   try {
     const models = await (await call("v1/models")).json();
     S.model = models.data[0].id;
-    S.needsKey = false;
+    S.needsKey = S.noRoutes = false;
     S.trouble = null;
     watch(S.view !== "chat");
     if (S.view === "chat") peek().catch(() => {}); // a closed server tells nothing without the admin key

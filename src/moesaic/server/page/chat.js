@@ -4,7 +4,7 @@ import { html } from "./html.js";
 import { Icon } from "./icons.js";
 import { markdown } from "./markdown.js";
 import { newChat, openChat, S, save, update } from "./state.js";
-import { Colours, TokenText } from "./tokens.js";
+import { colour, Colours, hasRoutes, TokenText } from "./tokens.js";
 
 let top = 0; // where the messages were scrolled to
 let height = 0; // of all messages then
@@ -59,7 +59,7 @@ const IDEAS = ["Explain what a mixture of experts is.", "Natalia has 48 clips an
 function Empty() {
   return html`<div class="empty">
     <h1>Ask ${S.model ?? "the model"}</h1>
-    <p>Answers arrive token by token. Switch on the colours above to see which expert or server computed each.</p>
+    <p>Answers arrive token by token.${hasRoutes() && " Switch on the colours above to see which expert or server computed each."}</p>
     <ul>${IDEAS.map((text) => html`<li><button onClick=${() => ask(text)}>${text}</button></li>`)}</ul>
   </div>`;
 }
@@ -86,7 +86,7 @@ function Message({ chat, one, at }) {
 }
 
 function Text({ one, running }) {
-  if (S.colour !== "off" && one.pieces?.length) return html`<${TokenText} one=${one} running=${running} />`;
+  if (colour() !== "off" && one.pieces?.length) return html`<${TokenText} one=${one} running=${running} />`;
   return html`<div class=${running ? "markdown running" : "markdown"}>${markdown(one.content)}</div>`;
 }
 

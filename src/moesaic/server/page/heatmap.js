@@ -9,7 +9,7 @@ export function HeatMap() {
   const { load, processes, model } = S.live.parts;
   if (!load || !S.live.heat) {
     return html`<div class="panel"><h2>Experts</h2><p class="empty-line">
-      ${processes ? "No load was reported yet." : `${model.experts} experts in each of ${model.layers.length} layers, computed by the worker itself. Their load is counted by expert servers.`}
+      ${processes ? "No load was reported yet." : !model.layers.length ? "This server does not say which experts compute." : `${model.experts} experts in each of ${model.layers.length} layers, computed by the worker itself. Their load is counted by expert servers.`}
     </p></div>`;
   }
   const holders = S.heat.mode === "placement" ? holdersOf(processes, load) : null;

@@ -2,10 +2,11 @@
 import { call } from "./api.js";
 import { serverColour } from "./colours.js";
 import { HeatMap } from "./heatmap.js";
+import { byHost, HostTitle, Links } from "./hosts.js";
 import { html } from "./html.js";
 import { Icon } from "./icons.js";
 import { S, update } from "./state.js";
-import { tokensPerSecond } from "./watching.js";
+import { note, tokensPerSecond } from "./watching.js";
 
 export function Live() {
   const { live } = S;
@@ -52,7 +53,7 @@ function Spark() {
 }
 
 function Processes() {
-  const { processes, cluster } = S.live.parts;
+  const { processes, cluster, hosts, links } = S.live.parts;
   if (!processes) {
     return html`<div class="panel"><h2>Processes</h2>
       <p class="empty-line">One process does everything. With <code>--attention-workers 2 --expert-servers 2
@@ -64,7 +65,13 @@ function Processes() {
     ${S.admin.error && html`<p class="error" role="alert">${S.admin.error}</p>`}
     ${cluster && !cluster.watched && html`<p class="error" role="alert">The supervisor has failed: dead processes are not restarted.</p>`}
     ${cluster?.missing > 0 && html`<p class="error" role="status">${cluster.missing} experts have no server now. Their rows wait.</p>`}
-    <ul class="cards">${processes.map((one) => html`<${Card} key=${one.name} one=${one} />`)}</ul>
+    ${byHost(processes, hosts).map(
+      ([title, there]) => html`<section key=${title} class="there" aria-label=${title}>
+        ${title && html`<${HostTitle} title=${title} processes=${there} />`}
+        ${there.length > 0 && html`<ul class="cards">${there.map((one) => html`<${Card} key=${one.name} one=${one} />`)}</ul>`}
+      </section>`,
+    )}
+    <${Links} links=${links} />
     ${!S.keys.admin && html`<p class="hint">The link that the server prints at its start carries the admin key. With it, processes can be added and killed here.</p>`}
   </div>`;
 }
@@ -74,12 +81,13 @@ const STAGES = { serving: "good", starting: "busy", draining: "busy", "waiting t
 function Card({ one }) {
   const rates = S.live.rates[one.name] ?? { busy: 0, pairs: 0 };
   const server = one.role === "expert server";
-  return html`<li class=${`card ${STAGES[one.stage] ?? ""}`}>
+  return html`<li class=${`card ${one.suspected ? "busy" : (STAGES[one.stage] ?? "")}`}>
     <header>
       ${server && html`<i class="swatch" style=${{ "--token": serverColour(one.number) }} aria-hidden="true"></i>`}
       <h3>${one.name}</h3>
-      <span class="stage"><i aria-hidden="true"></i>${one.stage}</span>
+      <span class="stage"><i aria-hidden="true"></i>${one.suspected ? "suspected" : one.stage}</span>
     </header>
+    ${one.waiting && html`<p class="change" role="status">${one.waiting}</p>`}
     ${server
       ? html`<${Bar} label="Busy" share=${rates.busy} />
         <dl><dt>pairs/s</dt><dd>${rates.pairs.toFixed(0)}</dd><dt>queue</dt><dd>${one.stats.waiting_pairs}</dd>
@@ -106,7 +114,7 @@ function Kill({ one }) {
       update();
     } else {
       S.admin.armed = null;
-      act("v1/fault_tolerance/kill", { name: one.name });
+      act("v1/fault_tolerance/kill", { name: one.name }, ({ killed }) => note("down", killed));
     }
   };
   return html`<button class=${armed ? "kill armed" : "kill"} disabled=${one.stage !== "serving"} onClick=${press}
@@ -138,11 +146,11 @@ function Scaling({ processes }) {
   </div>`;
 }
 
-async function act(path, body) {
+async function act(path, body, tell = () => {}) {
   S.admin = { error: null, busy: true, armed: null };
   update();
   try {
-    await call(path, { body, admin: true });
+    tell(await (await call(path, { body, admin: true })).json());
   } catch (error) {
     S.admin.error = error.message;
   }

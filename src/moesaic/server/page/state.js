@@ -16,6 +16,7 @@ export const S = {
   chat: null, // id of the open one
   keys: { api: "", admin: "" },
   model: null, // name of the served model
+  noRoutes: false, // whether a request was refused since it asked who computed its tokens
   needsKey: false,
   trouble: null, // why the server cannot be reached
   running: null, // { abort, message } of the answer that arrives now

@@ -5,18 +5,32 @@ import { S, save, update } from "./state.js";
 
 const MODES = { off: "Off", expert: "Experts", server: "Servers" };
 
+const NO_ROUTES = "This server does not say which experts compute a token: the model is dense, or it was started with --fast-memory or --moe-collectives.";
+
+// Whether the server says which experts compute a token. Its first event tells, or the refusal of a request.
+export function hasRoutes() {
+  return !S.noRoutes && S.live.parts.model?.layers.length !== 0;
+}
+
+// Whether tokens are coloured, and by what: the user's choice, where the server has it.
+export function colour() {
+  return hasRoutes() ? S.colour : "off";
+}
+
 let chosen = null; // { one, at }: the token whose route is spelled out
 
 export function Colours() {
-  const layers = S.live.parts.model?.layers ?? S.layers ?? [];
+  const layers = S.live.parts.model?.layers ?? [];
+  const [shown, offered] = [colour(), hasRoutes()];
   return html`<div class="colours" role="group" aria-label="Colour the tokens">
     <span class="label">Colours</span>
     <span class="segments">
       ${Object.entries(MODES).map(
-        ([mode, label]) => html`<button aria-pressed=${S.colour === mode} onClick=${() => choose(mode)}>${label}</button>`,
+        ([mode, label]) => html`<button aria-pressed=${shown === mode} disabled=${!offered} onClick=${() => choose(mode)}>${label}</button>`,
       )}
     </span>
-    ${S.colour !== "off" && html`<label>Layer
+    ${!offered && html`<small class="no-routes">${NO_ROUTES}</small>`}
+    ${shown !== "off" && html`<label>Layer
       <select value=${S.layer} onChange=${(event) => pickLayer(Number(event.target.value))}>
         ${(layers.length ? layers : [S.layer]).map((layer, index) => html`<option value=${index}>${layer}</option>`)}
       </select>
@@ -67,7 +81,7 @@ function colourOf(who) {
 function routeOf({ text, routes }) {
   const route = routes.at(-1);
   const at = Math.min(S.layer, route.experts.length - 1);
-  const layer = (S.live.parts.model?.layers ?? S.layers ?? [])[at] ?? at;
+  const layer = S.live.parts.model?.layers[at] ?? at;
   const who = route.experts[at].map((expert, slot) => {
     const server = route.servers[at]?.[slot];
     return server === undefined ? `expert ${expert}` : `expert ${expert} on server ${server}`;

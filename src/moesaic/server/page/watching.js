@@ -91,6 +91,10 @@ function takeProcesses(processes, seconds) {
       };
     }
     if (before.processes && !was) note("up", `${one.name} was added`);
+    if (was && was.suspected !== one.suspected) {
+      note(one.suspected ? "down" : "up", one.suspected ? `${one.name} is suspected: nothing is heard of it` : `${one.name} is trusted again`);
+    }
+    if (one.waiting && !was?.waiting) note("info", `${one.name}: ${one.waiting}`);
     if (was && was.stage !== one.stage) note(KINDS[one.stage] ?? "info", `${one.name}: ${one.stage}`);
     old.delete(one.name);
   }
@@ -138,7 +142,7 @@ function takeLoad(load, seconds) {
   );
 }
 
-function note(kind, text, time = Date.now() / 1000) {
+export function note(kind, text, time = Date.now() / 1000) {
   S.live.log.unshift({ kind, text, time, id: `${time}${text}${Math.random()}` });
   S.live.log.length = Math.min(S.live.log.length, LINES);
 }
