@@ -77,6 +77,11 @@ class Links:
             tuple(self._price(there, worker, known[number]) for number in servers) for worker in workers
         )
 
+    def server_hosts(self) -> dict[int, str]:
+        """Server -> the name of its host."""
+        there = self._map()
+        return {server.number: there.host(server) for server in self._members.servers}
+
     # ---- the status
 
     def hosts(self) -> list[HostStatus]:
