@@ -280,4 +280,4 @@ def test_the_host_of_each_server(hosts: Path) -> None:
     members = Processes(1, 1)
     found = members.links()
     members.joins(Role.SERVER, "boot:7", "10.0.0.2")
-    assert found.server_hosts() == {0: "", 1: "10.0.0.2"}
+    assert found.server_hosts() == {0: "", 1: "boot:7"}

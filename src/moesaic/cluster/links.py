@@ -78,9 +78,11 @@ class Links:
         )
 
     def server_hosts(self) -> dict[int, str]:
-        """Server -> the name of its host."""
-        there = self._map()
-        return {server.number: there.host(server) for server in self._members.servers}
+        """Server -> a word for its host: the name in the file, or `Member.host_id`."""
+        given, servers = self._given, self._members.servers
+        if given is not None:
+            return {server.number: given.host_of_server(server.number) for server in servers}
+        return {server.number: server.host_id for server in servers}
 
     # ---- the status
 
