@@ -16,7 +16,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.policy.fleet.autoscale import AutoscaleRule
-from moesaic.policy.placement import balance
+from moesaic.policy.placement import around_homes, balance
+from moesaic.policy.placement.spreading import exposed
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import Answer, Cluster, cluster
 
@@ -117,6 +118,35 @@ def test_nothing_moves_without_a_reason(settings: ClusterConfig, load: list[list
     placement = balance.place(np.ones((2, 4)), (0, 1), {0: 1.0, 1: 1.0})
     balancing = Balancing(LAYOUT, settings, 0.0)
     assert balancing.rebalanced(filled(balancing, load, share), placement, EQUAL) is None
+
+
+def test_copies_on_one_host_are_a_reason_to_move() -> None:
+    """Whatever the load, and what the moves cost."""
+    servers, hosts = dict.fromkeys(range(4), 1.0), {0: "a", 1: "a", 2: "b", 3: "b"}
+    blind = balance.place(np.ones((2, 4)), (0, 1), servers, min_replicas=2)
+    assert exposed(blind, range(4), hosts) > 0
+    settings = ClusterConfig(expert_servers=4, min_replicas=2, rebalance_interval=10.0)
+    balancing = Balancing(LAYOUT, settings, 0.0)
+    now = filled(balancing, [[25] * 4] * 2, share=0.0)
+    for new in (balancing.spread(blind, servers, hosts), balancing.rebalanced(now, blind, servers, 1, hosts)):
+        assert new is not None and exposed(new, range(4), hosts) == 0
+        assert balancing.spread(new, servers, hosts) is None
+    assert balancing.spread(blind, servers, dict.fromkeys(hosts, "a")) is None
+    one_copy = ClusterConfig(expert_servers=4, placement="f")
+    assert Balancing(LAYOUT, one_copy, 0.0, blind).spread(blind, servers, hosts) is None, (
+        "a file's copies stay"
+    )
+
+
+def test_copies_beside_a_file_are_spread_too() -> None:
+    servers, hosts = dict.fromkeys(range(4), 1.0), {0: "a", 1: "a", 2: "b", 3: "b"}
+    homes = balance.place(np.ones((2, 4)), (0, 1), servers)
+    blind = around_homes.place(homes, np.array([[8, 1, 7, 1]] * 2), (0, 1), servers, min_replicas=2)
+    assert exposed(blind, range(4), hosts) > 0
+    balancing = Balancing(LAYOUT, ClusterConfig(expert_servers=4, placement="f", min_replicas=2), 0.0, homes)
+    new = balancing.spread(blind, servers, hosts)
+    assert new is not None and exposed(new, range(4), hosts) == 0
+    assert all(set(homes.of(server)[0]) <= set(new.of(server)[0]) for server in servers)
 
 
 def test_an_interval_of_zero_is_never() -> None:

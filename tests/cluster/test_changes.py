@@ -392,3 +392,23 @@ def test_a_worker_without_requests_is_asked_again_to_look_for_late_answers(spawn
     for scene.now in (1.1, 1.2, 2.2):
         assert advance(change)
     assert len(scene.directories()) == 2, "once a second"
+
+
+def test_a_server_of_another_host_gets_copies_of_those_that_are_here() -> None:
+    """Two copies of four experts on three servers, one of them on another host with half of the capacity."""
+    scene = Scene(2)
+    members, settings = scene.members, ClusterConfig(expert_servers=2, min_replicas=2)
+    where = lambda: {one.number: one.host_id for one in members.servers}  # noqa: E731
+    clock = lambda: scene.now  # noqa: E731
+    load = np.ones((1, 4))
+    changes = Changes(members, scene.publisher, scene.router, settings, lambda: load, clock, hosts=where)
+    changes.layout = LAYOUT
+    scene.publisher.placement = balance.place(load, (0,), members.capacities, min_replicas=2)
+    process = scene.process("expert server 2")
+    process.host_id, process.capacity = "boot:7", 2.0 * members.servers[0].capacity
+    change = changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
+    assert advance(change)
+    coming = scene.publisher.coming
+    assert coming is not None and coming.experts_of(2, 0) == (0, 1, 2, 3)
+    change.close()
+    members.stop()

@@ -57,3 +57,28 @@ def test_of_each_expert_how_many_copies_serve() -> None:
     without = layer_replicas(PLACEMENT, [server(0), server(1, Stage.WAITING), server(2)])
     assert [layer.copies for layer in without] == [{0: "3-4", 1: "0-2, 5"}, {0: "0-1, 3, 5", 1: "2, 4"}]
     assert without[0].missing == [3, 4] and without[1].single == [2, 4]
+
+
+def test_how_many_experts_have_their_copies_on_one_host() -> None:
+    placement = Placement(0, 4, {1: {0: [0, 1], 1: [0, 2], 2: [1, 2, 3]}})
+    servers, hosts = [server(0), server(1), server(2)], {0: "", 1: "", 2: "10.0.0.2"}
+    assert [layer.one_host for layer in layer_replicas(placement, servers, hosts)] == [1]
+    assert [layer.one_host for layer in layer_replicas(placement, servers)] == [0], "there is one host only"
+    gone = [server(0), server(1), server(2, Stage.WAITING)]
+    assert [layer.one_host for layer in layer_replicas(placement, gone, hosts)] == [0]
+    assert layer_replicas(None, servers, hosts) == []
+
+
+def test_people_see_it() -> None:
+    rest: dict[str, object] = {
+        "processes": [],
+        "transport": "shm",
+        "dispatch": "x",
+        "join_address": None,
+        "watched": True,
+    }
+    rest |= {"hosts": [], "links": [], "paced": None, "placement_solve": None}
+    layer = {"single": [], "missing": [], "one_host": 3}
+    told = "\n".join(as_lines({"replicas": [layer, layer], **rest}))
+    assert "6 experts have all of their copies on one host" in told
+    assert "on one host" not in "\n".join(as_lines({"replicas": [{**layer, "one_host": 0}], **rest}))

@@ -11,14 +11,18 @@ from dataclasses import asdict
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from moesaic.cluster import local
 from moesaic.cluster.change_queue import ChangeQueue, _QueuedChange
+from moesaic.cluster.links import Links
 from moesaic.cluster.member import Stage
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig, ExpertServerConfig
 from moesaic.core.errors import ConnectionLost, ScalingError
+from moesaic.policy.placement import balance
+from moesaic.policy.placement.spreading import exposed
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.cluster_metrics import ClusterCollector
@@ -318,5 +322,45 @@ def test_a_lost_server_does_not_wait_for_a_worker_that_loads() -> None:
     came.append("now")
     change_queue.advance(0.0)
     assert change_queue.under_way is None
+    change_queue.stop("the end")
+    scene.members.stop()
+
+
+@pytest.mark.parametrize("capacity", [1.0, 5.0])
+def test_copies_are_spread_once_hosts_are_known(capacity: float, caplog: pytest.LogCaptureFixture) -> None:
+    """As on Ray: where a process is is known after the placement. And it is said what cannot be spread."""
+    scene = Scene(4)
+    settings = ClusterConfig(expert_servers=4, min_replicas=2, rebalance_interval=0.0)
+    servers = scene.members.servers
+    links = Links(scene.members, settings)
+    change_queue = ChangeQueue(
+        *(scene.members, scene.publisher, scene.router, settings, lambda: scene.now, print), links=links
+    )
+    change_queue.lay_out(LAYOUT)
+
+    def begun() -> str | None:
+        change_queue.advance(0.0)
+        return change_queue.under_way
+
+    for member in servers:
+        member.capacity = capacity if member.number < 2 else 1.0
+    load, capacities = np.ones((1, 4)), scene.members.capacities
+    known = {2: "b", 3: "b"} if capacity > 1.0 else None  # else nothing is left to spread
+    scene.publisher.placement = balance.place(load, (0,), capacities, min_replicas=2, hosts=known)
+    assert begun() is None, "there is one host only"
+    for member in servers[2:]:
+        member.host, member.host_id = "10.0.0.2", "boot:7"
+    servers[3].stage = Stage.STARTING
+    assert begun() is None, "a process that starts may still be given another host"
+    servers[3].stage = Stage.SERVING
+    what = begun()
+    hosts = links.server_hosts()
+    if capacity == 1.0:
+        assert what == "spreading copies over hosts"
+        coming = scene.publisher.coming
+        assert coming is not None and exposed(coming, range(4), hosts) == 0 and not caplog.text
+    else:
+        assert begun() is None and what is None
+        assert caplog.text.count("experts have all of their copies on one host") == 1
     change_queue.stop("the end")
     scene.members.stop()

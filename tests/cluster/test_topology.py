@@ -273,3 +273,11 @@ def test_a_host_that_joins_is_measured_and_asked_only_for_what_is_not_here(
         served.until(lambda: served.stats.experts.pairs > 0)
         far = served.supervisor.report().counters.far_bytes - before
         assert (far == 0) == bool(copies)
+
+
+def test_the_host_of_each_server(hosts: Path) -> None:
+    assert Processes(2, 3).links(hosts).server_hosts() == {0: "a", 1: "b", 2: "b"}
+    members = Processes(1, 1)
+    found = members.links()
+    members.joins(Role.SERVER, "boot:7", "10.0.0.2")
+    assert found.server_hosts() == {0: "", 1: "boot:7"}

@@ -12,6 +12,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
 from moesaic.policy.placement import around_homes, balance
 from moesaic.policy.placement.online import Traffic
+from moesaic.policy.placement.spreading import exposed
 
 BANDWIDTH = 2**30
 """Assumed rate, in bytes/s, at which a server reads weights: that of a common SSD."""
@@ -42,31 +43,62 @@ class Balancing:
         self._autoscaling = Autoscaling(cluster, now)
 
     def rebalanced(
-        self, now: float, placement: Placement, servers: Mapping[int, float], bandwidth: float = BANDWIDTH
+        self,
+        now: float,
+        placement: Placement,
+        servers: Mapping[int, float],
+        bandwidth: float = BANDWIDTH,
+        hosts: Mapping[int, str] | None = None,
     ) -> Placement | None:
-        """Returns the next placement if moving to it pays off, and None otherwise.
+        """Returns the next placement if moving to it pays off, and None otherwise. It also pays off if fewer
+        experts have all of their copies on one host.
 
         It always returns None between two intervals. servers: id -> capacity weight. bandwidth: bytes/s at
-        which a server loads experts.
+        which a server loads experts. hosts: server -> its host; None: all are on one.
         """
         if now < self._next or not self.loads.full():
             return None
         self._next = now + self._cluster.rebalance_interval
-        load, layers = self.loads.window(), self.layout.layers
-        least, redundant = self._cluster.min_replicas, self._cluster.redundant_experts
-        least = min(least, len(servers))
-        if self.homes is None:
-            new = balance.place(load, layers, servers, redundant, least, placement)
-        elif set(self.homes.servers) <= set(servers):
-            new = around_homes.place(self.homes, load, layers, servers, redundant, least, placement)
-        else:  # servers of the file were removed by command
-            return None
+        new = self._next_placement(placement, servers, hosts)
+        if self._safer(placement, new, servers, hosts):
+            return new
+        load = self.loads.window()
         moves = balance.moves(placement, new)
         horizon = HORIZON * self._cluster.rebalance_interval
         share = balance.gain(load, placement, new, servers)
         gain = balance.gain_seconds(share, self.loads.utilisation(), horizon)
         cost = balance.busiest_bytes(moves, self.layout.expert_bytes)
         return new if moves and balance.worth_moving(gain, cost, bandwidth) else None
+
+    def spread(
+        self, placement: Placement, servers: Mapping[int, float], hosts: Mapping[int, str]
+    ) -> Placement | None:
+        """Returns a placement with fewer experts that have all of their copies on one host; usually None.
+
+        Copies that only a file asks for stay where they are.
+        """
+        if self._cluster.min_replicas == 1 and not self._cluster.redundant_experts:
+            return None
+        new = self._next_placement(placement, servers, hosts)
+        return new if self._safer(placement, new, servers, hosts) else None
+
+    def _next_placement(
+        self, placement: Placement, servers: Mapping[int, float], hosts: Mapping[int, str] | None
+    ) -> Placement:
+        """The best placement for the load of the window; `placement` where it is good enough."""
+        load, layers = self.loads.window(), self.layout.layers
+        asked = self._cluster.redundant_experts, min(self._cluster.min_replicas, len(servers)), placement
+        if self.homes is None:
+            return balance.place(load, layers, servers, *asked, hosts=hosts)
+        if set(self.homes.servers) <= set(servers):
+            return around_homes.place(self.homes, load, layers, servers, *asked, hosts=hosts)
+        return placement  # servers of the file were removed by command
+
+    @staticmethod
+    def _safer(
+        old: Placement, new: Placement, servers: Mapping[int, float], hosts: Mapping[int, str] | None
+    ) -> bool:
+        return new is not old and exposed(new, list(servers), hosts) < exposed(old, list(servers), hosts)
 
     def traffic(self, bandwidth: float) -> Traffic:
         """What the servers did in the window. bandwidth: bytes/s at which a server loads experts."""

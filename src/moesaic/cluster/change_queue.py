@@ -39,6 +39,7 @@ from moesaic.policy.placement import balance
 from moesaic.policy.placement.locality import Rule
 from moesaic.policy.placement.online import Traffic, judge
 from moesaic.policy.placement.online_solution import Fleet, Solution
+from moesaic.policy.placement.spreading import exposed
 from moesaic.solving.job import Job
 
 LOG = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class ChangeQueue:
         router.objectives = Objectives.of(cluster, clock)
         self.balancing: Balancing | None = None
         """Created when the layout is known."""
-        self.changes = Changes(members, publisher, router, cluster, self._load, clock)
+        self._hosts = dict[int, str] if links is None else links.server_hosts
+        self.changes = Changes(members, publisher, router, cluster, self._load, clock, hosts=self._hosts)
         self.rebalances = 0
         self.live = live
         self._links = links
@@ -94,6 +96,9 @@ class ChangeQueue:
         self._gone: list[str] = []
         """Names of the servers that the last attempt to remove lost servers knew. Another loss does not wait
         until that attempt may be repeated."""
+        self._spread: tuple[int, dict[int, str]] = (-1, {})
+        """Version of the placement, and the servers' hosts, when it was last asked how copies are spread."""
+        self._warned = False
 
     @property
     def layout(self) -> ExpertLayout | None:
@@ -241,13 +246,38 @@ class ChangeQueue:
             )
             if solved is not None:
                 return self._swap(*solved, placement, self.live)
-        new = balancing.rebalanced(
-            now, placement, self._members.capacities, bandwidth=self.changes.copy_bandwidth
-        )
+        spread = self._spreading(placement, balancing)
+        if spread is not None:
+            return spread
+        capacities, hosts = self._members.capacities, self._hosts()
+        new = balancing.rebalanced(now, placement, capacities, self.changes.copy_bandwidth, hosts)
         if new is None:
             return None
         self.rebalances += 1
         return _QueuedChange("rebalancing", self.changes.rebalance(new))
+
+    def _spreading(self, placement: Placement, balancing: Balancing) -> _QueuedChange | None:
+        """The change that spreads copies over hosts, once placement or hosts are others; usually None.
+
+        A launcher says only later on which host a process is, and may restart it on another one.
+        """
+        hosts, capacities = self._hosts(), self._members.capacities
+        starting = any(member.stage is not Stage.SERVING for member in self._members.servers)
+        if starting or self._spread == (placement.version, hosts):
+            return None
+        self._spread = placement.version, hosts
+        new = balancing.spread(placement, capacities, hosts)
+        if new is not None:
+            return _QueuedChange("spreading copies over hosts", self.changes.rebalance(new))
+        left = exposed(placement, list(capacities), hosts)
+        if left and self._cluster.min_replicas > 1 and not self._warned:
+            self._warned = True
+            LOG.warning(
+                "--min-replicas: %d experts have all of their copies on one host, since hosts share them by "
+                "capacity; give each host at most half of the capacity",
+                left,
+            )
+        return None
 
     def _scaling(self, now: float) -> _QueuedChange | None:
         """The change to as many processes of each role as --autoscale wants; usually None."""
@@ -292,7 +322,9 @@ class ChangeQueue:
         fleet = Fleet(ranks, members.capacities, cluster.redundant_experts, cluster.min_replicas)
         if self._links is not None:
             here = [member for member in members.workers if not member.elsewhere]
-            fleet = replace(fleet, prices=self._links.prices(here[: len(ranks)], fleet.servers))
+            prices = self._links.prices(here[: len(ranks)], fleet.servers)
+            hosts = tuple(self._hosts().get(server, "") for server in fleet.servers)
+            fleet = replace(fleet, prices=prices, hosts=hosts)
         rule: Rule = "rounds" if cluster.dispatch == "affinity-rounds" else "affinity"
         workers = [member.number for member in members.workers]
         tables = None if self.live is None else self.live.tables_for(workers)

@@ -77,6 +77,13 @@ class Links:
             tuple(self._price(there, worker, known[number]) for number in servers) for worker in workers
         )
 
+    def server_hosts(self) -> dict[int, str]:
+        """Server -> a word for its host: the name in the file, or `Member.host_id`."""
+        given, servers = self._given, self._members.servers
+        if given is not None:
+            return {server.number: given.host_of_server(server.number) for server in servers}
+        return {server.number: server.host_id for server in servers}
+
     # ---- the status
 
     def hosts(self) -> list[HostStatus]:

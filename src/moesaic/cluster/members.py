@@ -174,6 +174,12 @@ class Members:
             child = self.launcher.server(member, config)
         self._listen(member, child)
 
+    @staticmethod
+    def locate(member: Member, process: RemoteProcess) -> None:
+        """Says on which host the process of a member is."""
+        member.host = process.host
+        member.host_id = "" if process.host_id == this_host() else process.host_id
+
     def adopt(
         self, member: Member, process: RemoteProcess, weights: str, layout: ExpertLayout | None
     ) -> None:
@@ -182,8 +188,8 @@ class Members:
         weights: fingerprint that its checkpoint must have. layout: of the experts, for a server.
         """
         member.elsewhere = member.joined = True
-        member.devices, member.host = (), process.host
-        member.host_id = "" if process.host_id == this_host() else process.host_id
+        member.devices = ()
+        self.locate(member, process)
         member.weights, used = weights, self._native(member.role)
         if member.role is Role.SERVER:
             assert layout is not None

@@ -27,11 +27,13 @@ def first_placement(
     cluster: ClusterConfig,
     capacities: Mapping[int, float],
     placement: Placement | None,
+    hosts: Mapping[int, str] | None = None,
 ) -> Placement:
     """Returns the placement that `cluster`'s servers, numbered from 0, start with.
 
     capacities: server -> weight. placement: see `read_placement`; the copies that `cluster` asks for are
-    added to it. Raises ConfigError if it was made for another model.
+    added to it. hosts: server -> its host; None: all are on one. Raises ConfigError if it was made for
+    another model.
     """
     name = layout.fingerprint
     if placement is not None:
@@ -39,5 +41,5 @@ def first_placement(
     load = np.ones((len(layout.layers), layout.num_experts))
     redundant, least = cluster.redundant_experts, cluster.min_replicas
     if placement is not None:
-        return around_homes.place(placement, load, layout.layers, capacities, redundant, least)
-    return balance.place(load, layout.layers, capacities, redundant, least, model=name)
+        return around_homes.place(placement, load, layout.layers, capacities, redundant, least, hosts=hosts)
+    return balance.place(load, layout.layers, capacities, redundant, least, model=name, hosts=hosts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from moesaic.cluster.router import Router
 from moesaic.core.cluster_status import ClusterCounters, LayerLocality, LayerReplicas, ProcessStatus
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement, ranges
+from moesaic.policy.placement.spreading import on_one_host
 
 
 def process_status(
@@ -80,19 +81,24 @@ def counters(
     )
 
 
-def layer_replicas(placement: Placement, servers: Collection[Member]) -> list[LayerReplicas]:
-    """Counts the copies of experts in each layer, on servers that serve now.
+def layer_replicas(
+    placement: Placement | None, servers: Collection[Member], hosts: Mapping[int, str] | None = None
+) -> list[LayerReplicas]:
+    """Counts the copies of experts in each layer, on servers that serve now. Empty without a placement.
 
+    hosts: server -> its host. None: all are on one.
     Example: expert 0 is on servers 0 and 1, expert 1 on server 1, which is being restarted. Then the experts
     have 1 and 0 copies: 0 is single, 1 is missing, and the copies are {0: "1", 1: "0"}.
     """
     alive = [member.number for member in servers if member.stage is Stage.SERVING]
     found = []
-    for layer in placement.layers:
+    for layer in () if placement is None else placement.layers:
+        assert placement is not None
         copies = np.isin(placement.table(layer), alive).sum(axis=1)
         single, missing = np.flatnonzero(copies == 1).tolist(), np.flatnonzero(copies == 0).tolist()
         alike = {int(count): ranges(np.flatnonzero(copies == count).tolist()) for count in np.unique(copies)}
-        found.append(LayerReplicas(layer, int(copies.min()), int(copies.max()), single, missing, alike))
+        counted = int(copies.min()), int(copies.max()), single, missing, alike
+        found.append(LayerReplicas(layer, *counted, on_one_host(placement, layer, alive, hosts)))
     return found
 
 

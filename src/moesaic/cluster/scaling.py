@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, replace
 
 from moesaic.cluster.autoscaling import autoscale_rules
@@ -81,7 +81,9 @@ class Changes:
         load: Callable[[], balance.Load],
         clock: Callable[[], float],
         limits: ScalingLimits | None = None,
+        hosts: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
+        """hosts: returns server -> its host."""
         self.layout: ExpertLayout | None = None
         """Set when the first worker has sent it."""
         self.copy_bandwidth: float = BANDWIDTH
@@ -93,6 +95,7 @@ class Changes:
         self._load = load
         self._clock = clock
         self._limits = limits or ScalingLimits()
+        self._hosts = hosts
 
     # ---- the changes
 
@@ -169,6 +172,8 @@ class Changes:
         starts it."""
         numbers = [member.number for member in self._members.servers]
         member = self._members.add(Role.SERVER, True, None if joined is None else joined.process.capacity)
+        if joined is not None:
+            self._members.locate(member, joined.process)
         try:
             new = self._placed([*numbers, member.number])
             yield from self._move(new, joining=member, joined=joined)
@@ -279,9 +284,10 @@ class Changes:
         load, layers = self._load(), self.layout.layers
         weights = {server: self._members.capacities[server] for server in servers}
         replicas = self._cluster.min_replicas if least is None else least
-        previous = self._publisher.placement
+        previous, redundant = self._publisher.placement, self._cluster.redundant_experts
+        hosts = self._hosts()
         try:
-            return balance.place(load, layers, weights, self._cluster.redundant_experts, replicas, previous)
+            return balance.place(load, layers, weights, redundant, replicas, previous, hosts=hosts)
         except ConfigError as error:
             raise ScalingError(str(error), conflict=True) from error
 

@@ -184,7 +184,7 @@ class Supervisor:
             placement_version=None if placement is None else placement.version,
             change=self._changes.under_way,
             processes=self.status(),
-            replicas=[] if placement is None else layer_replicas(placement, members.servers),
+            replicas=layer_replicas(placement, members.servers, self._links.server_hosts()),
             failures=self._failures.all(),
             counters=counters(members, self._router, self._changes.rebalances, self._join_listener),
             join_address=None if self._join_listener is None else self._join_listener.address,
@@ -378,10 +378,8 @@ class Supervisor:
         if self._changes.layout is not None:
             return
         try:
-            capacities = self._members.capacities
-            self._publisher.placement = first_placement(
-                layout, self._cluster, capacities, self._placement_file
-            )
+            servers = self._members.capacities, self._placement_file, self._links.server_hosts()
+            self._publisher.placement = first_placement(layout, self._cluster, *servers)
         except ConfigError as error:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return

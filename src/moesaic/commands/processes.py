@@ -27,6 +27,11 @@ def as_lines(status: Status) -> list[str]:
         lines.append(
             f"{single} experts have only one copy, so their tokens wait if its server dies; see {how}"
         )
+    if one_host := sum(layer["one_host"] for layer in status["replicas"]):
+        lines.append(
+            f"{one_host} experts have all of their copies on one host, so their tokens wait if it dies; "
+            "see --capacity of moesaic join"
+        )
     if status["transport"]:
         lines.append(
             f"attention workers reach the expert servers of this host by {TRANSPORTS[status['transport']]}"

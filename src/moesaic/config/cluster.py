@@ -89,7 +89,8 @@ class ClusterConfig(ParallelConfig):
     redundant_experts: int = 0
     """Copies of experts in each layer beyond one of each, or beyond those of a --placement."""
     min_replicas: int = 1
-    """Minimum number of servers that hold each expert. With 2 no request waits when a server dies."""
+    """Minimum number of servers that hold each expert. With 2 no request waits when a server dies. They are
+    on different hosts, as far as capacities allow."""
     expert_capacities: str | None = None
     """Capacity weight of each expert server, such as 2,1: its share of the experts and of the load. A server
     that is added later has the last weight. None: all servers have the same weight."""

@@ -93,6 +93,8 @@ class LayerReplicas:
     """Experts without a copy. Their rows wait now."""
     copies: dict[int, str] = field(default_factory=dict)
     """Number of copies -> the experts that have so many, such as "0-9, 12-23". Covers every expert."""
+    one_host: int = 0
+    """Number of experts with several copies, all of them on one host. 0 if all servers are on one host."""
 
 
 @dataclass(frozen=True)

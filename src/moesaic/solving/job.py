@@ -55,6 +55,7 @@ def answer(folder: Path) -> None:
             fleet["redundant"],
             fleet["min_replicas"],
             tuple(map(tuple, fleet["prices"])),
+            tuple(fleet["hosts"]),
         ),
         asked["solver"],
         asked["rule"],

@@ -11,8 +11,10 @@ handles each layer alone:
  3. *Packing.* Experts are placed by load per copy, heaviest first. Each goes to the servers where it raises
     load / capacity least, and never twice to one server. Then copies are exchanged as long as that lowers
     the layer's *peak*, its largest load / capacity.
- 4. *Few moves.* Copies stay where they are if possible. Only as many are exchanged as it takes to bring the
-    peak within `slack` of a placement from scratch.
+ 4. *Hosts.* Where servers are on several hosts, copies are exchanged until an expert's copies are on
+    different hosts, as far as the slots allow. No exchange for balance undoes that.
+ 5. *Few moves.* Copies stay where they are if possible. Only as many are exchanged as it takes to bring the
+    peak within `slack` of a placement from scratch, and to have no more experts on one host only.
 
 A layer without any load counts as evenly loaded. The load of an expert is divided evenly among its copies.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,8 +39,10 @@ from moesaic.policy.placement.packing import (
     kept,
     pack,
     server_slots,
-    swap,
+    settle,
+    spread,
 )
+from moesaic.policy.placement.spreading import Hosts
 
 Load = FloatArray | IntArray
 
@@ -52,6 +56,7 @@ def place(
     previous: Placement | None = None,
     slack: float = 0.05,
     model: str = "",
+    hosts: Mapping[int, str] | None = None,
 ) -> Placement:
     """Find a balanced placement. Returns `previous` itself if that is good enough.
 
@@ -59,10 +64,14 @@ def place(
     servers: id -> capacity weight, the server's share of slots and of load. slack: how far a layer's peak
     may exceed the best one found, relatively, in order to save moves. Without `previous`, the search starts
     from consecutive ranges of experts and slack is 0. model: fingerprint, by default that of `previous`.
+    hosts: server -> its host. Those that are not in it are on one more host. None: all are on one host.
 
     A layer has max(E + redundant, E * min_replicas) slots. `--min-replicas 2` alone is thus enough for two
     copies of every expert. Redundant slots beyond that follow load. At most E * servers slots can be used.
     Further ones stay empty, since redundant slots are a budget and min_replicas is a promise.
+
+    Experts with several copies are on several hosts, as far as the slots allow. With two copies each, all
+    are on two hosts if no host has more than half of the capacity.
 
     Raises ConfigError for fewer servers than min_replicas, and for invalid loads, counts or weights.
 
@@ -71,23 +80,19 @@ def place(
     copy. Expert 0 cannot have a third copy on two servers, so the sixth slot goes to expert 1. Each server
     gets experts 0, 1 and one of the others, and a load of 8.
     """
-    ids = sorted(servers)
-    capacity = np.array([servers[server] for server in ids], dtype=np.float64)
     _check(load, layers, servers, redundant, min_replicas, previous)
+    ids, experts = sorted(servers), load.shape[1]
+    capacity = np.array([servers[server] for server in ids], dtype=np.float64)
     load = np.asarray(load, dtype=np.float64)
-    experts = load.shape[1]
     slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
     before = [copy_mask(previous, layer, ids, experts) for layer in layers]
-    room = server_slots(slots, experts, capacity, np.array([old.sum(axis=0) for old in before]))
-    held = {}
+    there = Hosts.where(ids, hosts)
+    room = server_slots(slots, experts, capacity, np.array([old.sum(axis=0) for old in before]), there)
+    held, spare = {}, slack if previous else 0.0
     for row, layer in enumerate(layers):
-        weight = load[row] if load[row].any() else np.ones(experts)
         start = before[row] if previous else _ranges(experts, room[row])
-        spare = slack if previous else 0.0
-        chosen = _place_layer(weight, room[row], capacity, min_replicas, start, spare)
-        held[layer] = {
-            server: np.flatnonzero(chosen[:, column]).tolist() for column, server in enumerate(ids)
-        }
+        chosen = _place_layer(load[row], room[row], capacity, there, min_replicas, start, spare)
+        held[layer] = {one: np.flatnonzero(mine).tolist() for one, mine in zip(ids, chosen.T, strict=True)}
     if previous is None:
         return Placement(0, experts, held, model)
     new = Placement(previous.version + 1, experts, held, model or previous.model)
@@ -138,25 +143,35 @@ def _ranges(experts: int, room: IntArray) -> BoolArray:
 
 
 def _place_layer(
-    load: FloatArray, room: IntArray, capacity: FloatArray, min_replicas: int, before: BoolArray, slack: float
+    load: FloatArray,
+    room: IntArray,
+    capacity: FloatArray,
+    hosts: Hosts,
+    min_replicas: int,
+    before: BoolArray,
+    slack: float,
 ) -> BoolArray:
     """[E, N] the placement of one layer: the first candidate with a peak within `slack` of the best one.
 
-    Candidates are tried in order of the moves that they need, fewest first.
+    Candidates are tried in order of the moves that they need, fewest first. One with more experts on one
+    host only than another one is left out.
     """
+    load = load if load.any() else np.ones(len(load))
     count = copies(load, room, min_replicas)
-    layer = Layer(load / count, count, room, capacity)
-    fresh = swap(layer, pack(layer, np.zeros_like(before)), 0.0)
-    best = _peak(load, fresh, capacity)
+    layer = Layer(load / count, count, room, capacity, hosts)
+    fresh = settle(layer, spread(layer, pack(layer, np.zeros_like(before))), 0.0)
     may_stay = (before.sum(axis=0) == room).all() and before.sum(axis=1).min() >= min_replicas
-    now = _peak(load, before, capacity) if may_stay else np.inf
-    limit = min(best, now) * (1 + slack + EXACT)
-    if now <= limit:
-        return before
-    found = swap(layer, pack(layer, kept(layer, before, limit)), limit)
-    if _peak(load, found, capacity) <= limit:
+    stay = spread(replace(layer, each=load / before.sum(axis=1)), before) if may_stay else fresh
+    fewest = min(hosts.on_one(fresh), hosts.on_one(stay))
+    safe = [found for found in (stay, fresh) if hosts.on_one(found) == fewest]
+    limit = min(_peak(load, found, capacity) for found in safe) * (1 + slack + EXACT)
+    if may_stay and hosts.on_one(stay) == fewest and _peak(load, stay, capacity) <= limit:
+        return stay
+    stays = kept(layer, before, limit)
+    found = settle(layer, spread(layer, pack(layer, stays), stays), limit)
+    if hosts.on_one(found) <= fewest and _peak(load, found, capacity) <= limit:
         return found
-    return fresh
+    return safe[-1]
 
 
 def _peak(load: FloatArray, held: BoolArray, capacity: FloatArray) -> float:

@@ -47,6 +47,8 @@ class Fleet:
     min_replicas: int = 1
     prices: tuple[tuple[float, ...], ...] = ()
     """[R][S] seconds of a byte from each rank to each of `servers`. Empty: all links are alike."""
+    hosts: tuple[str, ...] = ()
+    """[S] the host of each of `servers`. Empty: all are on one host."""
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -92,7 +94,8 @@ def solve(
     homes = _on_servers(found, profile, fleet, present.version + 1)
     least = min(fleet.min_replicas, len(fleet.capacities))
     placement = around_homes.place(
-        homes, profile.loads, profile.layers, fleet.capacities, fleet.redundant, least
+        *(homes, profile.loads, profile.layers, fleet.capacities, fleet.redundant, least),
+        hosts=dict(zip(fleet.servers, fleet.hosts, strict=False)),
     )
     made = predict.build(known, found)
     usable = tables if tables is not None and tables.ranks == ranks else None

@@ -8,6 +8,9 @@ Ryser), where n are the servers' slots and c the experts' copies:
    `pack` ensures this.
  - More copies can be added until they fit exactly if any k experts have at most sum(min(n, k)) copies.
    `copies` ensures this.
+
+Where servers are on several hosts, `spread` exchanges copies so that an expert's copies are on several of
+them. No later exchange makes that worse.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.spreading import Hosts
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -29,21 +33,35 @@ EXACT = 1e-9
 # ---- slots
 
 
-def server_slots(slots: int, experts: int, capacity: FloatArray, before: IntArray) -> IntArray:
+def server_slots(
+    slots: int, experts: int, capacity: FloatArray, before: IntArray, where: Hosts | None = None
+) -> IntArray:
     """[L, N] slots of each server in each layer: its share of `slots`, rounded down or up.
 
-    Rounding is fair over the layers so far. before: [L, N] copies that the servers have now. On a tie, the
-    remaining slot goes to the server that has most copies beyond its rounded share.
+    The sum of each host is its share, too, rounded down or up. Rounding is fair over the layers so far.
+    before: [L, N] copies that the servers have now. On a tie, the remaining slot goes to the server that has
+    most copies beyond its rounded share. where: None: all servers are on one host.
 
     Example: 8 slots and 3 equal servers -> 3 3 2, then 3 2 3, then 2 3 3.
     """
     share = _shares(slots, experts, capacity)
+    hosts = Hosts.one(len(capacity)) if where is None else where
+    ends = hosts.of[:, None] == np.arange(hosts.count)
+    totals = _rounded(share @ ends, np.full(len(before), slots), before @ ends)
+    found = np.zeros_like(before)
+    for host, total in enumerate(totals.T):
+        found[:, ends[:, host]] = _rounded(share[ends[:, host]], total, before[:, ends[:, host]])
+    return found
+
+
+def _rounded(share: FloatArray, total: IntArray, before: IntArray) -> IntArray:
+    """[L, N] `share` [N] rounded down or up, fair over the layers, so that layer l has the sum total[l]."""
     whole = np.floor(share + EXACT)
     part = np.where(share - whole > EXACT, share - whole, 0.0)
-    odd = slots - int(whole.sum())
     found = np.tile(whole.astype(np.int64), (len(before), 1))
-    owed = np.zeros(len(capacity))
-    for room, now in zip(found, before, strict=True):
+    owed = np.zeros(len(share))
+    for room, slots, now in zip(found, total.tolist(), before, strict=True):
+        odd = slots - int(whole.sum())
         owed += part
         order = np.lexsort((whole - now, -np.round(owed, 6), part == 0))
         room[order[:odd]] += 1
@@ -108,6 +126,13 @@ class Layer:
     """[N] slots of each server; sum(room) == sum(count)."""
     capacity: FloatArray
     """[N] capacity weight of each server."""
+    where: Hosts | None = None
+    """The hosts of the servers. None: all are on one host."""
+
+    @property
+    def hosts(self) -> Hosts:
+        """The hosts of the servers."""
+        return Hosts.one(len(self.room)) if self.where is None else self.where
 
     @property
     def order(self) -> list[int]:
@@ -119,9 +144,10 @@ class Layer:
 def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
     """[E, N] True for the copies of `before` that stay: as many as count, room and limit allow.
 
-    limit: maximum load / capacity of a server. Surplus copies are removed from the servers with the largest
-    load / capacity. A server with too many copies or too much load drops the lightest copy that suffices.
-    If none suffices, it drops its heaviest copy, and so on.
+    limit: maximum load / capacity of a server. Surplus copies are removed from the hosts with most copies of
+    the expert, and there from the servers with the largest load / capacity. A server with too many copies or
+    too much load drops the lightest copy that suffices. If none suffices, it drops its heaviest copy, and so
+    on.
 
     Example: a server has copies of load 6, 3 and 1, room for 3 and limit 7. The copy of 3 is dropped, 6 and
     1 stay.
@@ -130,7 +156,9 @@ def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
     carried = layer.each @ kept
     for expert in np.flatnonzero(kept.sum(axis=1) > layer.count).tolist():
         for _ in range(int(kept[expert].sum() - layer.count[expert])):
-            server = int(np.where(kept[expert], carried / layer.capacity, -1.0).argmax())
+            of_host = layer.hosts.copies(kept[[expert]])[0, layer.hosts.of]
+            spare = kept[expert] & (of_host == of_host[kept[expert]].max())
+            server = int(np.where(spare, carried / layer.capacity, -1.0).argmax())
             kept[expert, server] = False
             carried[server] -= layer.each[expert]
     for server, mine in enumerate(kept.T):
@@ -146,7 +174,8 @@ def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
 def pack(layer: Layer, kept: BoolArray) -> BoolArray:
     """[E, N] True where a server gets a copy.
 
-    Copies of `kept` stay where possible, the rest are placed by load / capacity.
+    Copies of `kept` stay where possible, the rest are placed by load / capacity. Each host gets a copy before
+    another one gets a second, where servers have room.
     """
     held = np.zeros_like(kept)
     left = layer.room.copy()
@@ -158,6 +187,9 @@ def pack(layer: Layer, kept: BoolArray) -> BoolArray:
         demand[:count] -= 1
         raised = (carried + layer.each[expert]) / layer.capacity
         rank = np.lexsort((raised, free <= 0, ~kept[expert], left == 0))
+        if layer.hosts.count > 1:
+            taken = (free <= 0) & ~kept[expert]
+            rank = np.lexsort((rank.argsort(), layer.hosts.ordinals(rank), taken, left == 0))
         chosen = _matched(rank[:count].tolist(), left, demand)
         held[expert, chosen] = True
         left[chosen] -= 1
@@ -196,7 +228,7 @@ def swap(layer: Layer, held: BoolArray, limit: float) -> BoolArray:
     """Exchange copies with the most loaded server until its load / capacity is at most `limit`.
 
     Each step makes the exchange that leaves the lowest peak of both servers. It stops when no exchange
-    lowers the peak.
+    lowers the peak. No exchange lowers the spread over hosts.
 
     Example: loads 5 4 and 3 2 on two equal servers -> 3 4 and 5 2.
     """
@@ -230,5 +262,73 @@ def _exchange(
     peak = np.maximum(
         (carried[top] - change) / layer.capacity[top], (carried[other] + change) / layer.capacity[other]
     )
+    here, there = layer.hosts.of[[top, other]].tolist()
+    if here != there:
+        copies = layer.hosts.copies(held)
+        gained = layer.hosts.gain(copies, here, there)[gives][:, None]
+        peak[gained + layer.hosts.gain(copies, there, here)[takes] < 0] = np.inf
     best = int(peak.argmin())
     return float(peak.flat[best]), int(gives[best // len(takes)]), int(takes[best % len(takes)]), other
+
+
+# ---- hosts
+
+
+def settle(layer: Layer, held: BoolArray, limit: float) -> BoolArray:
+    """Spread over hosts and exchange for balance (`swap`), until no exchange of either kind is left."""
+    while True:
+        held = swap(layer, held, limit)
+        wider = spread(layer, held)
+        if (wider == held).all():
+            return held
+        held = wider
+
+
+def spread(layer: Layer, held: BoolArray, kept: BoolArray | None = None) -> BoolArray:
+    """Exchange copies between hosts as long as that raises the sum of the experts' spreads.
+
+    Each step takes a copy of an expert that has another one on the same host. It makes the exchange that
+    gains most. Of several it makes the one that takes the fewest copies of `kept` away, then the one that
+    leaves the lowest peak of both servers. With one host, nothing changes.
+
+    Example: servers 0 and 1 are on one host, 2 and 3 on another one. Servers hold experts 0, 0, 1, 1. Servers
+    1 and 2 exchange their copies, so each expert is on both hosts.
+    """
+    held, hosts = held.copy(), layer.hosts
+    stays = np.zeros_like(held) if kept is None else kept
+    changed = hosts.count > 1
+    while changed:
+        changed = False
+        for expert in layer.order:
+            while (found := _parting(layer, held, stays, expert)) is not None:
+                source, target, other = found
+                held[expert, [source, target]] = False, True
+                held[other, [source, target]] = True, False
+                changed = True
+    return held
+
+
+def _parting(layer: Layer, held: BoolArray, stays: BoolArray, expert: int) -> tuple[int, int, int] | None:
+    """The best exchange for the spread of an expert: (the server that gives its copy away, the one that gets
+    it, the expert that goes the other way). None if no exchange gains."""
+    hosts, copies = layer.hosts, layer.hosts.copies(held)
+    if copies[expert].max() < 2 or copies[expert].min() > 0:
+        return None
+    carried, found = layer.each @ held, []
+    for source in np.flatnonzero(held[expert] & (copies[expert] > 1)[hosts.of]).tolist():
+        here = int(hosts.of[source])
+        back = np.stack([hosts.gain(copies, there, here) for there in range(hosts.count)], axis=1)
+        gained = hosts.gain(copies[[expert]], here, int(copies[expert].argmin())) + back[:, hosts.of]
+        possible = held & ~held[:, [source]] & (copies[expert] == 0)[hosts.of]
+        gained = np.where(possible, gained, 0.0)
+        change = layer.each[expert] - layer.each[:, None]
+        peak = np.maximum(
+            (carried[source] - change) / layer.capacity[source], (carried + change) / layer.capacity
+        )
+        taken = stays.astype(np.int64) + stays[expert, source]
+        first = int(np.lexsort((peak.ravel(), taken.ravel(), -gained.ravel()))[0])
+        other, target = divmod(first, held.shape[1])
+        figures = -gained.flat[first], taken.flat[first], peak.flat[first]
+        found.append((*map(float, figures), source, target, other))
+    lost, _, _, source, target, other = min(found)
+    return (source, target, other) if lost < 0 else None

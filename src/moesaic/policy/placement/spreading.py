@@ -1,0 +1,107 @@
+"""Spreads the copies of an expert over hosts, so that an expert with two copies outlives any one host.
+
+A host is what fails as a whole (Kubernetes: a topology domain of its `topologySpreadConstraints`). The spread
+of an expert whose copies are on d hosts is 1 - 1 / 2^d. The second host thus counts more than all further
+ones together. `packing.spread` raises the sum over a layer's experts as long as an exchange of two copies
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.placement import NOBODY, Placement
+from moesaic.core.tokens import IntArray
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of N servers."""
+
+    of: IntArray
+    """[N] number of each server's host, from 0 on."""
+
+    @classmethod
+    def where(cls, servers: Sequence[int], hosts: Mapping[int, str] | None) -> Hosts:
+        """The hosts of these servers. hosts: server -> host; who is not in it is on the host "".
+
+        None: all servers are on one host.
+        """
+        names = [(hosts or {}).get(server, "") for server in servers]
+        return cls(np.unique(names, return_inverse=True)[1].astype(np.int64))
+
+    @classmethod
+    def one(cls, servers: int) -> Hosts:
+        """So many servers, all on one host."""
+        return cls(np.zeros(servers, dtype=np.int64))
+
+    @property
+    def count(self) -> int:
+        """Number of hosts."""
+        return int(self.of.max(initial=0)) + 1
+
+    def copies(self, held: BoolArray) -> IntArray:
+        """[E, hosts] number of copies on each host. held: [E, N] True where a server has the expert."""
+        found: IntArray = held.astype(np.int64) @ np.eye(self.count, dtype=np.int64)[self.of]
+        return found
+
+    def on_one(self, held: BoolArray) -> int:
+        """Number of experts with several copies, all of them on one host. 0 if there is one host only."""
+        copies = self.copies(held)
+        alone = ((copies > 0).sum(axis=1) == 1) & (copies.sum(axis=1) > 1)
+        return int(alone.sum()) if self.count > 1 else 0
+
+    def ordinals(self, order: IntArray) -> IntArray:
+        """[N] how many servers of the same host stand before each server in `order`.
+
+        Example: servers 0 and 1 on host 0, 2 on host 1, order 1 0 2 -> 1 0 0.
+        """
+        found = np.zeros(len(order), dtype=np.int64)
+        seen = np.zeros(self.count, dtype=np.int64)
+        for server in order.tolist():
+            found[server] = seen[self.of[server]]
+            seen[self.of[server]] += 1
+        return found
+
+    def preferred(self, held: BoolArray, among: BoolArray) -> BoolArray:
+        """[N] the servers of `among` [N] on the hosts with the fewest copies of an expert. held: [N]."""
+        copies = self.copies(held[None])[0, self.of]
+        chosen: BoolArray = among & (copies == copies[among].min(initial=len(held)))
+        return chosen
+
+    def gain(self, copies: IntArray, source: int, target: int) -> FloatArray:
+        """[E] what the spread of each expert gains if a copy moves from one host to another.
+
+        copies: [E, hosts]. Only the rows of experts with a copy at `source` mean something.
+        """
+        hosts = (copies > 0).sum(axis=1)
+        if source == target:
+            return np.zeros(len(copies))
+        after = hosts - (copies[:, source] == 1) + (copies[:, target] == 0)
+        gained: FloatArray = 0.5**hosts - 0.5**after
+        return gained
+
+
+def on_one_host(
+    placement: Placement, layer: int, servers: Sequence[int], hosts: Mapping[int, str] | None
+) -> int:
+    """Number of the layer's experts that have several copies on these servers, all of them on one host.
+
+    hosts: as of `Hosts.where`. Returns 0 if all of these servers are on one host.
+    """
+    held = placement.table(layer)
+    mask = np.zeros((placement.num_experts, max(NOBODY + 1, int(held.max()), *servers) + 2), dtype=np.bool_)
+    np.put_along_axis(mask, held, True, axis=1)  # NOBODY, -1, marks the last column, which is no server
+    return Hosts.where(servers, hosts).on_one(mask[:, list(servers)])
+
+
+def exposed(placement: Placement, servers: Sequence[int], hosts: Mapping[int, str] | None) -> int:
+    """The sum of `on_one_host` over all layers."""
+    return sum(on_one_host(placement, layer, servers, hosts) for layer in placement.layers)
