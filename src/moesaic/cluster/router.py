@@ -203,9 +203,9 @@ class Router:
                 self._outbox.put(messages.Moved(orphans))
             self._place(orphans)
             for entry in list(self._entries.values()):
-                if entry.transfer is not None and entry.transfer.to == worker:
+                if (transfer := entry.transfer) is not None and transfer.to == worker and not transfer.gone:
                     entry.blocks.pop(worker)
-                    entry.transfer.broken = entry.transfer.gone = True
+                    transfer.broken = transfer.gone = True
                     self._go_on(entry)
 
     def take(self, worker: int, message: Message) -> None:
