@@ -111,6 +111,15 @@ class Scene:
     def settle(self) -> None:
         self.members.workers[0].settled = self.publisher.version
 
+    def end(self, change: Change) -> None:
+        """Advances a change until its end, while time passes."""
+        for _ in range(100):
+            if not advance(change):
+                return
+            self.settle()
+            self.now += 1.0
+        raise AssertionError("the change does not end")
+
 
 @pytest.fixture
 def spawning(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Scene]]:
@@ -248,6 +257,38 @@ def test_while_it_changes_a_restarted_server_holds_what_both_placements_give_it(
     after = Placement(1, 6, {0: {0: [2, 5], 1: [0, 1, 3, 4]}, 3: {1: [0, 1, 2, 3, 4, 5]}})
     assert union(0, (before, after)) == {0: [1, 2, 5], 3: [0, 1, 2, 3, 4, 5]}
     assert union(1, (after, None)) == {0: [0, 1, 3, 4], 3: [0, 1, 2, 3, 4, 5]}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_worker_that_joins_while_servers_are_scaled_stays(fails: bool, spawning: list[Scene]) -> None:
+    """A command for one role changes no other one, also where it is undone."""
+    scene = Scene(1)
+    spawning.append(scene)
+    change = scene.changes.scale(2, None)
+    assert advance(change)
+    joined = scene.members.add(Role.WORKER)
+    new = scene.members.servers[1]
+    if fails:
+        new.complaint = "no"
+        with pytest.raises(ScalingError, match="the cluster is as it was"):
+            scene.end(change)
+    else:
+        scene.holds(new)
+        scene.end(change)
+    assert joined in scene.members.workers and len(scene.members.workers) == 2
+    assert len(scene.members.servers) == (1 if fails else 2)
+
+
+def test_a_worker_that_leaves_while_servers_are_scaled_is_not_replaced(spawning: list[Scene]) -> None:
+    scene = Scene(1)
+    spawning.append(scene)
+    joined = scene.members.add(Role.WORKER)
+    change = scene.changes.scale(2, None)
+    assert advance(change)
+    scene.members.remove(joined)
+    scene.holds(scene.members.servers[1])
+    scene.end(change)
+    assert len(scene.members.workers) == 1
 
 
 @pytest.mark.parametrize("how", ["complains", "dies", "takes too long"])

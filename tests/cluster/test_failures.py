@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moesaic.cluster.failures import MOST, Failures
+from moesaic.cluster.failures import LONGEST, MOST, Failures
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -45,3 +45,11 @@ def test_the_last_ones_are_kept() -> None:
     for number in range(MOST + 2):
         failures.note(str(number))
     assert [failure.what for failure in failures.all()] == [str(number) for number in range(2, MOST + 2)]
+
+
+def test_what_a_peer_wrote_looks_like_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    failures = Failures()
+    failures.note("worker 1: no\n2026-01-01 WARNING all is lost\x1b[31m" + "x" * LONGEST)
+    [failure] = failures.all()
+    assert failure.what.startswith("worker 1: no?2026-01-01 WARNING all is lost?[31mx")
+    assert len(failure.what) == LONGEST and caplog.messages == [failure.what]

@@ -368,3 +368,15 @@ def test_scores_of_prompts_and_forms_of_answers_are_those_of_one_process(drafts:
         assert [entry for one in got for entry in one.logprobs or []] == (wanted.logprobs or [])
         scores = [one.prompt_logprobs for one in got if one.prompt_logprobs is not None]
         assert scores == ([wanted.prompt_logprobs] if number == 0 else [])
+
+
+@pytest.mark.slow
+def test_a_known_prompt_of_which_one_row_is_computed_again_ends_no_worker() -> None:
+    """Its only step is recorded, and torch's operations cannot be part of that. All its KV is to be sent."""
+    prompts, params = [list(range(3, 388))], [SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)]
+    with prefill_cluster(expert_servers=0, max_num_batched_tokens=512) as served:
+        for _ in range(2):
+            served.submit(prompts, params)
+            served.finish()
+        assert served.finish() == 2 * alone(prompts, params)
+        assert served.supervisor.report().counters.process_deaths == 0

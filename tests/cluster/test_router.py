@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moesaic.cluster.router import Router
 from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message
 from moesaic.core.metrics import SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams
@@ -89,6 +92,27 @@ def test_a_request_moves_with_its_tokens_and_what_the_old_worker_still_says_is_i
     workers.router.take(1, token(0, 8))
     assert workers.heard() == [token(0, 8)]
     assert workers.router.moved_requests == 1
+
+
+def test_a_worker_says_nothing_about_the_requests_of_others() -> None:
+    workers = Workers(2)
+    workers.submit(0, 1)
+    workers.router.take(1, messages.Tokens([0, 1], [7, 8], [FinishReason.LENGTH, None]))
+    workers.router.take(1, messages.PromptLogprobs(0, 0, []))
+    told = [one for one in workers.heard() if one != messages.Tokens([], [], [])]
+    assert told == [token(1, 8)]
+    workers.router.take(0, token(0, 9, FinishReason.LENGTH))
+    assert workers.heard() == [token(0, 9, FinishReason.LENGTH)]
+
+
+@pytest.mark.parametrize("wrong", [-1, info().vocab_size, 1 << 62])
+def test_a_token_that_is_not_in_the_vocabulary_reaches_nobody(wrong: int) -> None:
+    workers = Workers(2)
+    workers.submit(0)
+    with pytest.raises(ConnectionLost, match="the vocabulary has"):
+        workers.router.take(0, token(0, wrong))
+    workers.router.leave(0)
+    assert workers.got(1) == [(0, [])], "the next worker begins without it"
 
 
 def test_what_a_worker_counted_stays_counted() -> None:

@@ -270,3 +270,16 @@ def test_a_prefill_worker_is_busy_while_it_has_prompts_or_sends_their_kv() -> No
     workers.router.take(PREFILL + 1, messages.Stats(WorkerStats(waiting=4)))
     workers.router.take(0, messages.Stats(WorkerStats(waiting=3)))
     assert (workers.router.waiting_prompts(), workers.router.stats().waiting) == (4, 7)
+
+
+def test_the_worker_that_goes_on_may_die_twice_while_the_prompt_is_computed() -> None:
+    """Its successor has the same number."""
+    workers = Workers()
+    workers.submit()
+    for _ in range(2):
+        workers.router.leave(0)
+        workers.join(0)
+    workers.router.leave(0)
+    workers.sampled()
+    [submit] = [one for one in workers.got(PREFILL) + workers.got(1) if isinstance(one, messages.Submit)]
+    assert submit.generated == [[50]]

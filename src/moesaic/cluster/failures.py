@@ -12,6 +12,8 @@ from moesaic.core.cluster_status import Failure
 LOG = logging.getLogger(__name__)
 MOST = 50
 """Maximum number of failures that are kept, the latest ones."""
+LONGEST = 2000
+"""Maximum characters of a failure. The rest is cut off."""
 
 
 class Failures:
@@ -24,7 +26,11 @@ class Failures:
         return list(self._last)
 
     def note(self, what: str, error: BaseException | None = None) -> None:
-        """Records a failure as one line. error: its traceback goes to the log."""
+        """Records a failure as one line. error: its traceback goes to the log.
+
+        A peer may have written a part of `what`. So nothing of it can look like another line of the log.
+        """
+        what = "".join(one if one.isprintable() else "?" for one in what[:LONGEST])
         LOG.warning("%s", what, exc_info=error)
         self._last.append(Failure(time.time(), what))
 

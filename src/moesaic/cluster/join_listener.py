@@ -12,8 +12,10 @@ import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from moesaic.cluster.member import Role
+from moesaic.config.values import KernelName
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.core.paced import LinkModel
@@ -48,6 +50,7 @@ def own_door(address: str) -> str:
 
 
 _ROLES = {role.flag: role for role in Role}
+_KERNELS = get_args(KernelName)
 
 
 @dataclass
@@ -148,6 +151,6 @@ class JoinListener:
                 raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
             link = self._link_tests.link(word.host, connection)
             undo.pop_all()
-            sets = tuple(word.instruction_sets)
+            sets = tuple(name for name in word.instruction_sets if name in _KERNELS)
             parts = connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket
             return RemoteProcess(*parts, link=link)

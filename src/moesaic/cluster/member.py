@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from moesaic.core.endpoint import NOWHERE, Endpoint
-from moesaic.core.messages import ReceivesKV
+from moesaic.core.messages import Ready, ReceivesKV, WorkerInfo
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.policy.fleet.devices import Devices
 from moesaic.transport.base import Connection
@@ -127,6 +128,8 @@ class Member:
     """GPUs that its processes see, one after the other; empty: those of this process, or none."""
     weights: str = ""
     """If it joined: fingerprint that its checkpoint must have."""
+    info: WorkerInfo | None = None
+    """For a worker: what it said when it was ready. None: it was not yet."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0
@@ -167,3 +170,20 @@ class Member:
         before = len(self.deaths) - 2
         self.restart_at = now + (0.0 if before < 0 else min(rule.longest_delay, rule.first_delay * 2**before))
         return True
+
+
+def unfit(member: Member, ready: Ready, others: Iterable[WorkerInfo | None]) -> str | None:
+    """Why this worker cannot serve, by what it says of itself; None if it can.
+
+    others: of workers that did not join, if they said it already.
+    """
+    if ready.weights != member.weights:
+        return "its checkpoint has another fingerprint than this cluster's"
+    known = [one for one in others if one is not None]
+    for name in ("block_size", "num_blocks", "max_num_seqs") if member.joined else ():
+        if getattr(ready.info, name) < 1:
+            return f"{name}: got {getattr(ready.info, name)}; allowed: at least 1"
+    for name in ("vocab_size", "max_model_len") if member.joined else ():
+        if getattr(ready.info, name) not in (allowed := {getattr(one, name) for one in known}) and allowed:
+            return f"{name}: got {getattr(ready.info, name)}; allowed: {', '.join(map(str, allowed))}"
+    return None

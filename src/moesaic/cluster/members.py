@@ -13,7 +13,7 @@ from moesaic.cluster import numa
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.launcher import Launcher, LocalLauncher
-from moesaic.cluster.member import Member, Process, Role, Stage
+from moesaic.cluster.member import Member, Process, Role, Stage, unfit
 from moesaic.cluster.router import Router
 from moesaic.config import SMALL_MODEL, ClusterConfig, ExpertServerConfig, WorkerConfig, gpus
 from moesaic.config.values import KernelName, KVRole
@@ -225,6 +225,10 @@ class Members:
         kind, _, rest = name.partition(" (")  # such as "native (avx512), paced"
         return cast("KernelName", rest.partition(")")[0]) if kind == "native" else None
 
+    def unfit(self, member: Member, ready: messages.Ready) -> str | None:
+        """Why a worker that joined cannot serve beside the others; None if it can."""
+        return unfit(member, ready, [one.info for one in self.clients if not one.elsewhere])
+
     def take(self, process: RemoteProcess) -> None:
         """Gives a process to the launcher that started it, which may have given it up meanwhile."""
         if not self.launcher.take(process):
@@ -362,21 +366,27 @@ class Members:
         while True:
             try:
                 message = child.connection.receive(None)
+                if isinstance(message, TO_ROUTER) and member.role is not Role.SERVER:
+                    self._router.take(member.worker, message)
+                    continue
             except ConnectionLost as lost:
-                if member.role is not Role.SERVER:
-                    self._leave(member)
-                put(lost)
+                self._lost(member, lost, put)
                 return
+            except Exception as error:  # a bug in moesaic: its requests must not wait without end
+                self._lost(member, ConnectionLost(f"a message failed: {error!r}"), put)
+                raise
             if message is None:
                 continue
             if member.role is Role.SERVER and not isinstance(message, FROM_SERVER):
                 put(ConnectionLost(f"an expert server sent {type(message).__name__}"))
                 return
-            match message:
-                case _ if isinstance(message, TO_ROUTER):
-                    self._router.take(member.worker, message)
-                case _:
-                    put(message)
+            put(message)
+
+    def _lost(self, member: Member, lost: ConnectionLost, put: Callable[[ConnectionLost], None]) -> None:
+        """Ends the work with a process from which nothing more is read."""
+        if member.role is not Role.SERVER:
+            self._leave(member)
+        put(lost)
 
     def _leave(self, member: Member) -> None:
         """Moves a worker's requests to other workers, even while the supervisor is busy or has failed."""

@@ -9,12 +9,14 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message, WorkerInfo
 from moesaic.core.metrics import WorkerStats
-from moesaic.core.request import Request
+from moesaic.core.request import FinishReason, Request
 from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.transport.base import Connection
 
 Clock = Callable[[], float]
 """Returns seconds, monotonic."""
+WITHOUT_TOKEN = (FinishReason.ERROR, FinishReason.NOT_ALLOWED)
+"""Reasons of a request that ends without a token."""
 
 
 @dataclass
@@ -121,6 +123,40 @@ def goes_on(entry: Entry, tokens: int, longest: int) -> bool:
     """
     most, prompt = entry.request.params.max_tokens, len(entry.request.prompt_token_ids)
     return tokens < longest and (most is None or tokens < prompt + most)
+
+
+def believable(message: Message, worker: int, vocab_size: int, entries: Mapping[int, Entry]) -> Message:
+    """A worker's message without what it says of other workers' requests.
+
+    vocab_size: of the worker. Raises ConnectionLost for a token that is not in the vocabulary.
+    """
+    match message:
+        case messages.PromptLogprobs(request_id) if _foreign(request_id, worker, entries):
+            return messages.Tokens([], [], [])
+        case messages.Tokens(request_ids, token_ids, finish):
+            for token, reason in zip(token_ids, finish, strict=True):
+                if not 0 <= token < vocab_size and reason not in WITHOUT_TOKEN:
+                    raise ConnectionLost(f"it sent token {token}; the vocabulary has {vocab_size}")
+            if any(_foreign(one, worker, entries) for one in request_ids):
+                return _of(message, worker, entries)
+    return message
+
+
+def _foreign(request_id: int, worker: int, entries: Mapping[int, Entry]) -> bool:
+    """Whether another worker has this request."""
+    return request_id in entries and entries[request_id].worker != worker
+
+
+def _of(message: messages.Tokens, worker: int, entries: Mapping[int, Entry]) -> messages.Tokens:
+    """The message about requests that no other worker has."""
+    kept = [i for i, one in enumerate(message.request_ids) if not _foreign(one, worker, entries)]
+    return messages.Tokens(
+        [message.request_ids[i] for i in kept],
+        [message.token_ids[i] for i in kept],
+        [message.finish[i] for i in kept],
+        [message.logprobs[i] for i in kept if message.logprobs],
+        [message.routes[i] for i in kept if message.routes],
+    )
 
 
 def first_time(message: messages.Admitted, entries: Mapping[int, Entry]) -> messages.Admitted:

@@ -24,6 +24,7 @@ from moesaic.cluster.requests import (
     Entry,
     Transfer,
     WorkerRecord,
+    believable,
     first_time,
     goes_on,
     measure,
@@ -84,16 +85,15 @@ class Router:
                         send(worker, message)
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        if self._lost is not None:
-            raise self._lost
-        try:
-            item = self._outbox.get(block=timeout != 0, timeout=timeout)
-        except queue.Empty:
-            return None
-        if isinstance(item, ConnectionLost):
+        if self._lost is None:
+            try:
+                item = self._outbox.get(block=timeout != 0, timeout=timeout)
+            except queue.Empty:
+                return None
+            if not isinstance(item, ConnectionLost):
+                return item
             self._lost = item
-            raise item
-        return item
+        raise self._lost
 
     def close(self) -> None:
         """Closes the connection: the engine's `receive` reports the end."""
@@ -203,16 +203,17 @@ class Router:
                 self._outbox.put(messages.Moved(orphans))
             self._place(orphans)
             for entry in list(self._entries.values()):
-                if entry.transfer is not None and entry.transfer.to == worker:
+                if (transfer := entry.transfer) is not None and transfer.to == worker and not transfer.gone:
                     entry.blocks.pop(worker)
-                    entry.transfer.broken = entry.transfer.gone = True
+                    transfer.broken = transfer.gone = True
                     self._go_on(entry)
 
     def take(self, worker: int, message: Message) -> None:
-        """Passes a worker's message on to the engine."""
+        """Passes a worker's message on to the engine. Raises ConnectionLost for one that nobody can use."""
         with self._lock:
-            if worker not in self._workers:
+            if (record := self._workers.get(worker)) is None:
                 return
+            message = believable(message, worker, record.info.vocab_size, self._entries)
             match message:
                 case messages.Tokens():
                     message = self._count(message)
@@ -226,7 +227,6 @@ class Router:
                 case messages.Admitted():
                     message = first_time(message, self._entries)
                 case messages.Stats() | messages.KVSent():
-                    record = self._workers[worker]
                     record.stats = with_news(record.stats, message)
                     message = messages.Stats(self._total())
             self._outbox.put(message)

@@ -100,15 +100,17 @@ class Changes:
     # ---- the changes
 
     def scale(self, servers: int | None, workers: int | None, prefill: int | None = None) -> Change:
-        """Changes to these numbers of expert servers, attention workers and prefill workers; None: as many as
-        now. With a number of prefill workers, those that were given up are forgotten.
+        """Changes to these numbers of expert servers, attention workers and prefill workers. A role without a
+        number (None) is left alone: processes of it may join and die meanwhile. With a number of prefill
+        workers, those that were given up are forgotten.
 
         If a step fails, the steps before it are undone.
         """
-        before, placement = self._numbers(), self._publisher.placement
-        wanted = self.wanted(servers, workers, prefill)
+        asked, placement = (servers, workers, prefill), self._publisher.placement
+        before = [None if n is None else now for n, now in zip(asked, self._numbers(), strict=True)]
+        self.wanted(*asked)
         try:
-            yield from self._towards(*wanted)
+            yield from self._towards(*asked)
         except Exception as error:
             conflict = isinstance(error, ScalingError) and error.conflict
             try:
@@ -253,21 +255,21 @@ class Changes:
         """The numbers of `COUNTED` now."""
         return len(self._members.servers), len(self._members.workers), len(self._prefill_workers)
 
-    def _towards(self, servers: int, workers: int, prefill: int) -> Change:
-        """Adds members first, then removes the newest ones."""
-        members = self._members
-        members.ask(servers, workers, prefill)
-        while len(members.servers) < servers:
+    def _towards(self, servers: int | None, workers: int | None, prefill: int | None) -> Change:
+        """Adds members first, then removes the newest ones. None: leaves the members of this role alone."""
+        members, asked = self._members, (servers, workers, prefill)
+        members.ask(*(now if n is None else n for n, now in zip(asked, self._numbers(), strict=True)))
+        while len(members.servers) < (servers or 0):
             yield from self.add_server()
-        while len(members.workers) < workers:
+        while len(members.workers) < (workers or 0):
             yield from self.add_worker()
-        while len(self._prefill_workers) < prefill:
+        while len(self._prefill_workers) < (prefill or 0):
             yield from self.add_worker(Role.PREFILL)
-        while len(self._prefill_workers) > prefill:
+        while prefill is not None and len(self._prefill_workers) > prefill:
             yield from self.remove_worker(self._prefill_workers[-1])
-        while len(members.workers) > workers:
+        while workers is not None and len(members.workers) > workers:
             yield from self.remove_worker(members.workers[-1])
-        while len(members.servers) > servers:
+        while servers is not None and len(members.servers) > servers:
             yield from self.remove_server(members.servers[-1])
 
     def _restore(self, placement: Placement | None) -> Change:

@@ -249,12 +249,12 @@ class Supervisor:
         match message:
             case ConnectionLost():
                 self._lost(member)
-            case messages.Layout(layout):
+            case messages.Layout(layout) if not member.elsewhere:  # theirs changes nothing
                 self._lay_out(layout)
-            case messages.Ready(_, weights) if weights != member.weights:
-                self._refuse(member, "its checkpoint has another fingerprint than this cluster's")
+            case messages.Ready() if (why_not := self._members.unfit(member, message)) is not None:
+                self._refuse(member, why_not)
             case messages.Ready(info):
-                member.stage, member.kernels = Stage.SERVING, info.kernels
+                member.stage, member.info, member.kernels = Stage.SERVING, info, info.kernels
                 assert member.child is not None
                 self._publisher.introduce(member)
                 prefill = member.role is Role.PREFILL

@@ -6,12 +6,21 @@ requests at once: there is one message per step, not one per token.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.experts import Directory, ExpertLayout
 from moesaic.core.metrics import ExpertServerStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, TokenLogprob, TokenRoute
+
+
+def _check_parallel(*lists: Sized) -> None:
+    """Raises ValueError for parallel lists of several lengths."""
+    lengths = [len(one) for one in lists]
+    if min(lengths) != max(lengths):
+        raise ValueError(f"parallel lists have {lengths} entries")
+
 
 # ---- engine -> worker
 
@@ -148,6 +157,10 @@ class Admitted:
     cached_tokens: list[int]
     """Prompt tokens found in the prefix cache."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, which `transport.codec` reports as damage."""
+        _check_parallel(self.request_ids, self.queue_seconds, self.cached_tokens)
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -171,6 +184,11 @@ class Tokens:
     """Empty when no request of the step wants them."""
     routes: list[TokenRoute | None] = field(default_factory=list)
     """As `logprobs`."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which `transport.codec` reports as damage."""
+        optional = [one for one in (self.logprobs, self.routes) if one]
+        _check_parallel(self.request_ids, self.token_ids, self.finish, *optional)
 
 
 @dataclass(frozen=True)

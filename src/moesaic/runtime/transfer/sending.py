@@ -225,7 +225,7 @@ class KVSender(Transfers):
         self._heap = max(HEAP_BYTES, 2 * largest + SLACK)
         self._outgoing: dict[int, _Outgoing] = {}
         self._step: list[_Rows] = []
-        """The rows that are computed now."""
+        """The rows that are computed now and may leave before the end of their step."""
         self._links: dict[Endpoint, Link] = {}
         self._lock = threading.Lock()
         """Protects `_stats`."""
@@ -242,7 +242,10 @@ class KVSender(Transfers):
                 self._outgoing[request.request_id] = _Outgoing(target, tokens, none)
 
     def begin(self, plan: StepPlan) -> None:
-        self._step = self._rows(plan)
+        """A step whose rows all give logits may be recorded, and no copy can be part of that. So it sends at
+        its end, like a replayed one, which tells nothing of its layers."""
+        whole = plan.batch.num_rows == len(plan.batch.logit_rows)
+        self._step = [] if whole else self._rows(plan)
 
     def computed(self, plan: StepPlan) -> None:
         for rows in self._rows(plan):
