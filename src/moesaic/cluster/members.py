@@ -7,9 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
-from moesaic.cluster import numa
+from moesaic.cluster import instruction_sets, numa
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.launcher import Launcher, LocalLauncher
@@ -24,7 +23,13 @@ from moesaic.policy.fleet.devices import Devices, beside, choose
 from moesaic.trace.parts import part_of
 from moesaic.transport.host import this_host
 
-FROM_SERVER = (messages.Holds, messages.Digests, messages.ServerReport, messages.Failed)
+FROM_SERVER = (
+    messages.Holds,
+    messages.Digests,
+    messages.ServerReport,
+    messages.Failed,
+    messages.LinkTest,  # an answer that came too late
+)
 """The messages that an expert server may send."""
 TO_ROUTER = (
     messages.Tokens,
@@ -190,7 +195,7 @@ class Members:
         member.elsewhere = member.joined = True
         member.devices = ()
         self.locate(member, process)
-        member.weights, used = weights, self._native(member.role)
+        member.weights, used = weights, self._instruction_set(member.role)
         if member.role is Role.SERVER:
             assert layout is not None
             server = self._server_settings(layout)
@@ -205,25 +210,12 @@ class Members:
         self._listen(member, process)
 
     def unlike(self, process: RemoteProcess) -> str | None:
-        """Why a process that joined would compute other bits than the rest; None if it would not.
+        """See `instruction_sets.unlike`."""
+        return instruction_sets.unlike(process, self._instruction_set(process.role))
 
-        A process that names its kernels itself says no instruction sets, and may differ.
-        """
-        used, theirs = self._native(process.role), process.instruction_sets
-        if used is None or used in theirs or not theirs:
-            return None
-        return (
-            f"--kernels: this cluster computes with {used}, which the CPU of {process.host} lacks; "
-            f"start the cluster with --kernels {theirs[0]} for equal bits, or join with --kernels"
-        )
-
-    def _native(self, role: Role) -> KernelName | None:
-        """The instruction set with which members like this compute; None: other kernels, or none yet."""
-        alike = self.servers if role is Role.SERVER else self.clients
-        names = (one.kernels for one in alike if one.in_service)
-        name = next(names, "")
-        kind, _, rest = name.partition(" (")  # such as "native (avx512), paced"
-        return cast("KernelName", rest.partition(")")[0]) if kind == "native" else None
+    def _instruction_set(self, role: Role) -> KernelName | None:
+        """With which members like this compute; see `instruction_sets.in_use`."""
+        return instruction_sets.in_use(self.servers if role is Role.SERVER else self.clients)
 
     def unfit(self, member: Member, ready: messages.Ready) -> str | None:
         """Why a worker that joined cannot serve beside the others; None if it can."""
