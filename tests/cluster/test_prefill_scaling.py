@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from moesaic.cluster import members
+from moesaic.cluster import launcher
 from moesaic.cluster.local import ChildProcess
 from moesaic.cluster.member import RestartRule
 from moesaic.config import WorkerConfig
@@ -59,7 +59,7 @@ def test_prefill_workers_come_and_go_during_traffic(schedule: str) -> None:
 
 @pytest.mark.slow
 def test_one_that_cannot_be_started_is_named_and_the_service_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn = members.spawn_worker
+    spawn = launcher.spawn_worker
 
     def stillborn(config: WorkerConfig) -> ChildProcess:
         process = spawn(config)
@@ -68,7 +68,7 @@ def test_one_that_cannot_be_started_is_named_and_the_service_goes_on(monkeypatch
 
     with prefill_cluster(expert_servers=0) as served:
         served.submit(*workload(24))
-        monkeypatch.setattr(members, "spawn_worker", stillborn)
+        monkeypatch.setattr(launcher, "spawn_worker", stillborn)
         future = served.supervisor.scale(prefill_workers=2)
         served.until(future.done)
         with pytest.raises(ScalingError, match=r"prefill worker 1 did not come up: .*signal 9.*as it was"):

@@ -37,7 +37,8 @@ class Nodes:
     def __init__(self, count: int) -> None:
         from ray.cluster_utils import Cluster
 
-        self._folder = tempfile.mkdtemp(prefix="ray")
+        self._folder = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray")
+        Path(self._folder, "ray").mkdir()  # Ray's file with the address of its last cluster stands there
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": self._folder}
         self._cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE})
         self.address = str(self._cluster.address)
@@ -77,6 +78,7 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_TMPDIR", "")
         started = Nodes(4)
         patch.setenv("RAY_ADDRESS", started.address)
         yield started
