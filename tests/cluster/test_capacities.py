@@ -166,7 +166,7 @@ def test_who_joins_gets_what_its_weight_is_worth(expected: list[Answer], door: d
 @pytest.mark.parametrize(
     "word",
     [
-        messages.Alive(),
+        messages.Settled(1),
         messages.Enlist("expert-server", 0.0),
         messages.Enlist("expert-server", float("inf")),
         messages.Enlist("expert-server", -2.0),

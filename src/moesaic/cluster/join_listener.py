@@ -145,7 +145,8 @@ class JoinListener:
             undo.callback(connection.close)
             word = connection.receive(HANDSHAKE_SECONDS)
             if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:
-                raise ConnectionLost(f"it sent {type(word).__name__}, not Enlist with a positive capacity")
+                what = "nothing" if word is None else type(word).__name__
+                raise ConnectionLost(f"it sent {what}, not Enlist with a positive capacity")
             role = _ROLES.get(word.role)
             if role is None:
                 raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
