@@ -232,7 +232,7 @@ from moesaic.joining.server import serve_once
 from moesaic.transport.secret import read_secret
 
 secret = read_secret(Path(sys.argv[2]), "secret")
-serve_once(JoinOptions(sys.argv[1], threads=1), secret, lambda enlisted: None)
+serve_once(JoinOptions(sys.argv[1], threads=1), secret, lambda model: None)
 """
 
 

@@ -84,7 +84,7 @@ class Joiner:
         life = partial(server.serve_once, self.joining, SECRET)
         return join(life, self._tell, lambda error: self.lost.append(str(error)), self._sleep)
 
-    def _tell(self, enlisted: messages.Enlisted) -> None:
+    def _tell(self, model: str) -> None:
         self.told += 1
 
     def _sleep(self, seconds: float) -> None:

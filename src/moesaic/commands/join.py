@@ -11,7 +11,6 @@ from moesaic import logs
 from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import Enlisted
 from moesaic.joining import child, server
 from moesaic.joining.loop import join
 from moesaic.joining.options import JoinOptions
@@ -28,12 +27,12 @@ def run(options: Join, as_json: bool) -> int:
     def stop(signum: int, frame: object) -> None:
         raise SystemExit(0)
 
-    def joined(enlisted: Enlisted) -> None:
+    def joined(model: str) -> None:
         if as_json:
-            told = {"cluster": options.address, "role": options.role, "model": enlisted.model}
+            told = {"cluster": options.address, "role": options.role, "model": model}
             print(json.dumps({"event": "joined", **told}), flush=True)
         else:
-            print(f"Joined {options.address} as {options.role}: {enlisted.model}", flush=True)
+            print(f"Joined {options.address} as {options.role}: {model}", flush=True)
 
     def lost(error: ConnectionLost) -> None:
         if as_json:
@@ -57,5 +56,5 @@ def run(options: Join, as_json: bool) -> int:
         log_level=options.log_level,
     )
     # A worker that lost its connection may be in the middle of a step. So it joins again in a new process.
-    life = server.serve_once if options.role == "expert-server" else child.life
-    return join(partial(life, joining, secret), joined, lost)
+    serve_once = server.serve_once if options.role == "expert-server" else child.serve_once
+    return join(partial(serve_once, joining, secret), joined, lost)

@@ -12,7 +12,6 @@ import signal
 import threading
 
 from moesaic import logs
-from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.joining import child, server
 from moesaic.joining.options import JoinOptions
@@ -29,8 +28,8 @@ def main() -> int:
     secret = bytes.fromhex(_line())
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
 
-    def joined(enlisted: messages.Enlisted) -> None:
-        child.tell("joined", enlisted.model)
+    def joined(model: str) -> None:
+        child.tell("joined", model)
 
     def lost(why: str) -> None:
         child.tell("lost", why)

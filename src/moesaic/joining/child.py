@@ -10,10 +10,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moesaic.config import worker_environment
-from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.transport.authentication import Refused, SentAway
@@ -37,7 +36,6 @@ class Child:
     """A process that joins a cluster once."""
 
     process: subprocess.Popen[bytes]
-    _told: list[str] = field(default_factory=list)
 
     def wait(self, on_joined: OnJoined) -> int:
         """Wait for its end. Returns 0 once the cluster has shut it down.
@@ -49,7 +47,7 @@ class Child:
         for line in self.process.stdout:
             event, text = json.loads(line)
             if event == "joined":
-                on_joined(messages.Enlisted(text, "", ""))
+                on_joined(text)
         code = self.process.wait()
         if event == "wrong":
             raise ConfigError(text)
@@ -94,8 +92,8 @@ def start(
     return Child(process)
 
 
-def life(joining: JoinOptions, secret: bytes, on_joined: OnJoined) -> int:
-    """Join and serve in a child process, until the connection breaks."""
+def serve_once(joining: JoinOptions, secret: bytes, on_joined: OnJoined) -> int:
+    """Like `server.serve_once`, for any role and in a child process."""
     child = start(joining, secret)
     try:
         return child.wait(on_joined)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,18 @@ def connect(
         raise kind(f"no connection to {joining.cluster}: {error}") from error
     here = str(sock.getsockname()[0])
     return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), here
+
+
+@contextmanager
+def told(connection: StreamConnection, joining: JoinOptions) -> Iterator[None]:
+    """Inside, the cluster is told of a ConfigError, and a ConnectionLost names the cluster."""
+    try:
+        yield
+    except ConfigError as error:
+        connection.send(messages.Failed(str(error), user_error=True))
+        raise
+    except ConnectionLost as lost:
+        raise type(lost)(f"{joining.cluster}: {lost}") from lost
 
 
 def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlisted:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.joining.options import OnJoined
 from moesaic.transport.authentication import Refused, SentAway
@@ -24,16 +23,16 @@ Such a refusal is not authenticated: a bit that was changed on the way causes on
 
 
 def join(
-    life: Callable[[OnJoined], int],
+    serve_once: Callable[[OnJoined], int],
     on_joined: OnJoined,
     on_lost: Callable[[ConnectionLost], None] = lambda lost: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Serve until the cluster shuts this process down. Returns the exit code 0.
 
-    life: joins once and serves until the connection breaks, such as `server.serve_once`. Its argument is
-    called once it has joined.
-    on_joined: called each time the process has joined, with what it serves.
+    serve_once: joins once and serves until the connection breaks, such as `server.serve_once`. It calls its
+    argument once it has joined.
+    on_joined: called each time the process has joined, with the path of what it serves.
     on_lost: called each time the connection broke after that. The process then joins again, after DELAYS.
 
     Raises ConfigError for settings that cannot work. Raises ConnectionLost when the cluster cannot be reached
@@ -42,14 +41,14 @@ def join(
     tries: int | None = None
     """Attempts to join since the process was last in the cluster. None before it joined the first time."""
 
-    def joined(enlisted: messages.Enlisted) -> None:
+    def joined(model: str) -> None:
         nonlocal tries
         tries = 0
-        on_joined(enlisted)
+        on_joined(model)
 
     while True:
         try:
-            return life(joined)
+            return serve_once(joined)
         except ConnectionLost as error:
             if tries is None or isinstance(error, SentAway):
                 raise

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from moesaic.config import Device, KernelName, LogLevel
-from moesaic.core.messages import Enlisted
 
 RoleName = str
 """attention-worker, prefill-worker or expert-server."""
-OnJoined = Callable[[Enlisted], None]
-"""A function that is called with the cluster's answer, once the process has joined."""
+OnJoined = Callable[[str], None]
+"""A function that is called once the process has joined, with the cluster's path of the checkpoint."""
 
 
 @dataclass(frozen=True)

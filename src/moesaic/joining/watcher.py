@@ -38,7 +38,7 @@ class ProcessWatcher:
         if self._child is None:
             return "it was not started"
         try:
-            self._child.wait(lambda enlisted: None)
+            self._child.wait(lambda model: None)
         except MoesaicError as error:
             return str(error)
         finally:

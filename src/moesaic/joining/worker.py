@@ -6,8 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 
-from moesaic.core import messages
-from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.joining import enlisting
 from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.runtime.process import serve
@@ -31,14 +29,9 @@ def serve_once(
             os._exit(1)
 
     cluster, here = enlisting.connect(joining, secret, end, wakeup.ring)
-    try:
+    with enlisting.told(cluster, joining):
         enlisted = enlisting.enlist(cluster, joining)
-        on_joined(enlisted)
+        on_joined(enlisted.model)
         config = enlisting.worker_config(joining, enlisted, here)
         serving.set()
         return serve(cluster, config, wakeup, enlisted.weights)
-    except ConfigError as error:
-        cluster.send(messages.Failed(str(error), user_error=True))
-        raise
-    except ConnectionLost as lost:
-        raise type(lost)(f"{joining.cluster}: {lost}") from lost
