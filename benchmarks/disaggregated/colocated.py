@@ -40,6 +40,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "async defrag": {"schedule": "async", "queue_policy": "defrag"},
     "async mtfs": {"schedule": "async", "queue_policy": "mtfs"},
     "async flfs": {"schedule": "async", "queue_policy": "flfs"},
+    "auto": {"schedule": "auto"},
 }
 UNIFORM = "uniform"
 ROUTINGS = (UNIFORM, *skew.PATTERNS)
