@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,7 +30,9 @@ def process_status(
     now: time on the clock of `member.last_seen`. watched: whether the supervisor would restart it.
     """
     stage = Stage.STOPPED if member.stage is Stage.WAITING and not watched else member.stage
-    held = union(member.number, (placement,)) if member.role is Role.SERVER else {}
+    held = (
+        {} if placement is None or member.role is not Role.SERVER else _held(Same(placement), member.number)
+    )
     child = member.child
     return ProcessStatus(
         name=member.name,
@@ -45,8 +49,8 @@ def process_status(
         suspected=member.suspected,
         address=member.endpoint.remote if member.joined else member.endpoint.address,
         layers=len(held),
-        experts=sum(map(len, held.values())),
-        held={layer: ranges(experts) for layer, experts in held.items()},
+        experts=sum(count for _, count in held.values()),
+        held={layer: text for layer, (text, _) in held.items()},
         devices=", ".join(member.devices),
         kernels=member.kernels,
         threads=member.threads,
@@ -90,16 +94,45 @@ def layer_replicas(
     Example: expert 0 is on servers 0 and 1, expert 1 on server 1, which is being restarted. Then the experts
     have 1 and 0 copies: 0 is single, 1 is missing, and the copies are {0: "1", 1: "0"}.
     """
-    alive = [member.number for member in servers if member.stage is Stage.SERVING]
+    alive = tuple(member.number for member in servers if member.stage is Stage.SERVING)
+    known = None if hosts is None else tuple(sorted(hosts.items()))
+    return [] if placement is None else list(_layer_replicas(Same(placement), alive, known))
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """A placement as a key: equal to itself alone. Placements never change, and comparing them takes long."""
+
+    placement: Placement
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.placement is self.placement
+
+    def __hash__(self) -> int:
+        return id(self.placement)
+
+
+@lru_cache(maxsize=256)
+def _held(same: Same, server: int) -> dict[int, tuple[str, int]]:
+    """Layer -> the experts of a server as ranges, and their number. A live page asks twice a second."""
+    held = union(server, (same.placement,))
+    return {layer: (ranges(experts), len(experts)) for layer, experts in held.items()}
+
+
+@lru_cache(maxsize=2)
+def _layer_replicas(
+    same: Same, alive: tuple[int, ...], hosts: tuple[tuple[int, str], ...] | None
+) -> tuple[LayerReplicas, ...]:
+    """What `layer_replicas` counts on the servers that are alive."""
+    placement, by_server = same.placement, None if hosts is None else dict(hosts)
     found = []
-    for layer in () if placement is None else placement.layers:
-        assert placement is not None
+    for layer in placement.layers:
         copies = np.isin(placement.table(layer), alive).sum(axis=1)
         single, missing = np.flatnonzero(copies == 1).tolist(), np.flatnonzero(copies == 0).tolist()
         alike = {int(count): ranges(np.flatnonzero(copies == count).tolist()) for count in np.unique(copies)}
         counted = int(copies.min()), int(copies.max()), single, missing, alike
-        found.append(LayerReplicas(layer, *counted, on_one_host(placement, layer, alive, hosts)))
-    return found
+        found.append(LayerReplicas(layer, *counted, on_one_host(placement, layer, list(alive), by_server)))
+    return tuple(found)
 
 
 def layer_locality(placement: Placement | None, stats: ExpertStats) -> list[LayerLocality]:
