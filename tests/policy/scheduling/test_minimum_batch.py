@@ -11,7 +11,7 @@ from moesaic.core import curves, paced
 from moesaic.core.curves import Curve, DeviceCurves, Thresholds
 from moesaic.cost.curves import of_machine
 from moesaic.cost.machines import MACHINES
-from moesaic.policy.scheduling.minimum_batch import MOST, Decisions, Load, cpu_curves
+from moesaic.policy.scheduling.minimum_batch import MOST, Decisions, Load, cpu_curves, unevenness
 
 PAPER = paced.read(Path(__file__).parents[3] / "benchmarks" / "papers" / "async_moe.toml")
 MIXTRAL = (8, 2, 176e6, 42e6)
@@ -104,6 +104,21 @@ def test_a_server_waits_for_its_clients_where_reading_takes_longer_than_they_are
     assert decisions.together(32, 4, 1e-6 * away, 2, in_step=True), "clients in step stay so for longer"
     paper = Decisions(replace(PAPER, dilation=1.0).curves, 8, 2, servers=4, workers=4)
     assert not paper.together(32, clients=4, away=0.0, experts=2, in_step=False), "workers take 2.7 ms"
+
+
+def test_a_server_of_shared_cores_does_not_wait_where_the_others_have_another_share_of_each_layer() -> None:
+    """Two ranks on two cores: a barrier lets one core idle while the other has most of the layer."""
+    cores = Decisions(cpu_curves(1e6, 1e6, measured=5.0), 8, 2, servers=2, workers=2)
+    calls = [pairs / 64 for pairs in (96, 32, 96, 32)]
+    uneven = unevenness(calls, servers=2)
+    assert uneven == 1.5 and unevenness(calls, servers=1) == 1.0 == unevenness([], servers=2)
+    assert unevenness([9.0, 0.0, 9.0], servers=4) == 1.0, "a persistent share is what every server waits for"
+
+    def waits(pairs: int, uneven: float) -> bool:
+        return cores.together(pairs, 2, 0.0, 4, in_step=False, uneven=uneven)
+
+    assert waits(64, 1.0) and not waits(64, uneven), "computing counts, and one server has most of it"
+    assert waits(4, 1.0) and waits(4, uneven), "reading counts, and each server reads its own experts"
 
 
 def test_the_dilation_of_modelled_devices_counts() -> None:

@@ -80,6 +80,25 @@ def cpu_curves(expert: float, others: float, threads: int = 1, measured: float |
     )
 
 
+def unevenness(calls: Sequence[float], servers: int) -> float:
+    """Pairs of the server with the most of a layer, over the mean server's: as one server sees it.
+
+    calls: mean pairs of a call, by layer, 0 where no call came. A server does not know what others get. So it
+    takes its own mean over all layers for that of each server, and takes the others to share the rest of a
+    layer evenly.
+
+    >>> unevenness([48, 16, 48, 16], servers=2)
+    1.5
+    >>> unevenness([48, 48, 0], servers=2)
+    1.0
+    """
+    known = [pairs for pairs in calls if pairs]
+    mean = sum(known) / max(1, len(known))
+    if servers < 2 or not mean:
+        return 1.0
+    return sum(max(pairs, (servers * mean - pairs) / (servers - 1)) for pairs in known) / (len(known) * mean)
+
+
 @dataclass(frozen=True)
 class Load:
     """What a worker has in flight, and what it has seen lately."""
@@ -231,16 +250,19 @@ class Decisions:
 
         return _first(begins)
 
-    def together(self, pairs: float, clients: int, away: float, experts: int, in_step: bool) -> bool:
+    def together(
+        self, pairs: float, clients: int, away: float, experts: int, in_step: bool, uneven: float = 1.0
+    ) -> bool:
         """Whether a server should let its clients wait for each other, so that a run has all their calls.
 
         pairs: mean of a call. clients: those that ask again and again. experts: of a layer on this server.
         away: seconds from an answer to the next call of the same client, at least those of a worker's run.
+        uneven: pairs of the server with the most of a layer, over the mean server's (`unevenness`).
 
-        If they wait, all are answered in `away` and one run. If not, a client is answered in `away` and one
-        run at best. A server with its own device has no time for that with many clients. Then half of them
-        wait meanwhile, some in the queue of the same layer. Clients that are in step already (in_step) stay
-        so while waiting is no loss.
+        If they wait, all are answered in `away` and one run of the server with the most pairs. If not, a
+        client is answered in `away` and one run at best. A server with its own device has no time for that
+        with many clients. Then half of them wait meanwhile, some in the queue of the same layer. Clients that
+        are in step already (in_step) stay so while waiting is no loss.
         """
         if clients < 2:
             return False
@@ -252,7 +274,7 @@ class Decisions:
         joined = max(1.0, clients / 2)
         """Calls of a run if they do not wait."""
         away = max(away, self.curves.attention.seconds(pairs * self.servers / self.top_k))
-        everybody, apart = away + run(clients), clients / joined * run(joined)
+        everybody, apart = away + run(uneven * clients), clients / joined * run(joined)
         apart = away + apart if self.curves.shared else max(away + run(1), apart)
         return everybody <= (1.0 if in_step else PAYS) * apart
 

@@ -464,4 +464,5 @@ def test_what_a_server_knows_of_its_clients_times() -> None:
         assert subject.next_run(3.0 * turn + 1.0) is None
     assert seen[0].away == 0.0 and seen[-1].away == pytest.approx(2.0)
     assert seen[-1].in_step and seen[-1].runs == 9
+    assert seen[-1].calls == [2.0 * (layer == 3) for layer in LAYERS]
     assert subject._busy == pytest.approx(1 / 3, abs=0.15)

@@ -68,6 +68,8 @@ class Waiting:
     """Whether the last runs had calls of all clients."""
     runs: int = 0
     """Runs so far."""
+    calls: Sequence[float] = ()
+    """Moving averages of the pairs of a call, by layer; 0 where no call came. Later calls change them."""
 
 
 class StartRule(Protocol):
@@ -196,6 +198,8 @@ class ExpertServerScheduler:
         """Moving average of the seconds of a run."""
         self._mean_call = 0.0
         """Moving average of the pairs of a call."""
+        self._calls = [0.0] * len(self._layers)
+        """The same of each layer."""
         self._served_now: list[int] = []
         """Clients whose calls ended with the last run, until that run is over."""
         self._answered: dict[int, float] = {}
@@ -251,7 +255,8 @@ class ExpertServerScheduler:
         A call number is never used twice.
         """
         index = self._index[layer]
-        self._mean_call += SMOOTHING * (len(experts) - self._mean_call)
+        self._mean_call, known = _mean(self._mean_call, len(experts)), self._calls[index]
+        self._calls[index] = _mean(known, len(experts)) if known else float(len(experts))
         if client in self._answered:
             self._away.append(now - self._answered.pop(client))
         self._client[call], self._left[call] = client, len(experts)
@@ -272,8 +277,9 @@ class ExpertServerScheduler:
             return None
         clients, waiting = len(self._clients), len(self._waiting)
         away = max(min(self._away, default=0.0), self._round)  # longer ones were at other servers, too
+        in_step = self._rounds > 1
         known = Waiting(
-            self.waiting_pairs, self._mean_call, clients, waiting, away, self._rounds > 1, self._runs
+            self.waiting_pairs, self._mean_call, clients, waiting, away, in_step, self._runs, self._calls
         )
         if not self._rule.ready(known):
             if self._oldest(now) < self._rule.patience(self._mean_run):

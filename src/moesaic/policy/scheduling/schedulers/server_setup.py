@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
-from moesaic.policy.scheduling.minimum_batch import Decisions
+from moesaic.policy.scheduling.minimum_batch import Decisions, unevenness
 from moesaic.policy.scheduling.schedulers.expert_server import (
     Enough,
     ExpertServerScheduler,
@@ -53,7 +53,8 @@ def start_rule(
 
         def pays(waiting: Waiting) -> bool:
             calls = waiting.mean_call, waiting.clients, waiting.away
-            return decisions.together(*calls, experts, waiting.in_step)
+            uneven = unevenness(waiting.calls, decisions.servers)
+            return decisions.together(*calls, experts, waiting.in_step, uneven)
 
         return WhileItPays(pays, BARRIER_SECONDS, WAITED_RUNS)
     if pairs is None:
