@@ -25,7 +25,8 @@ from moesaic.config.values import MetricsPrefix
 from moesaic.core.metrics import WorkerStats
 from moesaic.engine import EngineStats
 from moesaic.server.cluster_metrics import ClusterCollector
-from moesaic.server.metrics import EngineCollector, Meter, Metric
+from moesaic.server.meter import Meter
+from moesaic.server.metrics import EngineCollector, Metric
 from tests.support.fake_cluster import FakeCluster
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -11,7 +11,8 @@ from moesaic.core.metrics import SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.core.speculation import MOST_ROWS
 from moesaic.engine import EngineStats
-from moesaic.server.metrics import OF_VLLM, Distribution, EngineCollector, Meter, registry_of
+from moesaic.server.meter import Distribution, Meter
+from moesaic.server.metrics import OF_VLLM, EngineCollector, registry_of
 
 QUIET = messages.Stats(WorkerStats())
 
