@@ -49,6 +49,8 @@ REQUEST_SECONDS = (
 
 REQUEST_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 """1, 2, 5, 10 and so on: vLLM's buckets for tokens of a request."""
+STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
+"""Buckets for the tokens of a step, up to 16,384."""
 
 
 @dataclass
@@ -104,6 +106,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        """Tokens of prompt_tokens whose KV was in the prefix cache."""
         self.generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
         self.time_to_first_token = Distribution(TOKEN_SECONDS + REQUEST_SECONDS[9:])
@@ -112,9 +116,15 @@ class Meter:
         self.queue_time = Distribution(REQUEST_SECONDS)
         self.prefill_time = Distribution(REQUEST_SECONDS)
         self.decode_time = Distribution(REQUEST_SECONDS)
+        self.inference_time = Distribution(REQUEST_SECONDS)
+        self.request_time_per_token = Distribution(TOKEN_SECONDS)
         self.request_prompt_tokens = Distribution(REQUEST_TOKENS)
         self.request_generation_tokens = Distribution(REQUEST_TOKENS)
+        self.longest_generation = Distribution(REQUEST_TOKENS)
+        self.step_tokens = Distribution(STEP_TOKENS)
         self._times: dict[int, dict[int, Times]] = {}
+        self._longest: dict[int, int] = {}
+        """Tokens of the longest completion that ended, for each request that has others."""
         self._groups: dict[int, int] = {}
 
     def arrived(self, group: int, completions: int, now: float) -> list[Times]:
@@ -132,14 +142,18 @@ class Meter:
             for group, request_id in ((self._groups.get(one), one) for one in message.request_ids):
                 if group is not None:
                     self._times[group][request_id - group].moved.append(now)
+        tokens = 0
         for output in outputs:
             times = self._times.get(output.request_id, {}).get(output.index)
             if times is not None:
-                self._produced(output, times, now)
+                tokens += self._produced(output, times, now)
+        if tokens:
+            self.step_tokens.observe(tokens)
 
     def aborted(self, group: int) -> None:
         """Count the unfinished completions of a request as aborted."""
         left = self._times.pop(group, {})
+        self._longest.pop(group, None)
         self.finished[FinishReason.ABORT] += len(left)
         for index, times in left.items():
             times.finish = FinishReason.ABORT
@@ -151,11 +165,15 @@ class Meter:
         if group is not None:
             self._times[group][request_id - group].queued = seconds
 
-    def _produced(self, output: RequestOutput, times: Times, now: float) -> None:
+    def _produced(self, output: RequestOutput, times: Times, now: float) -> int:
+        """Count an output. Returns its tokens, with the first one also the computed tokens of the prompt."""
+        computed = 0
         if times.first is None:
             times.first = now
             times.cached_tokens = output.num_cached_tokens
             self.prompt_tokens += output.num_prompt_tokens
+            self.cached_prompt_tokens += output.num_cached_tokens
+            computed = output.num_prompt_tokens - output.num_cached_tokens
             self.time_to_first_token.observe(now - times.arrival)
             self.prefill_time.observe(max(0.0, now - times.arrival - (times.queued or 0.0)))
         else:
@@ -165,16 +183,24 @@ class Meter:
         times.tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self._finished(output, output.finish_reason, times, times.first)
+        return computed + len(output.token_ids)
 
     def _finished(self, output: RequestOutput, reason: FinishReason, times: Times, first: float) -> None:
         times.finish = reason
         self.finished[reason] += 1
         self.e2e_latency.observe(times.last - times.arrival)
         self.decode_time.observe(times.last - first)
+        self.inference_time.observe(max(0.0, times.last - times.arrival - (times.queued or 0.0)))
+        if times.tokens > 1:
+            self.request_time_per_token.observe((times.last - first) / (times.tokens - 1))
         self.request_prompt_tokens.observe(output.num_prompt_tokens)
         self.request_generation_tokens.observe(times.tokens)
         group = self._times[output.request_id]
         del group[output.index]
         del self._groups[output.request_id + output.index]
-        if not group:
+        longest = max(self._longest.pop(output.request_id, 0), times.tokens)
+        if group:
+            self._longest[output.request_id] = longest
+        else:
             del self._times[output.request_id]
+            self.longest_generation.observe(longest)

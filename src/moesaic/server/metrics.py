@@ -27,6 +27,8 @@ OF_VLLM = frozenset(
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
         *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
         *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
+        *("request_inference_time_seconds", "request_time_per_output_token_seconds"),
+        *("request_max_num_generation_tokens", "iteration_tokens_total", "prompt_tokens_cached"),
     )
 )
 """Metrics that mean the same as those of this name in vLLM."""
@@ -69,6 +71,8 @@ class EngineCollector(Collector):
             "partial_runs", "Runs of them with some of the rows in flight.", worker.partial_runs
         )
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
+        cached = meter.cached_prompt_tokens
+        yield self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.", cached)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
         yield self._successes()
         yield self._counter(
@@ -80,21 +84,42 @@ class EngineCollector(Collector):
         yield from self._group(worker.experts.group)
         yield from self._transfers(worker.transfers)
         yield from offload_metrics.families(worker.experts, self._model_name)
+        yield from self._distributions(meter)
+
+    def _distributions(self, meter: Meter) -> Iterator[HistogramMetricFamily]:
+        """Histograms of times and of tokens."""
         itl = meter.inter_token_latency
-        first = meter.time_to_first_token
         for name, text, values in (
-            ("time_to_first_token", "Time from arrival to the first token.", first),
+            ("time_to_first_token", "Time from arrival to the first token.", meter.time_to_first_token),
             ("inter_token_latency", "Time between two tokens of a request.", itl),
             ("time_per_output_token", "The older name of inter_token_latency.", itl),
+            (
+                "request_time_per_output_token",
+                "Mean time between the tokens of an answer that has several.",
+                meter.request_time_per_token,
+            ),
             ("e2e_request_latency", "Time from arrival to the last token.", meter.e2e_latency),
             ("request_queue_time", "Time from arrival to admission.", meter.queue_time),
             ("request_prefill_time", "Time from admission to the first token.", meter.prefill_time),
             ("request_decode_time", "Time from the first to the last token.", meter.decode_time),
+            ("request_inference_time", "Time from admission to the last token.", meter.inference_time),
         ):
             yield self._histogram(f"{name}_seconds", f"{text} In seconds.", values)
-        prompts, answers = meter.request_prompt_tokens, meter.request_generation_tokens
-        yield self._histogram("request_prompt_tokens", "Prompt tokens of requests that ended.", prompts)
-        yield self._histogram("request_generation_tokens", "Tokens that these generated.", answers)
+        for name, text, values in (
+            ("request_prompt_tokens", "Prompt tokens of requests that ended.", meter.request_prompt_tokens),
+            ("request_generation_tokens", "Tokens that these generated.", meter.request_generation_tokens),
+            (
+                "request_max_num_generation_tokens",
+                "Tokens of the longest completion of each request.",
+                meter.longest_generation,
+            ),
+            (
+                "iteration_tokens_total",
+                "Tokens of a worker's step: those generated, and the computed prompts of first tokens.",
+                meter.step_tokens,
+            ),
+        ):
+            yield self._histogram(name, text, values)
 
     def _blocks(self, blocks: BlockStats) -> GaugeMetricFamily:
         text = "KV blocks: free, cached for their prefix, used by a request. They add up to the pool."
@@ -120,10 +145,10 @@ class EngineCollector(Collector):
         ):
             yield self._counter(f"spec_decode_{name}", text, value)
         text = "Drafted tokens that were right, by their place in the draft, from 0."
-        name = self._full("spec_decode_num_accepted_tokens_per_pos")
-        family = CounterMetricFamily(name, text, labels=["model_name", "position"])
+        name, labels, values = self._named("spec_decode_num_accepted_tokens_per_pos")
+        family = CounterMetricFamily(name, text, labels=[*labels, "position"])
         for position, value in enumerate(counts.accepted_per_pos):
-            family.add_metric([self._model_name, str(position)], value)
+            family.add_metric([*values, str(position)], value)
         yield family
         yield self._break_even(counts)
 
@@ -171,31 +196,36 @@ class EngineCollector(Collector):
         ):
             yield self._counter(name, counted, getattr(group, name.removeprefix("group_")))
 
-    def _full(self, name: str) -> str:
-        return (self._prefix if name in OF_VLLM else OWN) + name
+    def _named(self, name: str) -> tuple[str, list[str], list[str]]:
+        """The full name of a metric, its labels and their values. With vLLM's prefix it has vLLM's labels."""
+        if name not in OF_VLLM or self._prefix == OWN:
+            return OWN + name, ["model_name"], [self._model_name]
+        return self._prefix + name, ["model_name", "engine"], [self._model_name, "0"]
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(self._full(name), text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        full, labels, values = self._named(name)
+        family = GaugeMetricFamily(full, text, labels=labels)
+        family.add_metric(values, value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(self._full(name), text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        full, labels, values = self._named(name)
+        family = CounterMetricFamily(full, text, labels=labels)
+        family.add_metric(values, value)
         return family
 
-    def _histogram(self, name: str, text: str, values: Distribution) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self._full(name), text, labels=["model_name"])
-        family.add_metric([self._model_name], values.cumulative(), values.total)
+    def _histogram(self, name: str, text: str, counted: Distribution) -> HistogramMetricFamily:
+        full, labels, values = self._named(name)
+        family = HistogramMetricFamily(full, text, labels=labels)
+        family.add_metric(values, counted.cumulative(), counted.total)
         return family
 
     def _successes(self) -> CounterMetricFamily:
-        labels = ["model_name", "finished_reason"]
-        family = CounterMetricFamily(
-            self._full("request_success"), "Requests that ended, by reason.", labels=labels
-        )
+        full, labels, values = self._named("request_success")
+        text = "Requests that ended, by reason."
+        family = CounterMetricFamily(full, text, labels=[*labels, "finished_reason"])
         for reason in FinishReason:
-            family.add_metric([self._model_name, reason.value], self._meter.finished[reason])
+            family.add_metric([*values, reason.value], self._meter.finished[reason])
         return family
 
 
