@@ -119,9 +119,8 @@ def test_picture(file: Path, tmp_path: Path) -> None:
     assert {f"by {layers}" for layers in range(6)} <= set(back)
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {"<prose> & verse", "no topic", "code", "2-gram"} <= set(texts)
-    assert (
-        len(list(root.iter(f"{SVG}circle"))) == 12 + 1
-    )  # requests, and the last layer's only point of "5 back"
+    circles = list(root.iter(f"{SVG}circle"))
+    assert len(circles) == 12 + 3 + 1, "requests, their topics, the last layer's only point of `5 back`"
 
 
 def test_a_page_has_the_charts_and_the_tables(file: Path, tmp_path: Path) -> None:
@@ -247,6 +246,12 @@ def test_more_names_than_fit() -> None:
     panel = dots("t", [Line(f"a rather long name {i}", [(i, i)]) for i in range(9)])
     legend = [part for part in panel.parts if part.startswith("<text")]
     assert len(legend) < 9 and ">...<" in legend[-1]
+
+
+def test_the_legend_of_dots_has_dots() -> None:
+    panel = dots("t", [Line("a", [(0, 0), (1, 2)]), Line("b", [(2, 1)])])
+    text = "".join(panel.parts)
+    assert text.count("<circle") == 5 and 'class="line' not in text
 
 
 def test_marks_of_an_axis() -> None:
