@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from cyclopts import App, Parameter
+from tests.support import browser
 
 from moesaic.commands.options import ShowProfile
 from moesaic.commands.panels import Line, Panel, bars, dots, heat, lines, page, step
@@ -132,6 +133,20 @@ def test_a_page_has_the_charts_and_the_tables(file: Path, tmp_path: Path) -> Non
     assert "&lt;prose&gt; &amp; verse" in text and "<prose>" not in text
     with pytest.raises(ConfigError, match="--html: cannot write"):
         show(ShowProfile(file, html=tmp_path / "nowhere" / "p.html"))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(browser.program() is None, reason="there is no Chromium on this machine")
+def test_the_charts_of_a_narrow_page_can_be_read(file: Path, tmp_path: Path) -> None:
+    """They scroll sideways within their frame, and the page does not."""
+    target = tmp_path / "routing.html"
+    assert show(ShowProfile(file, html=target)) == 0
+    with browser.browser() as opened:
+        opened.size(420, 800)
+        opened.open(target.as_uri())
+        opened.until("document.querySelector('svg') && document.readyState == 'complete'")
+        assert opened.run("document.querySelector('svg').getBoundingClientRect().width") >= 900
+        assert opened.run("document.documentElement.scrollWidth") <= 420
 
 
 def test_settings_that_are_wrong(file: Path, tmp_path: Path) -> None:
