@@ -25,7 +25,8 @@ from moesaic.config.values import MetricsPrefix
 from moesaic.core.metrics import WorkerStats
 from moesaic.engine import EngineStats
 from moesaic.server.cluster_metrics import ClusterCollector
-from moesaic.server.metrics import EngineCollector, Meter, Metric
+from moesaic.server.meter import Meter
+from moesaic.server.metrics import EngineCollector, Metric
 from tests.support.fake_cluster import FakeCluster
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -45,6 +46,8 @@ WITHOUT_A_PANEL = {
     ),
     *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"),
     *("spec_decode_break_even_acceptance", "time_per_output_token_seconds"),
+    *("request_time_per_output_token_seconds", "request_inference_time_seconds", "iteration_tokens_total"),
+    *("request_max_num_generation_tokens", "prompt_tokens_cached"),
 }
 """Metrics that the dashboard leaves out."""
 SERVICE_KEYS = {
@@ -132,6 +135,7 @@ def test_the_files_that_compose_mounts_exist() -> None:
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"]
     assert scraped[0]["static_configs"][0]["targets"] == ["server:8000"]
     source = yaml.safe_load((DEPLOY / "grafana" / "datasource.yaml").read_text())["datasources"][0]
+    assert source["jsonData"]["timeInterval"] == scraped[0]["scrape_interval"], "Grafana assumes 15s"
     assert source["url"] == "http://prometheus:9090" and {"server", "prometheus"} <= set(COMPOSE["services"])
     folder = yaml.safe_load((DEPLOY / "grafana" / "dashboards.yaml").read_text())["providers"][0]["options"]
     assert any(f":{folder['path']}/moesaic.json:" in line for line in mounts)

@@ -124,6 +124,19 @@ def test_keys_alone_are_enough(page: Page) -> None:
 
 
 @pytest.mark.full
+def test_an_answer_without_colours_says_why(page: Page) -> None:
+    settings(page, max_tokens="20")
+    ask(page, PROMPT)
+    page.until(f"!{RUNNING} && document.querySelector('.markdown')?.innerText.length > 3")
+    assert page.run("document.querySelector('.text .hint')") is None
+    page.click(".colours button:nth-child(2)")
+    page.until("document.querySelector('.text .hint')?.innerText.startsWith('Colours were off while')")
+    page.click(".assistant .link:last-child")  # another answer
+    page.until(f"!{RUNNING} && document.querySelector('.token')")
+    assert page.run("document.querySelector('.text .hint')") is None
+
+
+@pytest.mark.full
 def test_a_token_is_chosen_by_keys_and_told(page: Page) -> None:
     page.click(".colours button:nth-child(2)")
     settings(page, max_tokens="20")
@@ -233,9 +246,12 @@ def test_no_markup_of_a_model_runs(page: Page) -> None:
 def test_settings_and_chats_outlive_the_page_and_a_wrong_schema_is_told(page: Page) -> None:
     settings(page, max_tokens="7", schema="{oops")
     page.until("document.getElementById('schema-hint').innerText.startsWith('This is not JSON')")
-    settings(page, schema='{"type": "object", "properties": {}, "additionalProperties": false}')
     ask(page, "Hello")
-    page.until(f"document.querySelector('.assistant') && !{RUNNING}")
+    told = "document.querySelector('.assistant .error')"
+    page.until(f"{told}?.innerText.startsWith('The JSON schema in the settings: This is not JSON')")
+    settings(page, schema='{"type": "object", "properties": {}, "additionalProperties": false}')
+    page.click(".assistant .link")  # try again
+    page.until(f"document.querySelector('.assistant') && !{told} && !{RUNNING}")
     assert answers(page)[0].strip().startswith("{")
     page.run("location.search = '?again'")
     page.until("location.search && document.readyState == 'complete' && document.querySelector('.assistant')")

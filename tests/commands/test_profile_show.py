@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from cyclopts import App, Parameter
+from tests.support import browser
 
 from moesaic.commands.options import ShowProfile
 from moesaic.commands.panels import Line, Panel, bars, dots, heat, lines, page, step
@@ -119,9 +120,8 @@ def test_picture(file: Path, tmp_path: Path) -> None:
     assert {f"by {layers}" for layers in range(6)} <= set(back)
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {"<prose> & verse", "no topic", "code", "2-gram"} <= set(texts)
-    assert (
-        len(list(root.iter(f"{SVG}circle"))) == 12 + 1
-    )  # requests, and the last layer's only point of "5 back"
+    circles = list(root.iter(f"{SVG}circle"))
+    assert len(circles) == 12 + 3 + 1, "requests, their topics, the last layer's only point of `5 back`"
 
 
 def test_a_page_has_the_charts_and_the_tables(file: Path, tmp_path: Path) -> None:
@@ -133,6 +133,20 @@ def test_a_page_has_the_charts_and_the_tables(file: Path, tmp_path: Path) -> Non
     assert "&lt;prose&gt; &amp; verse" in text and "<prose>" not in text
     with pytest.raises(ConfigError, match="--html: cannot write"):
         show(ShowProfile(file, html=tmp_path / "nowhere" / "p.html"))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(browser.program() is None, reason="there is no Chromium on this machine")
+def test_the_charts_of_a_narrow_page_can_be_read(file: Path, tmp_path: Path) -> None:
+    """They scroll sideways within their frame, and the page does not."""
+    target = tmp_path / "routing.html"
+    assert show(ShowProfile(file, html=target)) == 0
+    with browser.browser() as opened:
+        opened.size(420, 800)
+        opened.open(target.as_uri())
+        opened.until("document.querySelector('svg') && document.readyState == 'complete'")
+        assert opened.run("document.querySelector('svg').getBoundingClientRect().width") >= 900
+        assert opened.run("document.documentElement.scrollWidth") <= 420
 
 
 def test_settings_that_are_wrong(file: Path, tmp_path: Path) -> None:
@@ -247,6 +261,12 @@ def test_more_names_than_fit() -> None:
     panel = dots("t", [Line(f"a rather long name {i}", [(i, i)]) for i in range(9)])
     legend = [part for part in panel.parts if part.startswith("<text")]
     assert len(legend) < 9 and ">...<" in legend[-1]
+
+
+def test_the_legend_of_dots_has_dots() -> None:
+    panel = dots("t", [Line("a", [(0, 0), (1, 2)]), Line("b", [(2, 1)])])
+    text = "".join(panel.parts)
+    assert text.count("<circle") == 5 and 'class="line' not in text
 
 
 def test_marks_of_an_axis() -> None:

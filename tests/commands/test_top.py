@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
@@ -108,6 +108,20 @@ def test_eighty_columns_are_enough() -> None:
     assert "…" not in text and "in progress: adding expert server 2" in text
     assert "The supervisor has stopped" in text and "failure: it died" in text
     assert "process deaths 1, failovers 2" in text
+
+
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [(45, "process stage deaths busy"), (60, "process stage deaths pairs/s load busy")],
+)
+def test_a_narrow_terminal_has_fewer_columns(width: int, names: str) -> None:
+    """The stage of a process is never left out, nor cut."""
+    found = view("http://x", Sample(0.0, {}, status((0, 0))), Sample(1.0, {}, status((10, 30))))
+    found.processes[2] = replace(found.processes[2], stage="waiting to be restarted")
+    text = shown(draw(found, width), width=width)
+    assert next(line for line in text.splitlines() if line.startswith("process ")).split() == names.split()
+    table = text[text.index("attention worker 0") : text.index("process deaths")]
+    assert "…" not in table and "serving" in table and {"waiting", "restarted"} <= set(table.split())
 
 
 FAR, NEAR = "10.0.0.2", ["attention worker 0", "expert server 0"]

@@ -11,7 +11,8 @@ from moesaic.core.metrics import SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.core.speculation import MOST_ROWS
 from moesaic.engine import EngineStats
-from moesaic.server.metrics import OF_VLLM, Distribution, EngineCollector, Meter, registry_of
+from moesaic.server.meter import Distribution, Meter
+from moesaic.server.metrics import OF_VLLM, EngineCollector, registry_of
 
 QUIET = messages.Stats(WorkerStats())
 
@@ -42,6 +43,44 @@ def test_the_times_of_one_request_add_up() -> None:
     assert sum(meter.inter_token_latency.counts) == 2
     assert meter.e2e_latency.total == 3.0
     assert (meter.prompt_tokens, meter.generation_tokens) == (5, 3)
+
+
+def test_the_mean_time_of_a_token_is_that_of_answers_with_several() -> None:
+    meter = Meter()
+    meter.arrived(7, 1, now=0.0)
+    meter.arrived(8, 1, now=0.0)
+    meter.received(messages.Admitted([7], [0.5], [0]), [], 0.5)
+    for now, finish in ((1.0, None), (1.25, None), (3.0, FinishReason.STOP)):
+        meter.received(QUIET, [output(7, finish=finish)], now)
+    meter.received(QUIET, [output(8, finish=FinishReason.LENGTH)], 4.0)
+    assert meter.request_time_per_token.total == 1.0 and sum(meter.request_time_per_token.counts) == 1
+    assert meter.inference_time.total == 2.5 + 4.0
+
+
+def test_a_request_counts_once_with_its_longest_completion() -> None:
+    meter = Meter()
+    meter.arrived(3, 3, now=0.0)
+    for index, tokens in ((1, 2), (0, 3), (2, 1)):
+        for token in range(tokens):
+            done = FinishReason.STOP if token == tokens - 1 else None
+            meter.received(QUIET, [output(3, index, done)], 1.0)
+    assert meter.longest_generation.total == 3 and sum(meter.longest_generation.counts) == 1
+    meter.arrived(9, 2, now=0.0)
+    meter.received(QUIET, [output(9, 0, FinishReason.STOP)], 2.0)
+    meter.aborted(9)
+    assert sum(meter.longest_generation.counts) == 1
+
+
+def test_a_step_counts_its_tokens_and_the_computed_part_of_prompts() -> None:
+    meter = Meter()
+    meter.arrived(7, 1, now=0.0)
+    meter.arrived(8, 1, now=0.0)
+    cached = RequestOutput(8, 0, "a", [1], num_prompt_tokens=9, num_cached_tokens=4)
+    meter.received(QUIET, [output(7)], 1.0)  # 5 tokens of its prompt, and one more
+    meter.received(QUIET, [output(7), cached], 2.0)  # 1 token, and 1 after 9 - 4 of the prompt
+    meter.received(QUIET, [], 3.0)
+    assert sum(meter.step_tokens.counts) == 2 and meter.step_tokens.total == 6 + 7
+    assert (meter.prompt_tokens, meter.cached_prompt_tokens) == (14, 4)
 
 
 def test_each_of_n_completions_is_timed_and_the_aborted_are_counted() -> None:
@@ -89,6 +128,8 @@ def test_names_are_vllms_with_our_prefix() -> None:
             *("e2e_request_latency_seconds", "request_queue_time_seconds"),
             *("request_prefill_time_seconds", "request_decode_time_seconds"),
             *("request_prompt_tokens", "request_generation_tokens"),
+            *("request_inference_time_seconds", "request_time_per_output_token_seconds"),
+            *("request_max_num_generation_tokens", "iteration_tokens_total", "prompt_tokens_cached"),
         )
     }
 
@@ -117,6 +158,31 @@ def test_with_vllms_prefix_only_what_vllm_has_gets_it() -> None:
     assert {name.replace("vllm:", "moesaic:") for name in theirs} == ours
     assert {name.removeprefix("vllm:") for name in theirs if name.startswith("vllm:")} == OF_VLLM
     assert "moesaic:kv_blocks" in theirs and "vllm:num_requests_running" in theirs
+
+
+def test_with_vllms_prefix_its_metrics_have_its_labels() -> None:
+    """Dashboards for vLLM filter and group by `engine`."""
+    stats = WorkerStats(speculation=SpeculationStats(accepted_per_pos=(1,)))
+    collector = EngineCollector(lambda: EngineStats(0, stats), Meter(), "m", "vllm:")
+    samples = [sample for family in registry_of(collector).collect() for sample in family.samples]
+    assert {sample.labels.get("engine") for sample in samples if sample.name.startswith("vllm:")} == {"0"}
+    assert all("engine" not in sample.labels for sample in samples if sample.name.startswith("moesaic:"))
+
+
+VLLMS_DASHBOARDS = (
+    *("e2e_request_latency_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
+    *("time_to_first_token_seconds", "request_prompt_tokens", "request_generation_tokens"),
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("request_max_num_generation_tokens", "iteration_tokens_total", "prompt_tokens", "generation_tokens"),
+    *("request_success", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+)
+"""Metrics in the dashboards that vLLM 0.33.0 publishes (examples/observability), without the prefix."""
+
+
+def test_vllms_dashboards_find_their_metrics() -> None:
+    collector = EngineCollector(lambda: EngineStats(0, WorkerStats()), Meter(), "m", "vllm:")
+    names = {family.name for family in registry_of(collector).collect()}
+    assert {f"vllm:{name}" for name in VLLMS_DASHBOARDS} - names == set()
 
 
 def test_tokens_of_requests_are_counted_when_they_end() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from moesaic.core import messages
 from moesaic.core.request import FinishReason
-from moesaic.server.metrics import Times
+from moesaic.server.meter import Times
 from tests.server.conftest import MODEL, NO_TLS, Launch, Live
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra moesaic[otel] is missing")

@@ -16,7 +16,7 @@ body { margin: 0 auto; max-width: 1320px; padding: 24px; background: var(--back)
 h1 { font-size: 24px; letter-spacing: -0.02em; margin: 0 0 4px; } p { color: var(--muted); margin: 0 0 16px; }
 section { background: var(--surface); border: 1px solid var(--line); border-radius: 12px; padding: 16px;
   margin-bottom: 16px; overflow-x: auto; }
-svg { display: block; width: 100%; height: auto; }
+svg { display: block; width: 100%; min-width: 960px; height: auto; }
 pre { margin: 0; font: 13px/1.5 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; }
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
 """

@@ -106,7 +106,7 @@ def dots(title: str, groups: Sequence[Line], caption: str = "") -> Panel:
     at = _scale(min(xs), max(xs), min(ys), max(ys))
     parts = [f'<path class="grid" d="M{LEFT - 6},{TOP - 6} h{WIDE + 12} v{TALL + 12} h-{WIDE + 12} z"/>']
     parts += [_dot(at(*point), number) for number, group in enumerate(groups) for point in group.points]
-    return Panel(title, [*parts, *_legend([group.name for group in groups])], caption)
+    return Panel(title, [*parts, *_legend([group.name for group in groups], "dot c")], caption)
 
 
 def heat(
@@ -266,7 +266,7 @@ def _names(across: str, up: str, x: float) -> list[str]:
 
 
 def _legend(names: Sequence[str], kind: str = "line c") -> list[str]:
-    """Two rows of names at most."""
+    """Two rows of names at most. kind: the mark before each, `line c`, `bar b` or `dot c`."""
     parts: list[str] = []
     x, y = LEFT, 72
     for number, name in enumerate(names):
@@ -276,9 +276,12 @@ def _legend(names: Sequence[str], kind: str = "line c") -> list[str]:
         if number == len(LIGHT) or x + wide > WIDTH:
             parts.append(f'<text x="{x}" y="{y}">...</text>')
             break
-        mark = f'd="M{x},{y - 4} h18"' if kind == "line c" else f'x="{x}" y="{y - 10}" width="12" height="10"'
-        shape = "path" if kind == "line c" else "rect"
-        parts.append(f'<{shape} class="{kind}{number}" {mark}/>')
+        mark = {
+            "line c": f'<path class="line c{number}" d="M{x},{y - 4} h18"/>',
+            "bar b": f'<rect class="bar b{number}" x="{x}" y="{y - 10}" width="12" height="10"/>',
+            "dot c": _dot(f"{x + 12},{y - 4}", number),
+        }
+        parts.append(mark[kind])
         parts.append(f'<text x="{x + 23}" y="{y}">{escape(name)}</text>')
         x += wide
     return parts

@@ -38,14 +38,14 @@ async def _show(options: Top, as_json: bool) -> None:
         with live if drawing else nullcontext():
             async for shown in _views(client, options):
                 if drawing:
-                    text = Text(shown, style="red") if isinstance(shown, str) else draw(shown)
+                    text = Text(shown, style="red") if isinstance(shown, str) else draw(shown, console.width)
                     live.update(text, refresh=True)
                 elif isinstance(shown, str):
                     print(f"moesaic: {shown}", file=sys.stderr, flush=True)
                 elif as_json:
                     print(json.dumps(asdict(shown)), flush=True)
                 else:
-                    console.print(draw(shown))
+                    console.print(draw(shown, console.width))
                 if options.once:
                     return
 

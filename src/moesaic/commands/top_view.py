@@ -20,7 +20,10 @@ LATEST = 4
 MOST_LINKS = 6
 """Number of links between hosts that are shown."""
 COLUMNS = ("process", "pid", "stage", "deaths", "experts", "pairs/s", "load", "busy", "waiting")
-STAGE = COLUMNS.index("stage")
+NARROW_STAGE = 10
+"""Characters of a process's stage on a narrow terminal."""
+SPARE = ("pid", "waiting", "experts", "pairs/s", "load")
+"""Columns that a narrow terminal leaves out, the first one first."""
 COLOURS = {"serving": "green", "starting": "yellow", "draining": "yellow", "suspected": "yellow"}
 """Stage of a process -> its colour. The others are red."""
 COUNTERS = ("process_deaths", "failovers", "silent_failovers", "moved_requests", "resent_pairs", "rebalances")
@@ -199,11 +202,11 @@ def _processes(
     return found
 
 
-def draw(shown: View) -> Group:
-    """The view for a terminal."""
+def draw(shown: View, width: int = 80) -> Group:
+    """The view for a terminal of so many columns."""
     parts: list[Any] = [Text(f"{shown.url}, the last {shown.seconds:.1f} s", style="bold"), _numbers(shown)]
     if shown.processes:
-        parts += [Text(), *_tables(shown), Text()]
+        parts += [Text(), *_tables(shown, width), Text()]
         if shown.links:
             parts += [*_links(shown.links), Text()]
         parts.append(Text(", ".join(f"{name.replace('_', ' ')} {n}" for name, n in shown.counters.items())))
@@ -247,15 +250,12 @@ def _numbers(shown: View) -> Table:
     return table
 
 
-def _tables(shown: View) -> list[Text | Table]:
+def _tables(shown: View, width: int) -> list[Text | Table]:
     """The processes, by host if there are several. All tables have the same widths."""
     rows = [(None if one.waiting else one.host, _row(one)) for one in shown.processes]
+    widths = _widths([row for _, row in rows], width)
     if len(shown.hosts) < 2:
-        return [_table([row for _, row in rows])]
-    widths = [
-        max(map(cell_len, map(str, cells))) for cells in zip(COLUMNS, *(r for _, r in rows), strict=True)
-    ]
-    widths[STAGE] = min(widths[STAGE], 10)
+        return [_table([row for _, row in rows], widths)]
     parts: list[Text | Table] = [_table([], widths)]
     for name in [*shown.hosts, None]:
         there = [row for host, row in rows if host == name]
@@ -265,17 +265,28 @@ def _tables(shown: View) -> list[Text | Table]:
     return parts
 
 
-def _table(
-    rows: Sequence[Sequence[str | Text]], widths: Sequence[int] | None = None, header: bool = True
-) -> Table:
-    """widths: of the columns, in characters. None: as wide as the cells."""
+def _widths(rows: Sequence[Sequence[str | Text]], width: int) -> dict[str, int]:
+    """The columns that fit, with their widths in characters. A long stage takes several lines."""
+    cells = zip(COLUMNS, *rows, strict=True)
+    widths = {name: max(map(cell_len, (name, *map(str, column)))) for name, *column in cells}
+    stage = widths["stage"]
+    widths["stage"] = min(stage, NARROW_STAGE)
+    for name in SPARE:
+        if sum(widths.values()) + len(widths) - 1 <= width:
+            break
+        del widths[name]
+    room = width - sum(widths.values()) - len(widths) + 1
+    return widths | {"stage": min(stage, widths["stage"] + max(0, room))}
+
+
+def _table(rows: Sequence[Sequence[str | Text]], widths: Mapping[str, int], header: bool = True) -> Table:
+    """The columns of `widths`."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=header)
-    for index, name in enumerate(COLUMNS):
+    for name, width in widths.items():
         left = name in ("process", "stage")
-        width = None if widths is None else widths[index]
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "stage", width=width)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     return table
 
 

@@ -26,7 +26,7 @@ from moesaic.core.request import FinishReason, RequestOutput, SamplingParams
 from moesaic.engine import Engine
 from moesaic.logs import REQUEST, of_request
 from moesaic.server.errors import NotServingError
-from moesaic.server.metrics import Meter
+from moesaic.server.meter import Meter
 from moesaic.server.request_trace import TRACE
 
 LOG = logging.getLogger(__name__)

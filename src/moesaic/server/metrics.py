@@ -3,61 +3,19 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from moesaic.core import messages
 from moesaic.core.metrics import BlockStats, GroupStats, SpeculationStats, StateStats, TransferStats
-from moesaic.core.request import FinishReason, RequestOutput
+from moesaic.core.request import FinishReason
 from moesaic.core.speculation import COUNTS, break_even
 from moesaic.engine import EngineStats
 from moesaic.server import offload_metrics
+from moesaic.server.meter import Distribution, Meter
 
-TOKEN_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-)
-REQUEST_SECONDS = (
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    320.0,
-    640.0,
-)
-
-REQUEST_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-"""1, 2, 5, 10 and so on: vLLM's buckets for tokens of a request."""
 OWN = "moesaic:"
 """Prefix of metrics that vLLM does not have."""
 OF_VLLM = frozenset(
@@ -69,140 +27,13 @@ OF_VLLM = frozenset(
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
         *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
         *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
+        *("request_inference_time_seconds", "request_time_per_output_token_seconds"),
+        *("request_max_num_generation_tokens", "iteration_tokens_total", "prompt_tokens_cached"),
     )
 )
 """Metrics that mean the same as those of this name in vLLM."""
 
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-
-
-@dataclass
-class Distribution:
-    """A histogram: the number of observations in each range between two bounds."""
-
-    bounds: Sequence[float]
-    total: float = 0.0
-    counts: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, number of observations up to it) of each bound. The last bound is infinity."""
-        pairs, below = [], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            below += count
-            pairs.append((bound, float(below)))
-        return pairs
-
-
-@dataclass
-class Times:
-    """Times of one completion, in seconds on the meter's clock."""
-
-    arrival: float
-    queued: float | None = None
-    """Seconds until it was admitted. None until then."""
-    tokens: int = 0
-    """Tokens that it has generated."""
-    first: float | None = None
-    """Time of its first token."""
-    last: float = 0.0
-    """Time of its latest token."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache. Set with the first token."""
-    moved: list[float] = field(default_factory=list)
-    """Times at which it was moved to another worker, because its own had died or left."""
-    finish: FinishReason | None = None
-    """Why it ended. None until then."""
-
-
-class Meter:
-    """Counts tokens and measures latencies. The async engine updates it, and the collector reads it.
-
-    Completion i of the request with id g has the id g + i in the worker.
-    """
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.finished: Counter[FinishReason] = Counter()
-        self.time_to_first_token = Distribution(TOKEN_SECONDS + REQUEST_SECONDS[9:])
-        self.inter_token_latency = Distribution(TOKEN_SECONDS)
-        self.e2e_latency = Distribution(REQUEST_SECONDS)
-        self.queue_time = Distribution(REQUEST_SECONDS)
-        self.prefill_time = Distribution(REQUEST_SECONDS)
-        self.decode_time = Distribution(REQUEST_SECONDS)
-        self.request_prompt_tokens = Distribution(REQUEST_TOKENS)
-        self.request_generation_tokens = Distribution(REQUEST_TOKENS)
-        self._times: dict[int, dict[int, Times]] = {}
-        self._groups: dict[int, int] = {}
-
-    def arrived(self, group: int, completions: int, now: float) -> list[Times]:
-        """Begin to measure a request. Returns its completions' times, which change until these have ended."""
-        self._times[group] = {index: Times(now) for index in range(completions)}
-        self._groups.update((group + index, group) for index in range(completions))
-        return list(self._times[group].values())
-
-    def received(self, message: messages.ToEngine, outputs: Iterable[RequestOutput], now: float) -> None:
-        """Count a message of the worker, and the outputs that the engine made from it."""
-        if isinstance(message, messages.Admitted):
-            for request_id, seconds in zip(message.request_ids, message.queue_seconds, strict=True):
-                self._admitted(request_id, seconds)
-        elif isinstance(message, messages.Moved):
-            for group, request_id in ((self._groups.get(one), one) for one in message.request_ids):
-                if group is not None:
-                    self._times[group][request_id - group].moved.append(now)
-        for output in outputs:
-            times = self._times.get(output.request_id, {}).get(output.index)
-            if times is not None:
-                self._produced(output, times, now)
-
-    def aborted(self, group: int) -> None:
-        """Count the unfinished completions of a request as aborted."""
-        left = self._times.pop(group, {})
-        self.finished[FinishReason.ABORT] += len(left)
-        for index, times in left.items():
-            times.finish = FinishReason.ABORT
-            del self._groups[group + index]
-
-    def _admitted(self, request_id: int, seconds: float) -> None:
-        self.queue_time.observe(seconds)
-        group = self._groups.get(request_id)
-        if group is not None:
-            self._times[group][request_id - group].queued = seconds
-
-    def _produced(self, output: RequestOutput, times: Times, now: float) -> None:
-        if times.first is None:
-            times.first = now
-            times.cached_tokens = output.num_cached_tokens
-            self.prompt_tokens += output.num_prompt_tokens
-            self.time_to_first_token.observe(now - times.arrival)
-            self.prefill_time.observe(max(0.0, now - times.arrival - (times.queued or 0.0)))
-        else:
-            self.inter_token_latency.observe(now - times.last)
-        times.last = now
-        self.generation_tokens += len(output.token_ids)
-        times.tokens += len(output.token_ids)
-        if output.finish_reason is not None:
-            self._finished(output, output.finish_reason, times, times.first)
-
-    def _finished(self, output: RequestOutput, reason: FinishReason, times: Times, first: float) -> None:
-        times.finish = reason
-        self.finished[reason] += 1
-        self.e2e_latency.observe(times.last - times.arrival)
-        self.decode_time.observe(times.last - first)
-        self.request_prompt_tokens.observe(output.num_prompt_tokens)
-        self.request_generation_tokens.observe(times.tokens)
-        group = self._times[output.request_id]
-        del group[output.index]
-        del self._groups[output.request_id + output.index]
-        if not group:
-            del self._times[output.request_id]
 
 
 class EngineCollector(Collector):
@@ -240,6 +71,8 @@ class EngineCollector(Collector):
             "partial_runs", "Runs of them with some of the rows in flight.", worker.partial_runs
         )
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
+        cached = meter.cached_prompt_tokens
+        yield self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.", cached)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
         yield self._successes()
         yield self._counter(
@@ -251,21 +84,42 @@ class EngineCollector(Collector):
         yield from self._group(worker.experts.group)
         yield from self._transfers(worker.transfers)
         yield from offload_metrics.families(worker.experts, self._model_name)
+        yield from self._distributions(meter)
+
+    def _distributions(self, meter: Meter) -> Iterator[HistogramMetricFamily]:
+        """Histograms of times and of tokens."""
         itl = meter.inter_token_latency
-        first = meter.time_to_first_token
         for name, text, values in (
-            ("time_to_first_token", "Time from arrival to the first token.", first),
+            ("time_to_first_token", "Time from arrival to the first token.", meter.time_to_first_token),
             ("inter_token_latency", "Time between two tokens of a request.", itl),
             ("time_per_output_token", "The older name of inter_token_latency.", itl),
+            (
+                "request_time_per_output_token",
+                "Mean time between the tokens of an answer that has several.",
+                meter.request_time_per_token,
+            ),
             ("e2e_request_latency", "Time from arrival to the last token.", meter.e2e_latency),
             ("request_queue_time", "Time from arrival to admission.", meter.queue_time),
             ("request_prefill_time", "Time from admission to the first token.", meter.prefill_time),
             ("request_decode_time", "Time from the first to the last token.", meter.decode_time),
+            ("request_inference_time", "Time from admission to the last token.", meter.inference_time),
         ):
             yield self._histogram(f"{name}_seconds", f"{text} In seconds.", values)
-        prompts, answers = meter.request_prompt_tokens, meter.request_generation_tokens
-        yield self._histogram("request_prompt_tokens", "Prompt tokens of requests that ended.", prompts)
-        yield self._histogram("request_generation_tokens", "Tokens that these generated.", answers)
+        for name, text, values in (
+            ("request_prompt_tokens", "Prompt tokens of requests that ended.", meter.request_prompt_tokens),
+            ("request_generation_tokens", "Tokens that these generated.", meter.request_generation_tokens),
+            (
+                "request_max_num_generation_tokens",
+                "Tokens of the longest completion of each request.",
+                meter.longest_generation,
+            ),
+            (
+                "iteration_tokens_total",
+                "Tokens of a worker's step: those generated, and the computed prompts of first tokens.",
+                meter.step_tokens,
+            ),
+        ):
+            yield self._histogram(name, text, values)
 
     def _blocks(self, blocks: BlockStats) -> GaugeMetricFamily:
         text = "KV blocks: free, cached for their prefix, used by a request. They add up to the pool."
@@ -291,10 +145,10 @@ class EngineCollector(Collector):
         ):
             yield self._counter(f"spec_decode_{name}", text, value)
         text = "Drafted tokens that were right, by their place in the draft, from 0."
-        name = self._full("spec_decode_num_accepted_tokens_per_pos")
-        family = CounterMetricFamily(name, text, labels=["model_name", "position"])
+        name, labels, values = self._named("spec_decode_num_accepted_tokens_per_pos")
+        family = CounterMetricFamily(name, text, labels=[*labels, "position"])
         for position, value in enumerate(counts.accepted_per_pos):
-            family.add_metric([self._model_name, str(position)], value)
+            family.add_metric([*values, str(position)], value)
         yield family
         yield self._break_even(counts)
 
@@ -342,31 +196,36 @@ class EngineCollector(Collector):
         ):
             yield self._counter(name, counted, getattr(group, name.removeprefix("group_")))
 
-    def _full(self, name: str) -> str:
-        return (self._prefix if name in OF_VLLM else OWN) + name
+    def _named(self, name: str) -> tuple[str, list[str], list[str]]:
+        """The full name of a metric, its labels and their values. With vLLM's prefix it has vLLM's labels."""
+        if name not in OF_VLLM or self._prefix == OWN:
+            return OWN + name, ["model_name"], [self._model_name]
+        return self._prefix + name, ["model_name", "engine"], [self._model_name, "0"]
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(self._full(name), text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        full, labels, values = self._named(name)
+        family = GaugeMetricFamily(full, text, labels=labels)
+        family.add_metric(values, value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(self._full(name), text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        full, labels, values = self._named(name)
+        family = CounterMetricFamily(full, text, labels=labels)
+        family.add_metric(values, value)
         return family
 
-    def _histogram(self, name: str, text: str, values: Distribution) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self._full(name), text, labels=["model_name"])
-        family.add_metric([self._model_name], values.cumulative(), values.total)
+    def _histogram(self, name: str, text: str, counted: Distribution) -> HistogramMetricFamily:
+        full, labels, values = self._named(name)
+        family = HistogramMetricFamily(full, text, labels=labels)
+        family.add_metric(values, counted.cumulative(), counted.total)
         return family
 
     def _successes(self) -> CounterMetricFamily:
-        labels = ["model_name", "finished_reason"]
-        family = CounterMetricFamily(
-            self._full("request_success"), "Requests that ended, by reason.", labels=labels
-        )
+        full, labels, values = self._named("request_success")
+        text = "Requests that ended, by reason."
+        family = CounterMetricFamily(full, text, labels=[*labels, "finished_reason"])
         for reason in FinishReason:
-            family.add_metric([self._model_name, reason.value], self._meter.finished[reason])
+            family.add_metric([*values, reason.value], self._meter.finished[reason])
         return family
 
 

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from moesaic.server.metrics import Times
+from moesaic.server.meter import Times
 from moesaic.server.request_trace import RequestTrace
 
 LOG = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesaic.core.request import SamplingParams
 from moesaic.logs import REQUEST
-from moesaic.server.metrics import Times
+from moesaic.server.meter import Times
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",

@@ -1,5 +1,6 @@
 // Asks the server and takes the answer piece by piece.
 import { call, events } from "./api.js";
+import { jsonError } from "./settings.js";
 import { newChat, openChat, S, save, update } from "./state.js";
 import { colour } from "./tokens.js";
 
@@ -63,6 +64,10 @@ function bodyOf(chat) {
   const body = { model: S.model, stream: true, stream_options: { include_usage: true } };
   for (const [name, value] of Object.entries(numbers)) {
     if (value !== "" && Number.isFinite(Number(value))) body[name] = Number(value);
+  }
+  for (const [label, text] of [["JSON schema", schema], ["tools", tools]]) {
+    const error = jsonError(text);
+    if (error) throw new Error(`The ${label} in the settings: ${error}`);
   }
   if (schema.trim()) {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } };

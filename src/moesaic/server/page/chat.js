@@ -87,7 +87,8 @@ function Message({ chat, one, at }) {
 
 function Text({ one, running }) {
   if (colour() !== "off" && one.pieces?.length) return html`<${TokenText} one=${one} running=${running} />`;
-  return html`<div class=${running ? "markdown running" : "markdown"}>${markdown(one.content)}</div>`;
+  return html`<div class=${running ? "markdown running" : "markdown"}>${markdown(one.content)}</div>
+    ${colour() !== "off" && !running && one.content && html`<p class="hint">Colours were off while this answer arrived. The next answers have them.</p>`}`;
 }
 
 const ENDS = { length: "cut at the longest length", stopped: "stopped", error: "ended by an error", abort: "aborted" };
