@@ -437,12 +437,14 @@ def test_a_server_that_waits_while_it_pays_keeps_what_it_decided_for_some_runs()
         asked.append(waiting.runs)
         return not asked[1:]
 
-    rule = WhileItPays(pays, 0.5, 3.0)
+    rule = WhileItPays(pays, 0.5, 3.0, WhileSmall(8, 0.2, 1.0))
     known = Waiting(8, 8.0, 2, 1)
     assert not rule.ready(known) and rule.ready(replace(known, waiting_clients=2))
+    assert [rule.patience(took) for took in (0.1, 9.0)] == [pytest.approx(0.3), 0.5]
     assert not rule.ready(replace(known, runs=HELD - 1)) and rule.ready(replace(known, runs=HELD))
     assert asked == [0, HELD]
-    assert [rule.patience(took) for took in (0.1, 9.0)] == [pytest.approx(0.3), 0.5]
+    assert not rule.ready(replace(known, mean_call=7.0, runs=HELD))
+    assert [rule.patience(took) for took in (0.1, 9.0)] == [pytest.approx(0.1), 0.2]
 
 
 def test_what_a_server_knows_of_its_clients_times() -> None:

@@ -141,6 +141,8 @@ class WhileItPays:
     """Maximum seconds of waiting."""
     runs: float
     """Maximum waiting, in mean run times."""
+    otherwise: StartRule
+    """The rule while it does not pay."""
     _waits: bool = False
     _until: int = 0
     """Number of runs up to which `_waits` holds."""
@@ -148,10 +150,12 @@ class WhileItPays:
     def ready(self, waiting: Waiting) -> bool:
         if waiting.runs >= self._until:
             self._waits, self._until = self.pays(waiting), waiting.runs + HELD
-        return waiting.waiting_clients >= waiting.clients or not self._waits
+        if self._waits:
+            return waiting.waiting_clients >= waiting.clients
+        return self.otherwise.ready(waiting)
 
     def patience(self, took: float) -> float:
-        return min(self.wait, self.runs * took)
+        return min(self.wait, self.runs * took) if self._waits else self.otherwise.patience(took)
 
 
 @dataclass

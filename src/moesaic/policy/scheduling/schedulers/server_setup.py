@@ -49,16 +49,17 @@ def start_rule(
     """
     if schedule == "barrier":
         return Enough(EVERYBODY, BARRIER_SECONDS)
-    if pairs is None and schedule == "auto":
+    if pairs is None:
+        small = WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
+        if schedule != "auto":
+            return small
 
         def pays(waiting: Waiting) -> bool:
             calls = waiting.mean_call, waiting.clients, waiting.away
             uneven = unevenness(waiting.calls, decisions.servers)
             return decisions.together(*calls, experts, waiting.in_step, uneven)
 
-        return WhileItPays(pays, BARRIER_SECONDS, WAITED_RUNS)
-    if pairs is None:
-        return WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
+        return WhileItPays(pays, BARRIER_SECONDS, WAITED_RUNS, small)
     return Enough(pairs, wait)
 
 
