@@ -147,8 +147,10 @@ class ChangeQueue:
 
         weights: fingerprint that its checkpoint must have.
         """
+        if self._members.launcher.take(process):
+            return
         if process.ticket:
-            self._members.take(process)
+            process.kill()  # the launcher has given it up meanwhile
             return
         server = process.role is Role.SERVER
         if server and self.layout is None:

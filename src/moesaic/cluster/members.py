@@ -64,7 +64,7 @@ class Members:
         self.launcher: Launcher = LocalLauncher() if launcher is None else launcher
         self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
         """Number of ranks at the start, each a worker and a server; None: there are no ranks."""
-        self._cores = Cores(worker, numa.here("off" if cluster.on_ray else cluster.numa))
+        self._cores = Cores(worker, numa.here("off" if cluster.elsewhere else cluster.numa))
         pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
         threads = [
             worker.model.threads or pinned or self._cores.threads(place, cluster.expert_servers)
@@ -214,11 +214,6 @@ class Members:
     def unfit(self, member: Member, ready: messages.Ready) -> str | None:
         """Why a worker that joined cannot serve beside the others; None if it can."""
         return unfit(member, ready, [one.info for one in self.clients if not one.elsewhere])
-
-    def take(self, process: RemoteProcess) -> None:
-        """Gives a process to the launcher that started it, which may have given it up meanwhile."""
-        if not self.launcher.take(process):
-            process.kill()
 
     def why_not(self, role: Role) -> str | None:
         """Why no process of this role can join; None if one can."""

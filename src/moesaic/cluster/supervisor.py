@@ -105,11 +105,10 @@ class Supervisor:
         self._watchdog = Watchdog(self._loop, self._resume, self._fault, self._give_up, clock)
         model = Path(worker.model.model)
         self._trust = Trust(model, self._members, self._publisher, self._note, clock)
-        self._join_listener: JoinListener | None = None
+        self._newcomers: Newcomers | None = None
         if cluster.cluster_address is not None:
             parts = self._members, self._links, self._changes, self._note
-            newcomers = Newcomers(cluster.cluster_address, self._secret, model, *parts)
-            self._join_listener = newcomers.listener
+            self._newcomers = Newcomers(cluster.cluster_address, self._secret, model, *parts)
 
     def start(self) -> None:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""
@@ -120,7 +119,7 @@ class Supervisor:
         ):
             for _ in range(number):
                 self._members.add(role)
-        self._members.begin(self._join_listener)
+        self._members.begin(self._listener)
         for member in self._members.clients:
             self._members.spawn_worker(member)
         self._watchdog.start()
@@ -131,8 +130,8 @@ class Supervisor:
         self._changes.stop("the cluster was stopped")
         if self._changes.live is not None:
             self._changes.live.stop()
-        if self._join_listener is not None:
-            self._join_listener.close()
+        if self._newcomers is not None:
+            self._newcomers.close()
         self._trust.weights.close()
         self._members.stop()
 
@@ -190,10 +189,11 @@ class Supervisor:
                 members,
                 self._router,
                 self._changes.rebalances,
-                self._join_listener,
+                self._listener,
                 self._watchdog.restarts,
             ),
-            join_address=None if self._join_listener is None else self._join_listener.address,
+            join_address=None if self._listener is None else self._listener.address,
+            standbys=[] if self._newcomers is None else self._newcomers.standbys,
             transport=self._transport,
             dispatch=self._cluster.dispatch or "affinity" if by_tables else self._dispatch,
             locality=layer_locality(placement, self._router.stats().experts),
@@ -216,6 +216,10 @@ class Supervisor:
     def placement(self) -> Placement | None:
         """The current placement."""
         return self._publisher.placement
+
+    @property
+    def _listener(self) -> JoinListener | None:
+        return None if self._newcomers is None else self._newcomers.listener
 
     # ---- the thread
 
@@ -325,6 +329,8 @@ class Supervisor:
         """Tells the engine, once all processes serve, that it may submit requests."""
         if not self._announced and all(member.stage is Stage.SERVING for member in self._members.all):
             self._announced = self._watchdog.armed = True
+            for member in self._members.all if self._cluster.standby_for is not None else ():
+                member.elsewhere = True  # nobody here could start it again
             self._router.tell_ready()
 
     def _end(self, why: str) -> None:
@@ -354,7 +360,8 @@ class Supervisor:
         again = member.died(how, self._clock(), self._rule)
         if member.role is not Role.SERVER:
             self._router.leave(member.worker)
-        if self._members.watched and not expected and not (again and self._announced):
+        may_die = self._announced or self._cluster.standby_for is not None
+        if self._members.watched and not expected and not (again and may_die):
             what = f"{member.name} keeps dying; last failure: {how}"
             if member.role is Role.PREFILL and self._announced:
                 member.stage = Stage.STOPPED

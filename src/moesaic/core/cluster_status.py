@@ -223,6 +223,8 @@ class ClusterStatus:
     """The hosts of the processes. The first one is that of `moesaic serve`."""
     links: list[LinkStatus] = field(default_factory=list)
     """The links between any two of the hosts."""
+    standbys: list[str] = field(default_factory=list)
+    """Hosts with a `moesaic serve --standby-for` that watches this one."""
     watched: bool = True
     """False once the supervisor itself has failed too often to be restarted.
 
