@@ -65,8 +65,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     # joins a cluster as one role or the other
     "joining": (
-        *("config", "core", "experts.process", "kernels.native.plain", "logs", "models.fingerprint"),
-        *("models.gguf.header", "policy.fleet.silence", "runtime.process", "transport"),
+        *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "logs"),
+        *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "runtime.process", "transport"),
     ),
     "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),

@@ -98,12 +98,14 @@ def test_an_end_on_purpose_is_none_to_take_over_from() -> None:
 
 
 def test_another_checkpoint_or_secret_is_refused() -> None:
-    with listener(answering([])) as listening:
+    peers: list[RemoteProcess] = []
+    with listener(answering(peers)) as listening:
         other = ".".join(["0" * 16, *layout().weights.split(".")[1:]])
         with pytest.raises(ConfigError, match=r"--standby-for: got .* that one has other config.json"):
             Watching(listening.address, other).end()
         with pytest.raises(Refused, match="another secret"):
             Watching(listening.address, secret=OTHER).end()
+    peers[0].connection.close()
 
 
 def test_addresses_are_tried_in_turn(tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ from moesaic import logs
 from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
-from moesaic.experts.keeping import KeptExperts
-from moesaic.joining import child, server
+from moesaic.joining import child, enlisting, server
 from moesaic.joining.loop import join
 from moesaic.joining.options import JoinOptions
-from moesaic.transport import address as addresses
 from moesaic.transport.secret import read_secret
 
 
@@ -57,9 +55,7 @@ def run(options: Join, as_json: bool) -> int:
         options.capacity,
         log_level=options.log_level,
     )
-    for address in joining.addresses:
-        addresses.parse(address)
+    enlisting.check_addresses(joining)
     # A worker that lost its connection may be in the middle of a step. So it joins again in a new process.
-    of_server = partial(server.serve_once, kept=KeptExperts())
-    serve_once = of_server if options.role == "expert-server" else child.serve_once
+    serve_once = server.keeping_experts() if options.role == "expert-server" else child.serve_once
     return join(partial(serve_once, joining, secret), joined, lost)

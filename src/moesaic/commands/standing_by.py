@@ -9,10 +9,9 @@ from pathlib import Path
 
 from moesaic.config import ClusterConfig, ServerConfig, WorkerConfig
 from moesaic.joining import standby
-from moesaic.models import files, fingerprint
+from moesaic.models import files
 from moesaic.server.listener import bind
 from moesaic.tokenizer import Tokenizer
-from moesaic.transport import address as addresses
 from moesaic.transport.secret import read_secret
 
 SLOW_IMPORTS = ("moesaic.server.app", "moesaic.server.run", "moesaic.server.async_engine")
@@ -26,14 +25,10 @@ def stand_by(config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig,
     """
     assert cluster.standby_for is not None and cluster.cluster_address is not None
     secret = read_secret(Path(cluster.cluster_secret_file or ""), "--cluster-secret-file")
-    addresses.parse(cluster.standby_for)
-    with (
-        closing(bind(server.host, server.port)),
-        closing(addresses.bind(addresses.parse(cluster.cluster_address))[0]),
-    ):
+    with closing(bind(server.host, server.port)):
         pass
     path = files.resolve(config.model.model, config.model.revision)
-    weights = fingerprint.of(path)
+    weights = standby.prepared(cluster.standby_for, cluster.cluster_address, path)
     template = Path(server.chat_template) if server.chat_template else None
     Tokenizer(path, template, special_tokens_in_content=server.allow_special_tokens_in_content).close()
     for name in SLOW_IMPORTS:

@@ -78,32 +78,35 @@ def serve(
     server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests)
     loader.change(first)
-    stopped = threading.Event()
-    reports = threading.Thread(
-        target=_report, args=(supervisor, server, pace, residency, stopped), daemon=True
-    )
+    ended = threading.Event()
+    reports = threading.Thread(target=_report, args=(supervisor, server, pace, residency, ended), daemon=True)
     reports.start()
     try:
-        while True:
-            wakeup.clear()
-            while (message := supervisor.receive(0.0)) is not None:
-                match message:
-                    case messages.Hold():
-                        loader.change(message)
-                    case messages.Refuse(reason):
-                        raise SentAway(f"refused this server: {reason}")
-                    case messages.Shutdown():
-                        return 0
-            server.turn(None, (wakeup.fileno(),))
+        _serve(supervisor, server, loader, wakeup)
+        return 0
     except ConnectionLost:
-        stopped.set()
         loader.join()  # nobody may change the experts when they are used again
-        reports.join()
         raise
     finally:
-        stopped.set()
+        ended.set()
+        reports.join()
         loader.close()
         server.close()
+
+
+def _serve(supervisor: StreamConnection, server: ExpertServer, loader: _ExpertLoader, wakeup: Wakeup) -> None:
+    """Serve clients and follow the supervisor's messages, until Shutdown."""
+    while True:
+        wakeup.clear()
+        while (message := supervisor.receive(0.0)) is not None:
+            match message:
+                case messages.Hold():
+                    loader.change(message)
+                case messages.Refuse(reason):
+                    raise SentAway(f"refused this server: {reason}")
+                case messages.Shutdown():
+                    return
+        server.turn(None, (wakeup.fileno(),))
 
 
 def _scheduler(

@@ -66,6 +66,12 @@ def connect(
     raise kind("; ".join(map(str, errors)))
 
 
+def check_addresses(joining: JoinOptions) -> None:
+    """Raises ConfigError for an address of the cluster that is none."""
+    for address in joining.addresses:
+        addresses.parse(address)
+
+
 def _dial(address: str, secret: bytes, seconds: float) -> tuple[socket.socket, Keys]:
     """A connected socket, and the keys of the connection. Raises as `connect` does."""
     try:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from moesaic.experts.keeping import KeptExperts
 from moesaic.experts.process import serve
 from moesaic.joining import enlisting
 from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.transport.wakeup import Wakeup
+
+
+def keeping_experts() -> Callable[[JoinOptions, bytes, OnJoined], int]:
+    """`serve_once` for one process: each call finds the experts that the last one has loaded."""
+    return partial(serve_once, kept=KeptExperts())
 
 
 def serve_once(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
@@ -17,6 +18,7 @@ from moesaic.joining import enlisting
 from moesaic.joining.options import JoinOptions
 from moesaic.models import fingerprint
 from moesaic.policy.fleet.silence import RULE
+from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Refused
 from moesaic.transport.host import this_host
 from moesaic.transport.stream import StreamConnection
@@ -24,6 +26,17 @@ from moesaic.transport.stream import StreamConnection
 AGAIN_SECONDS = 1.0
 """Seconds between two attempts to reach a first host that was not seen yet."""
 FIRST_WORD_SECONDS = 10.0
+
+
+def prepared(address: str, own: str, model: Path) -> str:
+    """The fingerprint of the checkpoint here.
+
+    address: of the cluster to watch. own: at which processes will join this host. Raises ConfigError for
+    addresses that cannot be used, so that this does not fail when it is time to take over.
+    """
+    addresses.parse(address)
+    with contextlib.closing(addresses.bind(addresses.parse(own))[0]):
+        return fingerprint.of(model)
 
 
 def watch(
@@ -37,16 +50,17 @@ def watch(
 
     It waits for one that is not there yet, and for one that was shut down on purpose. weights: fingerprint of
     the checkpoint here. say: called with each change, in words for people. Raises ConfigError if the cluster
-    serves another checkpoint, and Refused if it has another secret or version.
+    serves another checkpoint, and Refused if it has another secret or version. A refusal is not
+    authenticated, so after the cluster was seen it counts as gone.
     """
     joining, seen = JoinOptions(address, "standby"), False
     say(f"standing by for {address}")
     while True:
         try:
             connection, _ = enlisting.connect(joining, secret, None, lambda: None, enlisting.DIAL_SECONDS)
-        except Refused:
-            raise
         except ConnectionLost as lost:
+            if isinstance(lost, Refused) and not seen:
+                raise
             if seen:
                 say(f"{lost}: taking over")
                 return
