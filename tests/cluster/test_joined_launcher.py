@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moesaic.batch.local import serving
 from moesaic.cluster import joined_launcher
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.joined_launcher import JoinedLauncher
@@ -18,7 +20,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConfigError
 from tests.support.hosts import soon
 
-WORKER = WorkerConfig(ModelConfig("m"))
+WORKER = WorkerConfig(ModelConfig("m", device="cpu"))
 DOOR: dict[str, Any] = {"cluster_address": "tcp:10.0.0.2:7000", "cluster_secret_file": "s"}
 
 
@@ -99,6 +101,12 @@ def test_another_instruction_set_than_that_of_the_first_one_is_refused(launcher:
     first.kill()
 
 
+def test_a_worker_that_may_have_a_gpu_chooses_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_launcher.fingerprint, "of", lambda path: "w")
+    made = JoinedLauncher(WorkerConfig(ModelConfig("m")))
+    assert made._set(caller()) is None and made._set(caller(Role.SERVER)) == "avx2"
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -112,3 +120,12 @@ def test_another_instruction_set_than_that_of_the_first_one_is_refused(launcher:
 def test_settings_that_a_standby_cannot_have(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--standby-for"):
         ClusterConfig(standby_for="tcp:10.0.0.1:7000", **settings)
+
+
+def test_only_serve_stands_by() -> None:
+    async def begin() -> None:
+        async with serving(WORKER, ("m",), ClusterConfig(standby_for="tcp:10.0.0.1:7000", **DOOR)):
+            pass
+
+    with pytest.raises(ConfigError, match="--standby-for: got .* only serve stands by"):
+        asyncio.run(begin())

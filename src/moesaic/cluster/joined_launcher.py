@@ -28,7 +28,7 @@ class JoinedLauncher:
 
     def __init__(self, worker: WorkerConfig) -> None:
         self._path = Path(worker.model.model)
-        self._kernels = worker.model.kernels
+        self._kernels, self._device = worker.model.kernels, worker.model.device
         self._asked: Mapping[Role, int] = dict.fromkeys(Role, 0)
         """Role -> number of places, before the first of that role is there."""
         self._waiting: dict[Role, list[RemoteProcess]] = {role: [] for role in Role}
@@ -96,8 +96,10 @@ class JoinedLauncher:
             place.waits("")
 
     def _set(self, process: RemoteProcess) -> KernelName | None:
-        """The instruction set of processes like this one: with --kernels auto that of the first one."""
-        if self._kernels != "auto" or not process.instruction_sets:
+        """The instruction set of processes like this one: with --kernels auto on CPUs that of the first one.
+        None: as the settings say. A worker with --device auto may have a GPU, which nobody here knows."""
+        on_cpu = self._device == "cpu" or (self._device == "auto" and process.role is Role.SERVER)
+        if self._kernels != "auto" or not on_cpu or not process.instruction_sets:
             return None
         best = cast("KernelName", process.instruction_sets[0])
         return self._sets.setdefault(process.role is Role.SERVER, best)
