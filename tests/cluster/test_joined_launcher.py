@@ -90,9 +90,10 @@ def test_who_calls_before_there_are_places_waits_for_one(launcher: JoinedLaunche
 
 
 def test_another_instruction_set_than_that_of_the_first_one_is_refused(launcher: JoinedLauncher) -> None:
-    first, second = place(launcher), place(launcher, 1)
+    first = place(launcher)
     assert launcher.take(caller(sets=("avx512", "avx2")))
     soon(lambda: first.peer is not None)
+    second = place(launcher, 1)
     other = caller(sets=("avx2",))
     other.connection._end.set = lambda: None  # type: ignore[attr-defined]
     assert launcher.take(other)
