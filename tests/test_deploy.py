@@ -43,6 +43,7 @@ WITHOUT_A_PANEL = {
         "paced_runs",
         "paced_late_runs",
         "refused_connections",
+        "supervisor_restarts",
     ),
     *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"),
     *("spec_decode_break_even_acceptance", "time_per_output_token_seconds"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moesaic.cluster.joined_launcher import JoinedLauncher
 from moesaic.cluster.launcher import Launcher, LocalLauncher
 from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
@@ -104,6 +105,8 @@ def _launcher(config: WorkerConfig, cluster: ClusterConfig) -> tuple[Launcher, C
 
     Raises ConfigError if Ray is not installed, or has no cluster.
     """
+    if cluster.standby_for is not None:
+        return JoinedLauncher(config), cluster
     if not cluster.on_ray:
         return LocalLauncher(), cluster
     try:
@@ -173,8 +176,8 @@ def _checked(config: WorkerConfig, cluster: ClusterConfig | None, record: Record
     """The directory of the checkpoint. Raises ConfigError for settings that contradict each other."""
     if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
-    if cluster is not None and cluster.on_ray:
-        _check_ray(config, record)
+    if cluster is not None and cluster.elsewhere:
+        _check_elsewhere(config, record, cluster)
     if cluster is not None and cluster.prefill_workers > 0 and record.record_routing is not None:
         allowed = "nothing with --prefill-workers: a request's rows would be those of two workers"
         raise ConfigError.field("--record-routing", str(record.record_routing), allowed)
@@ -185,13 +188,15 @@ def _checked(config: WorkerConfig, cluster: ClusterConfig | None, record: Record
     return files.resolve(config.model.model, config.model.revision)
 
 
-def _check_ray(config: WorkerConfig, record: RecordConfig) -> None:
+def _check_elsewhere(config: WorkerConfig, record: RecordConfig, cluster: ClusterConfig) -> None:
     """Raises ConfigError for settings that are those of one host."""
+    by = "--distributed-executor-backend ray" if cluster.on_ray else "--standby-for"
+    whose = "Ray shares" if cluster.on_ray else "each process that joins shares"
     for flag, value, why in (
         ("--trace", config.trace, "its parts are files of this host"),
         ("--record-routing", record.record_routing, "its parts are files of this host"),
-        ("--pin-threads", config.model.pin_threads or None, "Ray shares out the cores"),
+        ("--pin-threads", config.model.pin_threads or None, f"{whose} out the cores"),
     ):
         if value is not None:
-            allowed = f"nothing with --distributed-executor-backend ray: {why}"
+            allowed = f"nothing with {by}: {why}"
             raise ConfigError.field(flag, str(value), allowed)

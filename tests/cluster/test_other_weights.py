@@ -137,7 +137,7 @@ def test_a_refused_server_gets_no_rows_while_it_leaves(
         supervisor = served.supervisor
         [member] = [one for one in supervisor._members.servers if one.elsewhere]
         monkeypatch.setattr(supervisor._members, "refuse", lambda member, reason: None)
-        supervisor._members.inbox.put(lambda: supervisor._refuse(member, "of this test"))
+        supervisor._members.inbox.put(lambda: supervisor._trust.refuse(member, "of this test"))
         served.until(lambda: "of this test" in failures(served))
         placement = supervisor.placement
         assert placement is not None

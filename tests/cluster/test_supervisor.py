@@ -17,7 +17,7 @@ import pytest
 from moesaic.cluster import local
 from moesaic.cluster.change_queue import ChangeQueue, _QueuedChange
 from moesaic.cluster.links import Links
-from moesaic.cluster.member import Stage
+from moesaic.cluster.member import RestartRule, Stage
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig, ExpertServerConfig
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -34,8 +34,6 @@ from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 4, 48
 SLOW = pytest.mark.slow
-DYING = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-"""The supervisor's thread ends by an exception, as it is meant to."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +66,8 @@ def failures(served: Cluster) -> list[str]:
 
 
 def unwatch(served: Cluster) -> None:
-    """Let the supervisor's thread die."""
+    """Let the supervisor's thread die, and no other one take its place."""
+    served.supervisor._watchdog.rule = RestartRule(most=1)
     doing(served, raising(SystemExit("a bug")))()
     served.until(lambda: not served.supervisor.report().watched)
 
@@ -111,13 +110,13 @@ def test_a_bug_in_one_action_does_not_end_the_watch(expected: list[Answer]) -> N
 SCHEDULES = ["lockstep", "async", "barrier"]
 
 
-@DYING
 @SLOW
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_requests_go_on_when_nobody_watches(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=2, min_replicas=2, schedule=schedule) as served:
         pids = [member.pid for member in served.supervisor.status()]
         served.submit(*workload(COUNT, TOKENS))
+        served.supervisor._watchdog.rule = RestartRule(most=1)
         assert served.finish(Plan((20, doing(served, raising(SystemExit("a bug")))))) == expected
         served.until(lambda: not served.supervisor.report().watched)
         served.submit(*workload(COUNT, TOKENS))
@@ -132,7 +131,6 @@ def test_requests_go_on_when_nobody_watches(schedule: str, expected: list[Answer
 
 
 @SLOW
-@DYING
 def test_that_nobody_watches_is_told() -> None:
     with cluster() as served:
         assert status_over_http(served)["watched"]
@@ -141,7 +139,8 @@ def test_that_nobody_watches_is_told() -> None:
         assert not status["watched"] and len(status["processes"]) == 3
         [failure] = status["failures"]
         assert failure["what"] == (
-            "the supervisor has stopped, so processes are not restarted any more: SystemExit: a bug"
+            "the supervisor has stopped, so processes are not restarted any more: "
+            "its thread died: SystemExit: a bug"
         )
         assert "the supervisor has stopped, so processes are not restarted any more" in as_lines(
             asdict(served.supervisor.report())
@@ -157,7 +156,6 @@ def test_that_nobody_watches_is_told() -> None:
 
 
 @SLOW
-@DYING
 def test_what_dies_when_nobody_watches_is_told(expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=2, min_replicas=2) as served:
         assert processes_up(served) == {"attention worker": 2, "expert server": 2}
@@ -182,7 +180,6 @@ def test_what_dies_when_nobody_watches_is_told(expected: list[Answer]) -> None:
 
 
 @SLOW
-@DYING
 def test_who_waits_to_be_restarted_when_the_watch_ends_is_stopped() -> None:
     with cluster(expert_servers=2, min_replicas=2) as served:
         member = served.supervisor._members.servers[0]
@@ -194,7 +191,6 @@ def test_who_waits_to_be_restarted_when_the_watch_ends_is_stopped() -> None:
 
 
 @SLOW
-@DYING
 def test_a_change_under_way_ends_with_the_watch() -> None:
     with cluster() as served:
         future = served.supervisor.scale(expert_servers=3)
@@ -206,7 +202,6 @@ def test_a_change_under_way_ends_with_the_watch() -> None:
 
 
 @SLOW
-@DYING
 def test_without_any_worker_left_and_nobody_to_start_one_the_service_ends() -> None:
     with cluster(expert_servers=1) as served:
         unwatch(served)
@@ -220,9 +215,9 @@ def test_without_any_worker_left_and_nobody_to_start_one_the_service_ends() -> N
 
 
 @SLOW
-@DYING
 def test_a_watch_that_ends_while_the_only_worker_is_away_ends_the_service() -> None:
     with cluster(expert_servers=1) as served:
+        served.supervisor._watchdog.rule = RestartRule(most=1)
         served.supervisor._router.leave(0)
         doing(served, raising(SystemExit("a bug")))()
         with pytest.raises(ConnectionLost, match="the supervisor has stopped"):

@@ -51,8 +51,11 @@ async def serving(
 
     cluster: the processes that serve; None: one worker.
     chat_template, special_tokens_in_content: see Tokenizer. parsers: names of the parsers of tool calls and
-    of reasoning. strict_fields: fail lines with unknown fields. seed: of the seeds that requests get.
+    of reasoning. strict_fields: fail lines with unknown fields. seed: of the seeds that requests get. Raises
+    ConfigError for what only a server does.
     """
+    if cluster is not None and cluster.standby_for is not None:
+        raise ConfigError.field("--standby-for", cluster.standby_for, "to leave it out: only serve stands by")
     with launch(
         config,
         cluster,

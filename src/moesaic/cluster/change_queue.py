@@ -13,13 +13,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
+from inspect import GEN_CREATED, GEN_SUSPENDED, getgeneratorstate
 
 import numpy as np
 
 from moesaic.cluster import live_placement
-from moesaic.cluster.autoscaling import Autoscaling, Sample
+from moesaic.cluster.autoscaling import Autoscaling
 from moesaic.cluster.balancing import Balancing
 from moesaic.cluster.dispatching import by_tables
+from moesaic.cluster.fleet_sample import take_sample
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
@@ -54,6 +57,8 @@ class _QueuedChange:
     change: Change
     future: Future[None] | None = None
     """Future of the user who requested the change; None if nobody waits for it."""
+    again: Callable[[], Change] | None = None
+    """Makes the same change once more, if the supervisor's thread ends in the middle of it."""
 
 
 class ChangeQueue:
@@ -134,15 +139,18 @@ class ChangeQueue:
         except (ScalingError, ConfigError) as error:
             future.set_exception(error)
             return
-        self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers, prefill), future))
+        again = partial(self.changes.scale, servers, workers, prefill)
+        self._queue.append(_QueuedChange("scaling", again(), future, again))
 
     def join(self, process: RemoteProcess, weights: str) -> None:
         """Adds a change for a process that joins from another machine, unless a launcher waits for it.
 
         weights: fingerprint that its checkpoint must have.
         """
+        if self._members.launcher.take(process):
+            return
         if process.ticket:
-            self._members.take(process)
+            process.kill()  # the launcher has given it up meanwhile
             return
         server = process.role is Role.SERVER
         if server and self.layout is None:
@@ -175,13 +183,35 @@ class ChangeQueue:
         if self._current is not None and self._ends(self._current, now):
             self._current = None
 
+    def leave(self, worker: Member) -> None:
+        """Adds the removal of a worker, before all other changes."""
+        self._queue.appendleft(_QueuedChange(f"{worker.name} leaves", self.changes.remove_worker(worker)))
+
+    def drop_broken(self) -> bool:
+        """Drops what is under way if a thread ended in the middle of it. Returns whether one did.
+
+        A change that a user requested is then the next one, once.
+        """
+        under_way = [one for one in (self._current, *self._arriving) if one is not None]
+        if all(getgeneratorstate(one.change) in (GEN_CREATED, GEN_SUSPENDED) for one in under_way):
+            return False
+        self._current, self._arriving = None, []
+        for one in under_way:
+            if one.again is not None and one.future is not None and not one.future.done():
+                self._queue.appendleft(_QueuedChange(one.what, one.again(), one.future))
+                continue
+            self._tell(one, ScalingError(f"{one.what}: the supervisor was restarted in the middle of it"))
+        if self.live is not None:
+            self.live.failed("the supervisor was restarted")
+        return True
+
     def stop(self, why: str) -> None:
         """Refuses all waiting changes. why: the reason for their users."""
         open_changes, self._current = [self._current, *self._queue], None
         self._queue.clear()
         self._arriving.clear()
         for wanted in open_changes:
-            if wanted is not None and wanted.future is not None:
+            if wanted is not None and wanted.future is not None and not wanted.future.done():
                 wanted.future.set_exception(ScalingError(why))
 
     # ---- internal
@@ -213,9 +243,11 @@ class ChangeQueue:
     def _tell(wanted: _QueuedChange, error: Exception | None) -> None:
         """Tells the user of a change how it ended."""
         LOG.info("%s: %s", wanted.what, error or "done")
-        if wanted.future is not None and error is None:
+        if wanted.future is None or wanted.future.done():
+            return
+        if error is None:
             wanted.future.set_result(None)
-        elif wanted.future is not None:
+        else:
             wanted.future.set_exception(error)
 
     def _next(self, now: float) -> _QueuedChange | None:
@@ -281,31 +313,7 @@ class ChangeQueue:
 
     def _scaling(self, now: float) -> _QueuedChange | None:
         """The change to as many processes of each role as --autoscale wants; usually None."""
-        members, router = self._members, self._router
-        waiting, prompts = router.stats().waiting, router.waiting_prompts()
-        prefill = router.prefill_seconds()
-        sample = Sample(
-            processes={
-                "expert_servers": len(members.servers),
-                "attention_workers": len(members.workers),
-                "prefill_workers": len(members.prefill_workers),
-            },
-            waiting={
-                "expert_servers": waiting,
-                "attention_workers": waiting - prompts,
-                "prefill_workers": prompts,
-            },
-            missed=router.objectives.missed,
-            busy={
-                "expert_servers": {one.process: one.stats.busy_seconds for one in members.servers},
-                "prefill_workers": {
-                    one.process: prefill[one.worker]
-                    for one in members.prefill_workers
-                    if one.worker in prefill
-                },
-            },
-            occupied=router.occupied(),
-        )
+        sample = take_sample(self._members, self._router)
         wanted = self._autoscaling.wanted(now, sample)
         if not wanted:
             return None

@@ -49,6 +49,8 @@ def own_door(address: str) -> str:
     return str(where._replace(port=0))
 
 
+STANDBY = "standby"
+"""Role of a `moesaic serve` that watches this one, in Enlist."""
 _ROLES = {role.flag: role for role in Role}
 _KERNELS = get_args(KernelName)
 
@@ -71,6 +73,8 @@ class RemoteProcess:
     """See `messages.Enlist`."""
     link: LinkModel | None = None
     """The link to its host, if it was measured."""
+    standby: bool = False
+    """True for a `moesaic serve` that watches this one. It has no role."""
     killed: bool = False
     """True once `kill` was called. The end of its connection is reported a moment later."""
 
@@ -147,6 +151,9 @@ class JoinListener:
             if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:
                 what = "nothing" if word is None else type(word).__name__
                 raise ConnectionLost(f"it sent {what}, not Enlist with a positive capacity")
+            if word.role == STANDBY:
+                undo.pop_all()
+                return RemoteProcess(connection, f"{host}:{port}", host_id=word.host, standby=True)
             role = _ROLES.get(word.role)
             if role is None:
                 raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")

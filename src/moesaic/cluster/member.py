@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -76,6 +77,12 @@ class RestartRule:
     """Number of deaths within `window` seconds after which the supervisor gives up."""
     window: float = 60.0
 
+    def delay(self, deaths: int) -> float | None:
+        """Seconds until the next start after so many deaths within `window`; None: there is none."""
+        if deaths >= self.most:
+            return None
+        return 0.0 if deaths < 2 else min(self.longest_delay, self.first_delay * 2 ** (deaths - 2))
+
 
 @dataclass
 class Member:
@@ -88,6 +95,8 @@ class Member:
     incarnation: int = 0
     child: Process | None = None
     """Its running process, if there is one."""
+    reader: threading.Thread | None = None
+    """The thread that reads the messages of `child`. It ends with the connection."""
     stage: Stage = Stage.STARTING
     on_trial: bool = False
     """True while it is being added. If it keeps dying, the change has failed, not the service."""
@@ -165,11 +174,9 @@ class Member:
             self.stage = Stage.STOPPED
             return False
         self.stage = Stage.WAITING
-        if len(self.deaths) >= rule.most:
-            return False
-        before = len(self.deaths) - 2
-        self.restart_at = now + (0.0 if before < 0 else min(rule.longest_delay, rule.first_delay * 2**before))
-        return True
+        delay = rule.delay(len(self.deaths))
+        self.restart_at = now + (delay or 0.0)
+        return delay is not None
 
 
 def unfit(member: Member, ready: Ready, others: Iterable[WorkerInfo | None]) -> str | None:

@@ -14,8 +14,9 @@ from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.launcher import Launcher, LocalLauncher
 from moesaic.cluster.member import Member, Process, Role, Stage, unfit
 from moesaic.cluster.router import Router
-from moesaic.config import SMALL_MODEL, ClusterConfig, ExpertServerConfig, WorkerConfig, gpus
-from moesaic.config.values import KernelName, KVRole
+from moesaic.cluster.settings import Settings
+from moesaic.config import SMALL_MODEL, ClusterConfig, WorkerConfig, gpus
+from moesaic.config.values import KernelName
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
@@ -63,7 +64,7 @@ class Members:
         self.launcher: Launcher = LocalLauncher() if launcher is None else launcher
         self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
         """Number of ranks at the start, each a worker and a server; None: there are no ranks."""
-        self._cores = Cores(worker, numa.here("off" if cluster.on_ray else cluster.numa))
+        self._cores = Cores(worker, numa.here("off" if cluster.elsewhere else cluster.numa))
         pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
         threads = [
             worker.model.threads or pinned or self._cores.threads(place, cluster.expert_servers)
@@ -79,14 +80,14 @@ class Members:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Work for the supervisor's thread; None ends the thread."""
         self.watched = True
-        """True while the supervisor's thread runs. Without it, requests continue but nothing is restarted."""
+        """False once the supervisor was given up. Then requests continue, but nothing is restarted."""
         self._alone = threading.Lock()
         """Lock for reader threads that do urgent work in place of the supervisor's thread."""
         self._stopping = False
         self.past_deaths = 0
         """Deaths of members that have left."""
         self._worker_config = worker
-        self._prefill = cluster.prefill_workers > 0
+        self._settings = Settings(worker, cluster.prefill_workers > 0)
         self._router = router
         self._on_message = on_message
         self._clock = clock
@@ -149,7 +150,7 @@ class Members:
         place = self._place(member, alike)
         cpus = self._cores.cpus(Role.WORKER, self._here(self.clients).index(member), self._ranks)
         config = replace(
-            self._worker_settings(member),
+            self._settings.worker(member),
             beside=self._beside(member),
             devices=member.devices,
             own_server=self.servers_here[place].number if self._ranks and not prefill else None,
@@ -168,7 +169,7 @@ class Members:
         place = self._place(member, self.servers_here)
         cpus = self._cores.cpus(Role.SERVER, place, self._ranks)
         config = replace(
-            self._server_settings(layout),
+            self._settings.server(layout),
             devices=member.devices,
             threads=self._worker_config.model.threads or len(cpus) or self._server_threads(layout, place),
             cpus=cpus,
@@ -196,14 +197,7 @@ class Members:
         member.devices = ()
         self.locate(member, process)
         member.weights, used = weights, self._instruction_set(member.role)
-        if member.role is Role.SERVER:
-            assert layout is not None
-            server = self._server_settings(layout)
-            config = (server if used is None else replace(server, kernels=used)).to_json()
-        else:
-            settings = self._worker_settings(member)
-            model = settings.model if used is None else replace(settings.model, kernels=used, device="cpu")
-            config = replace(settings, model=model, trace=None, checkpoint_stamp="").to_json()
+        config = self._settings.joined(member, layout, used)
         enlisted = messages.Enlisted(self._worker_config.model.model, weights, config)
         with contextlib.suppress(ConnectionLost):  # its reader thread reports it
             process.connection.send(enlisted)
@@ -221,47 +215,9 @@ class Members:
         """Why a worker that joined cannot serve beside the others; None if it can."""
         return unfit(member, ready, [one.info for one in self.clients if not one.elsewhere])
 
-    def take(self, process: RemoteProcess) -> None:
-        """Gives a process to the launcher that started it, which may have given it up meanwhile."""
-        if not self.launcher.take(process):
-            process.kill()
-
     def why_not(self, role: Role) -> str | None:
         """Why no process of this role can join; None if one can."""
-        if role is Role.PREFILL and not self._prefill:
-            return "--role prefill-worker: the cluster was started without --prefill-workers"
-        if role is Role.SERVER and not self._worker_config.remote_experts:
-            return "--role expert-server: the cluster was started without --expert-servers"
-        if role is not Role.SERVER and self._worker_config.record is not None:
-            return f"--role {role.flag}: the cluster records routing, which workers of other hosts do not"
-        return None
-
-    def _worker_settings(self, member: Member) -> WorkerConfig:
-        """The settings of a worker that do not depend on its host."""
-        if not self._prefill:
-            return self._worker_config
-        role: KVRole = "prefill" if member.role is Role.PREFILL else "decode"
-        return replace(self._worker_config, kv_role=role)
-
-    def _server_settings(self, layout: ExpertLayout) -> ExpertServerConfig:
-        """The settings of an expert server that do not depend on its host."""
-        worker = self._worker_config
-        return ExpertServerConfig(
-            model=worker.model.model,
-            layout=layout,
-            address="unix:@",
-            remote_address=worker.remote_address,
-            kernels=worker.model.kernels,
-            mmap=worker.model.mmap,
-            fast_memory=worker.server_memory,
-            device="cpu" if worker.model.device == "auto" else worker.model.device,
-            schedule=worker.scheduler.schedule,
-            queue_policy=worker.scheduler.queue_policy,
-            queues=worker.queues,
-            log_level=worker.log_level,
-            paced=worker.paced,
-            policy_file=worker.policy_file,
-        )
+        return self._settings.why_not(role)
 
     def refuse(self, member: Member, reason: str) -> None:
         """Tells a process that joined why it must leave, and disconnects it in the background."""
@@ -283,6 +239,13 @@ class Members:
             thread = threading.Thread(target=_dismiss, args=arguments, name=f"ending {member.name}")
             self._ending = [other for other in self._ending if other.is_alive()] + [thread]
             thread.start()
+
+    def empty_inbox(self) -> None:
+        """Carries out what is left in the inbox, in place of the supervisor's thread."""
+        with self._alone, contextlib.suppress(queue.Empty):
+            while (action := self.inbox.get_nowait()) is not None:
+                with contextlib.suppress(BaseException):  # such an action ended the supervisor
+                    action()
 
     def stop(self) -> None:
         """Ends every process."""
@@ -336,7 +299,9 @@ class Members:
         member.child, member.settled, member.complaint = child, -1, None
         member.last_seen = self._clock()
         arguments = (member, member.incarnation, child)
-        threading.Thread(target=self._read, args=arguments, name=member.name, daemon=True).start()
+        reader = threading.Thread(target=self._read, args=arguments, name=member.name, daemon=True)
+        member.reader = reader
+        reader.start()
 
     def _read(self, member: Member, incarnation: int, child: Process) -> None:
         """Runs the reader thread of a process. Messages that requests wait for go directly to the router, the

@@ -60,7 +60,11 @@ def process_status(
 
 
 def counters(
-    members: Members, router: Router, rebalances: int, door: JoinListener | None = None
+    members: Members,
+    router: Router,
+    rebalances: int,
+    door: JoinListener | None = None,
+    supervisor_restarts: int = 0,
 ) -> ClusterCounters:
     """Returns all counts since the start."""
     workers = router.stats()
@@ -82,6 +86,7 @@ def counters(
         partial_runs=workers.partial_runs,
         far_bytes=experts.far_bytes,
         refused_connections=0 if door is None else door.dropped,
+        supervisor_restarts=supervisor_restarts,
     )
 
 

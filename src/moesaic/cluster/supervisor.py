@@ -6,14 +6,14 @@ is gone (`policy.fleet.replicas`). The supervisor restarts processes and changes
 (`cluster.scaling`).
 
 An unexpected exception ends only the action that raised it. It is logged and recorded, and the supervisor
-continues. If its thread ends nevertheless, requests continue, but dead processes are not restarted.
+continues. If its thread ends nevertheless, or hangs, another thread takes its place (`cluster.watchdog`), and
+requests continue meanwhile. If that happens too often, dead processes are not restarted any more.
 """
 
 from __future__ import annotations
 
 import queue
 import secrets
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -34,10 +34,12 @@ from moesaic.cluster.members import Members
 from moesaic.cluster.newcomers import Newcomers
 from moesaic.cluster.placing import first_placement, read_placement
 from moesaic.cluster.publishing import Publisher, union
+from moesaic.cluster.recovery import recover
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
 from moesaic.cluster.suspicion import Suspicion
-from moesaic.cluster.weight_check import WeightCheck
+from moesaic.cluster.trust import Trust
+from moesaic.cluster.watchdog import Watchdog
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core import messages, paced
 from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, ProcessStatus
@@ -100,14 +102,13 @@ class Supervisor:
         self._announced = False
         self._paced = None if cluster.paced is None else _described(cluster.paced)
         self._ended: str | None = None
-        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        model, later = Path(worker.model.model), self._members.inbox.put
-        self._weights = WeightCheck(model, later, self._holds, self._refuse, clock)
-        self._join_listener: JoinListener | None = None
+        self._watchdog = Watchdog(self._loop, self._resume, self._fault, self._give_up, clock)
+        model = Path(worker.model.model)
+        self._trust = Trust(model, self._members, self._publisher, self._note, clock)
+        self._newcomers: Newcomers | None = None
         if cluster.cluster_address is not None:
             parts = self._members, self._links, self._changes, self._note
-            newcomers = Newcomers(cluster.cluster_address, self._secret, model, *parts)
-            self._join_listener = newcomers.listener
+            self._newcomers = Newcomers(cluster.cluster_address, self._secret, model, *parts)
 
     def start(self) -> None:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""
@@ -118,22 +119,20 @@ class Supervisor:
         ):
             for _ in range(number):
                 self._members.add(role)
-        self._members.begin(self._join_listener)
+        self._members.begin(self._listener)
         for member in self._members.clients:
             self._members.spawn_worker(member)
-        self._thread.start()
+        self._watchdog.start()
 
     def stop(self) -> None:
         """Ends every process."""
-        self._members.inbox.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._watchdog.stop(lambda: self._members.inbox.put(None))
         self._changes.stop("the cluster was stopped")
         if self._changes.live is not None:
             self._changes.live.stop()
-        if self._join_listener is not None:
-            self._join_listener.close()
-        self._weights.close()
+        if self._newcomers is not None:
+            self._newcomers.close()
+        self._trust.weights.close()
         self._members.stop()
 
     # ---- called by other threads
@@ -186,8 +185,15 @@ class Supervisor:
             processes=self.status(),
             replicas=layer_replicas(placement, members.servers, self._links.server_hosts()),
             failures=self._failures.all(),
-            counters=counters(members, self._router, self._changes.rebalances, self._join_listener),
-            join_address=None if self._join_listener is None else self._join_listener.address,
+            counters=counters(
+                members,
+                self._router,
+                self._changes.rebalances,
+                self._listener,
+                self._watchdog.restarts,
+            ),
+            join_address=None if self._listener is None else self._listener.address,
+            standbys=[] if self._newcomers is None else self._newcomers.standbys,
             transport=self._transport,
             dispatch=self._cluster.dispatch or "affinity" if by_tables else self._dispatch,
             locality=layer_locality(placement, self._router.stats().experts),
@@ -211,21 +217,31 @@ class Supervisor:
         """The current placement."""
         return self._publisher.placement
 
+    @property
+    def _listener(self) -> JoinListener | None:
+        return None if self._newcomers is None else self._newcomers.listener
+
     # ---- the thread
 
-    def _run(self) -> None:
-        try:
-            self._loop()
-        except BaseException as error:
-            self._members.watched = False
-            self._changes.stop(UNSUPERVISED)
-            self._note(f"{UNSUPERVISED}: {type(error).__name__}: {error}")
-            if not (self._announced and self._router.serves):
-                self._end(UNSUPERVISED)
-            raise
+    def _resume(self) -> None:
+        """Goes on where another thread ended."""
+        self._survive(partial(recover, self._members, self._publisher, self._router, self._changes))
+
+    def _fault(self, what: str, error: BaseException | None) -> None:
+        self._note(f"the supervisor is restarted: {what}", error)
+
+    def _give_up(self, what: str) -> None:
+        self._members.watched = False
+        self._note(f"{UNSUPERVISED}: {what}")
+        if not (self._announced and self._router.serves):
+            self._end(UNSUPERVISED)
+        self._changes.stop(UNSUPERVISED)
+        self._members.empty_inbox()
+        self._changes.stop(UNSUPERVISED)  # once more, for what was in the inbox
 
     def _loop(self) -> None:
         while True:
+            self._watchdog.beat()
             try:
                 action = self._members.inbox.get(timeout=TICK)
             except queue.Empty:
@@ -240,6 +256,7 @@ class Supervisor:
 
     def _survive(self, action: Callable[[], None]) -> None:
         """Runs `action`. An exception before the cluster serves ends the service, as the start would hang."""
+        self._watchdog.beat()
         failure = self._failures.survive(action)
         if failure is not None and not self._announced:
             self._end(failure)
@@ -252,7 +269,7 @@ class Supervisor:
             case messages.Layout(layout) if not member.elsewhere:  # theirs changes nothing
                 self._lay_out(layout)
             case messages.Ready() if (why_not := self._members.unfit(member, message)) is not None:
-                self._refuse(member, why_not)
+                self._trust.refuse(member, why_not)
             case messages.Ready(info):
                 member.stage, member.info, member.kernels = Stage.SERVING, info, info.kernels
                 assert member.child is not None
@@ -262,13 +279,13 @@ class Supervisor:
             case messages.ReceivesKV():
                 member.kv = message
             case messages.FaultyServer(server, incarnation, reason):
-                self._blame(server, incarnation, reason)
+                self._trust.blame(server, incarnation, reason)
             case messages.Settled(version):
                 member.settled = version
             case messages.Holds():
-                self._weights.holds(member, message)
+                self._trust.weights.holds(member, message)
             case messages.Digests():
-                self._weights.digests(member, message)
+                self._trust.weights.digests(member, message)
             case messages.ServerReport(stats, load):
                 member.stats = stats
                 self._changes.add_report(member, load)
@@ -281,48 +298,23 @@ class Supervisor:
                 self._router.tell(message)
         self._announce()
 
-    def _holds(self, member: Member, message: messages.Holds) -> None:
-        member.endpoint, member.confirmed_hold = message.endpoint, message.version
-        member.kernels, member.threads = message.kernels, message.threads
-        others = {other.kernels for other in self._members.servers if other.kernels}
-        if len(others) > 1 and member.stage is Stage.STARTING:
-            self._note(
-                f"{member.name} has other kernels than the rest ({', '.join(sorted(others))}), so bits differ"
-            )
-        if member.stage is Stage.STARTING:
-            member.stage = Stage.SERVING
-            self._publisher.publish()
-
-    def _refuse(self, member: Member, reason: str) -> None:
-        """Sends a server away whose weights or answers are not those of the cluster's checkpoint."""
-        self._note(f"{member.name} is refused: {reason}")
-        self._members.refuse(member, reason)
-        if member.stage is Stage.SERVING:  # it may take seconds to leave, or stay
-            member.stage = Stage.DRAINING
-            self._publisher.publish()
-
-    def _blame(self, server: int, incarnation: int, reason: str) -> None:
-        """Ends the process of a server that gave wrong answers. A process of this host is restarted."""
-        for member in self._members.servers:
-            if (member.number, member.incarnation, member.stage) == (server, incarnation, Stage.SERVING):
-                if member.elsewhere:
-                    self._refuse(member, f"it {reason}")
-                elif member.child is not None:
-                    self._note(f"{member.name} {reason}: killing it")
-                    member.child.kill()
-
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
         heard_all = self._members.inbox.empty()
-        self._weights.keep(self._members.servers)
+        self._trust.weights.keep(self._members.servers)
         placements = self._publisher.placement, self._publisher.coming
         for member in self._members.all:
             self._survive(partial(self._check, member, heard_all, now))
-            self._survive(partial(self._weights.tick, member, partial(union, member.number, placements)))
+            self._survive(
+                partial(self._trust.weights.tick, member, partial(union, member.number, placements))
+            )
 
     def _check(self, member: Member, heard_all: bool, now: float) -> None:
         if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
             self._spawn(member)
+        unread = member.reader is not None and not member.reader.is_alive()
+        if heard_all and unread and member.child is not None:  # a thread ended before it handled that
+            self._lost(member)
         gone = self._suspicion.look(member, now) if member.joined else None
         if gone is not None and member.child is not None:
             self._note(gone)
@@ -336,7 +328,9 @@ class Supervisor:
     def _announce(self) -> None:
         """Tells the engine, once all processes serve, that it may submit requests."""
         if not self._announced and all(member.stage is Stage.SERVING for member in self._members.all):
-            self._announced = True
+            self._announced = self._watchdog.armed = True
+            for member in self._members.all if self._cluster.standby_for is not None else ():
+                member.elsewhere = True  # nobody here could start it again
             self._router.tell_ready()
 
     def _end(self, why: str) -> None:
@@ -356,7 +350,8 @@ class Supervisor:
 
     def _lost(self, member: Member) -> None:
         """A process has ended. A worker's requests move; the clients of a server have noticed already."""
-        assert member.child is not None
+        if member.child is None:
+            return
         how = member.child.how_it_ended()
         member.child.connection.close()
         member.child.kill()
@@ -365,7 +360,8 @@ class Supervisor:
         again = member.died(how, self._clock(), self._rule)
         if member.role is not Role.SERVER:
             self._router.leave(member.worker)
-        if self._members.watched and not expected and not (again and self._announced):
+        may_die = self._announced or self._cluster.standby_for is not None
+        if self._members.watched and not expected and not (again and may_die):
             what = f"{member.name} keeps dying; last failure: {how}"
             if member.role is Role.PREFILL and self._announced:
                 member.stage = Stage.STOPPED
@@ -384,7 +380,7 @@ class Supervisor:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return
         self._changes.lay_out(layout, self._placement_file)
-        self._weights.lay_out(layout)
+        self._trust.weights.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)
 

@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--schedule-policy-file",
             "--cluster-address",
         ),
-        *("--cluster-secret-file", "--distributed-executor-backend"),
+        *("--cluster-secret-file", "--standby-for", "--distributed-executor-backend"),
     ),
     "Faults and scaling": (
         *("--min-replicas", "--redundant-experts", "--rebalance", "--rebalance-interval"),

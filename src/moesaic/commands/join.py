@@ -11,7 +11,7 @@ from moesaic import logs
 from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
-from moesaic.joining import child, server
+from moesaic.joining import child, enlisting, server
 from moesaic.joining.loop import join
 from moesaic.joining.options import JoinOptions
 from moesaic.transport.secret import read_secret
@@ -45,7 +45,7 @@ def run(options: Join, as_json: bool) -> int:
     descriptors.prepare()
     secret = read_secret(Path(options.secret_file), "--secret-file")
     joining = JoinOptions(
-        f"tcp:{options.address}",
+        ",".join(f"tcp:{one.strip()}" for one in options.address.split(",")),
         options.role,
         None if options.listen is None else f"tcp:{options.listen}",
         options.model,
@@ -55,6 +55,7 @@ def run(options: Join, as_json: bool) -> int:
         options.capacity,
         log_level=options.log_level,
     )
+    enlisting.check_addresses(joining)
     # A worker that lost its connection may be in the middle of a step. So it joins again in a new process.
-    serve_once = server.serve_once if options.role == "expert-server" else child.serve_once
+    serve_once = server.keeping_experts() if options.role == "expert-server" else child.serve_once
     return join(partial(serve_once, joining, secret), joined, lost)

@@ -52,7 +52,8 @@ class Join:
     """Run a process that joins a running cluster, from this or another host."""
 
     address: str
-    """HOST:PORT, the --cluster-address of the cluster."""
+    """HOST:PORT, the --cluster-address of the cluster. Several with commas between are tried in turn: first
+    that of `moesaic serve`, then those of its standbys."""
     _: KW_ONLY
     secret_file: str
     """A copy of the cluster's --cluster-secret-file, with mode 600."""

@@ -14,6 +14,7 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from moesaic import __version__, logs
+from moesaic.commands import standing_by
 from moesaic.commands.announce import Announcer
 from moesaic.commands.starting import without_plan
 from moesaic.commands.tracing import announced, announced_routing
@@ -86,6 +87,9 @@ def run(
         config, processes = without_plan(config, cluster, offload)
     else:
         config = _planned(config, cluster, offload, record)
+    if processes is not None and processes.standby_for is not None:
+        with _stoppable():
+            standing_by.stand_by(config, processes, server, as_json)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (

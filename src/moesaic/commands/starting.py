@@ -24,7 +24,7 @@ def prepared(cluster: ClusterConfig, device: Device) -> ClusterConfig:
     cluster = on_nodes(cluster, device)
     processes = _processes(cluster.resolved())
     descriptors.prepare(processes)
-    if not cluster.on_ray:
+    if not cluster.elsewhere:
         warn_of_many(processes, cores())
     return cluster
 

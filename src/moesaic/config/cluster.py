@@ -139,6 +139,10 @@ class ClusterConfig(ParallelConfig):
     cluster_address: str | None = None
     """tcp:HOST:PORT at which processes of other hosts join; see `moesaic join`. Expert servers of this host
     listen on free ports of HOST."""
+    standby_for: str | None = None
+    """tcp:HOST:PORT, the --cluster-address of another `moesaic serve`. This one watches it, and begins to
+    serve once that one is gone. It starts no processes: those that join it take the places of
+    --attention-workers, --expert-servers and --prefill-workers. None: serve at once."""
     cluster_secret_file: str | None = None
     """File with the secret that processes have to know to join. It is created, with mode 600, if it does not
     exist."""
@@ -164,6 +168,11 @@ class ClusterConfig(ParallelConfig):
     def on_ray(self) -> bool:
         """True if a Ray cluster has the processes."""
         return self.distributed_executor_backend == "ray"
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if no process is started on this host."""
+        return self.on_ray or self.standby_for is not None
 
     @property
     def capacities(self) -> tuple[float, ...]:
@@ -232,6 +241,7 @@ class ClusterConfig(ParallelConfig):
         self._check_backend()
         if (self.cluster_address is None) != (self.cluster_secret_file is None) and not self.on_ray:
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
+        self._check_standby()
         for name in RANKS_WITH_EXPERTS if self.expert_servers > 0 else ():
             given, default = getattr(self, name), getattr(ClusterConfig, name)
             if given != default:
@@ -281,6 +291,23 @@ class ClusterConfig(ParallelConfig):
             raise ConfigError.field("--rebalance", "routing", allowed)
         if self.on_ray and self.transport == "shm":
             raise ConfigError.field("--transport", "shm", f"auto, socket with {flag} ray")
+
+    def _check_standby(self) -> None:
+        """Raises ConfigError for settings that make no sense where all processes join."""
+        if self.standby_for is None:
+            return
+        if self.cluster_address is None:
+            raise ConfigError("--standby-for: give --cluster-address too, at which processes join this host")
+        if self.on_ray:
+            raise ConfigError.field("--standby-for", self.standby_for, "nothing with Ray")
+        for name, why in (
+            ("devices", "a process that joins has the GPUs of its host"),
+            ("enable_expert_parallel", "no server is a worker's own"),
+            ("placement", "the servers that join have any order"),
+        ):
+            if getattr(self, name) != getattr(ClusterConfig, name):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError.field(flag, getattr(self, name), f"nothing with --standby-for: {why}")
 
     @property
     def _scales_servers(self) -> bool:

@@ -156,6 +156,8 @@ class ClusterCounters:
     refused_connections: int = 0
     """Connections to --cluster-address that were refused: strangers, or processes with another
     secret or version."""
+    supervisor_restarts: int = 0
+    """Threads of the supervisor that took the place of one that had died or hung."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,10 @@ class ClusterStatus:
     """The hosts of the processes. The first one is that of `moesaic serve`."""
     links: list[LinkStatus] = field(default_factory=list)
     """The links between any two of the hosts."""
+    standbys: list[str] = field(default_factory=list)
+    """Hosts with a `moesaic serve --standby-for` that watches this one."""
     watched: bool = True
-    """False once the supervisor itself has failed.
+    """False once the supervisor itself has failed too often to be restarted.
 
     Requests continue then, but dead processes are not restarted, and the reports of processes are not
     updated.

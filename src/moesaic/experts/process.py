@@ -21,6 +21,7 @@ from moesaic.core.stored import is_native
 from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
+from moesaic.experts.keeping import KeptExperts, Loaded
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
@@ -42,12 +43,17 @@ ATTENTION = 4.0
 
 
 def serve(
-    supervisor: StreamConnection, config: ExpertServerConfig, wakeup: Wakeup, secret: bytes = b""
+    supervisor: StreamConnection,
+    config: ExpertServerConfig,
+    wakeup: Wakeup,
+    secret: bytes = b"",
+    kept: KeptExperts | None = None,
 ) -> int:
     """Serve until the supervisor sends Shutdown. Returns the exit code.
 
     wakeup: rung at each message of the supervisor.
     secret: what clients must prove to know. If it is empty, the first Hold message contains the secret.
+    kept: has the experts that were loaded for the last supervisor, and gets those of this one.
 
     Raises ConnectionLost when the supervisor is gone.
     """
@@ -61,8 +67,9 @@ def serve(
     path = Path(config.model)
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
     with fingerprint.unchanged(path, stamp):
-        own, residency = _backend(config)
+        own, residency = (kept or KeptExperts()).get(config, stamp, _backend)
         backend, pace = _paced(own, config)
+        backend.keep(first.experts)  # before others are loaded, so that memory need not have both
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     listener = Listener(config.address, secret or first.secret, remote=config.remote_address)
@@ -71,24 +78,35 @@ def serve(
     server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests)
     loader.change(first)
-    stopped = threading.Event()
-    threading.Thread(target=_report, args=(supervisor, server, pace, residency, stopped), daemon=True).start()
+    ended = threading.Event()
+    reports = threading.Thread(target=_report, args=(supervisor, server, pace, residency, ended), daemon=True)
+    reports.start()
     try:
-        while True:
-            wakeup.clear()
-            while (message := supervisor.receive(0.0)) is not None:
-                match message:
-                    case messages.Hold():
-                        loader.change(message)
-                    case messages.Refuse(reason):
-                        raise SentAway(f"refused this server: {reason}")
-                    case messages.Shutdown():
-                        return 0
-            server.turn(None, (wakeup.fileno(),))
+        _serve(supervisor, server, loader, wakeup)
+        return 0
+    except ConnectionLost:
+        loader.join()  # nobody may change the experts when they are used again
+        raise
     finally:
-        stopped.set()
+        ended.set()
+        reports.join()
         loader.close()
         server.close()
+
+
+def _serve(supervisor: StreamConnection, server: ExpertServer, loader: _ExpertLoader, wakeup: Wakeup) -> None:
+    """Serve clients and follow the supervisor's messages, until Shutdown."""
+    while True:
+        wakeup.clear()
+        while (message := supervisor.receive(0.0)) is not None:
+            match message:
+                case messages.Hold():
+                    loader.change(message)
+                case messages.Refuse(reason):
+                    raise SentAway(f"refused this server: {reason}")
+                case messages.Shutdown():
+                    return
+        server.turn(None, (wakeup.fileno(),))
 
 
 def _scheduler(
@@ -135,7 +153,7 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
     return queue_policy(config.schedule, config.queue_policy, queues.urgency(None), queues.queue_history)
 
 
-def _backend(config: ExpertServerConfig) -> tuple[ExpertBackend, Callable[[], ResidencyStats]]:
+def _backend(config: ExpertServerConfig) -> Loaded:
     """The backend, and what is counted of experts that are not all in memory.
 
     --kernels triton is for workers on a GPU. A server on a CPU beside them takes its own kernels.
@@ -207,7 +225,8 @@ class _ExpertLoader:
         self._stamp = stamp
         self._digests = digests
         self._wanted: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="loading", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
+        self._thread.start()
 
     def change(self, hold: messages.Hold) -> None:
         """Load the experts of `hold` and drop all others, in the background."""
@@ -216,6 +235,14 @@ class _ExpertLoader:
     def close(self) -> None:
         """End the thread once it has finished the current message."""
         self._wanted.put(None)
+
+    def join(self) -> None:
+        """End the thread, and wait until it has finished the current message. Leaves out all others."""
+        while not self._wanted.empty():
+            with contextlib.suppress(queue.Empty):
+                self._wanted.get_nowait()
+        self.close()
+        self._thread.join()
 
     def _run(self) -> None:
         while (hold := self._next()) is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +22,7 @@ from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms,
 from moesaic.transport.calls import MIN_HEAP
 from moesaic.transport.host import this_host
 from moesaic.transport.sealed_socket import wire
+from moesaic.transport.sealing import Keys
 from moesaic.transport.stream import StreamConnection
 
 try:
@@ -27,31 +30,61 @@ try:
 except ImportError:  # installed without a compiler
     plain = None  # type: ignore[assignment]
 
+LOG = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
+DIAL_SECONDS = 2.0
+"""The same if there are several addresses, since the host of one may be gone."""
 
 
 def connect(
-    joining: JoinOptions, secret: bytes, on_lost: Callable[[], None] | None, on_message: Callable[[], None]
+    joining: JoinOptions,
+    secret: bytes,
+    on_lost: Callable[[], None] | None,
+    on_message: Callable[[], None],
+    seconds: float | None = None,
 ) -> tuple[StreamConnection, str]:
-    """Connect to the cluster. Returns the connection and this host's address on it.
+    """Connect to the cluster, at the first of its addresses that answers. Returns the connection and this
+    host's address on it.
 
-    on_lost, on_message: see StreamConnection. Raises Refused for another secret or version, otherwise
-    ConnectionLost.
+    on_lost, on_message: see StreamConnection. seconds: for each address. Raises Refused for another
+    secret or version, otherwise ConnectionLost.
     """
-    where = addresses.parse(joining.cluster)
+    errors: list[ConnectionLost] = []
+    several = len(joining.addresses) > 1
+    seconds = seconds or (DIAL_SECONDS if several else HANDSHAKE_SECONDS)
+    for address in joining.addresses:
+        try:
+            sock, keys = _dial(address, secret, seconds)
+        except ConnectionLost as error:
+            errors.append(error)
+            continue
+        if several:
+            LOG.info("connected to %s", address)
+        here = str(sock.getsockname()[0])
+        return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), here
+    kind = Refused if all(isinstance(error, Refused) for error in errors) else ConnectionLost
+    raise kind("; ".join(map(str, errors)))
+
+
+def check_addresses(joining: JoinOptions) -> None:
+    """Raises ConfigError for an address of the cluster that is none."""
+    for address in joining.addresses:
+        addresses.parse(address)
+
+
+def _dial(address: str, secret: bytes, seconds: float) -> tuple[socket.socket, Keys]:
+    """A connected socket, and the keys of the connection. Raises as `connect` does."""
     try:
-        sock = addresses.dial(where, HANDSHAKE_SECONDS)
+        sock = addresses.dial(addresses.parse(address), seconds)
     except OSError as error:
-        raise ConnectionLost(f"no connection to {joining.cluster}: {error.strerror or error}") from error
+        raise ConnectionLost(f"no connection to {address}: {error.strerror or error}") from error
     try:
-        terms = Terms("stream", MIN_HEAP)
-        keys = prove_as_client(sock, secret, terms, Deadline(HANDSHAKE_SECONDS))
+        keys = prove_as_client(sock, secret, Terms("stream", MIN_HEAP), Deadline(seconds))
     except (OSError, MoesaicError) as error:
         sock.close()
         kind = Refused if isinstance(error, Refused) else ConnectionLost
-        raise kind(f"no connection to {joining.cluster}: {error}") from error
-    here = str(sock.getsockname()[0])
-    return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), here
+        raise kind(f"no connection to {address}: {error}") from error
+    return sock, keys
 
 
 @contextmanager

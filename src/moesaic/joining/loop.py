@@ -13,7 +13,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.joining.options import OnJoined
 from moesaic.transport.authentication import Refused, SentAway
 
-DELAYS = (0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
+DELAYS = (0.5, 0.5, *(1.0,) * 9, *(2.0,) * 24)
 """Seconds before each attempt to join again. Within their sum, about a minute, `serve` may be restarted."""
 REFUSALS = 3
 """Number of attempts to join again after which a refusal in the handshake counts.

@@ -19,7 +19,7 @@ class JoinOptions:
     """How a process joins a cluster, without the secret."""
 
     cluster: str
-    """tcp:HOST:PORT on which the cluster accepts processes."""
+    """tcp:HOST:PORT on which the cluster accepts processes. Several with commas between are tried in turn."""
     role: RoleName = "expert-server"
     listen: str | None = None
     """tcp:HOST:PORT on which processes of other hosts reach this one.
@@ -39,6 +39,11 @@ class JoinOptions:
     ticket: str = ""
     """See `messages.Enlist`."""
     log_level: LogLevel = "info"
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of `cluster`."""
+        return self.cluster.split(",")
 
     def to_json(self) -> str:
         """The options as JSON, for the command line of a process."""

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from moesaic.experts.keeping import KeptExperts
 from moesaic.experts.process import serve
 from moesaic.joining import enlisting
 from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.transport.wakeup import Wakeup
 
 
-def serve_once(joining: JoinOptions, secret: bytes, on_joined: OnJoined) -> int:
+def keeping_experts() -> Callable[[JoinOptions, bytes, OnJoined], int]:
+    """`serve_once` for one process: each call finds the experts that the last one has loaded."""
+    return partial(serve_once, kept=KeptExperts())
+
+
+def serve_once(
+    joining: JoinOptions, secret: bytes, on_joined: OnJoined, kept: KeptExperts | None = None
+) -> int:
     """Join as an expert server and serve. Returns 0 once the cluster has sent Shutdown.
+
+    kept: see `experts.process.serve`.
 
     Raises ConfigError for settings that cannot work, and ConnectionLost for all else.
     """
@@ -20,7 +33,7 @@ def serve_once(joining: JoinOptions, secret: bytes, on_joined: OnJoined) -> int:
             enlisted = enlisting.enlist(cluster, joining)
             on_joined(enlisted.model)
             config = enlisting.server_config(joining, enlisted, here)
-            return serve(cluster, config, wakeup, secret)
+            return serve(cluster, config, wakeup, secret, kept)
     finally:
         cluster.close()
         wakeup.close()

@@ -108,6 +108,11 @@ class ClusterCollector(Collector):
                 "Connections to --cluster-address that were refused.",
                 counters.refused_connections,
             ),
+            (
+                "supervisor_restarts",
+                "Times that the supervisor was restarted, as its thread had died or hung.",
+                counters.supervisor_restarts,
+            ),
         ):
             yield self._counter(name, text, [((), value)])
         missed: Series = [(("ttft",), counters.missed_ttft), (("itl",), counters.missed_itl)]

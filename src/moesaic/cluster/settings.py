@@ -1,0 +1,69 @@
+"""The settings of a cluster's processes that do not depend on their hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moesaic.cluster.member import Member, Role
+from moesaic.config import ExpertServerConfig, WorkerConfig
+from moesaic.config.values import KernelName, KVRole
+from moesaic.core.experts import ExpertLayout
+
+
+class Settings:
+    """The settings of the processes of one cluster."""
+
+    def __init__(self, worker: WorkerConfig, prefill: bool) -> None:
+        """worker: of every attention worker. prefill: whether there are prefill workers."""
+        self._worker = worker
+        self._prefill = prefill
+
+    def worker(self, member: Member) -> WorkerConfig:
+        """The settings of a worker of either role."""
+        if not self._prefill:
+            return self._worker
+        role: KVRole = "prefill" if member.role is Role.PREFILL else "decode"
+        return replace(self._worker, kv_role=role)
+
+    def server(self, layout: ExpertLayout) -> ExpertServerConfig:
+        """The settings of an expert server."""
+        worker = self._worker
+        return ExpertServerConfig(
+            model=worker.model.model,
+            layout=layout,
+            address="unix:@",
+            remote_address=worker.remote_address,
+            kernels=worker.model.kernels,
+            mmap=worker.model.mmap,
+            fast_memory=worker.server_memory,
+            device="cpu" if worker.model.device == "auto" else worker.model.device,
+            schedule=worker.scheduler.schedule,
+            queue_policy=worker.scheduler.queue_policy,
+            queues=worker.queues,
+            log_level=worker.log_level,
+            paced=worker.paced,
+            policy_file=worker.policy_file,
+        )
+
+    def joined(self, member: Member, layout: ExpertLayout | None, used: KernelName | None) -> str:
+        """The settings of a process that joined by itself, as JSON.
+
+        layout: of the experts, for a server. used: instruction set of the native kernels of members like it.
+        """
+        if member.role is Role.SERVER:
+            assert layout is not None
+            server = self.server(layout)
+            return (server if used is None else replace(server, kernels=used)).to_json()
+        settings = self.worker(member)
+        model = settings.model if used is None else replace(settings.model, kernels=used, device="cpu")
+        return replace(settings, model=model, trace=None, checkpoint_stamp="").to_json()
+
+    def why_not(self, role: Role) -> str | None:
+        """Why no process of this role can join; None if one can."""
+        if role is Role.PREFILL and not self._prefill:
+            return "--role prefill-worker: the cluster was started without --prefill-workers"
+        if role is Role.SERVER and not self._worker.remote_experts:
+            return "--role expert-server: the cluster was started without --expert-servers"
+        if role is not Role.SERVER and self._worker.record is not None:
+            return f"--role {role.flag}: the cluster records routing, which workers of other hosts do not"
+        return None

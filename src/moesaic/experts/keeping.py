@@ -1,0 +1,47 @@
+"""Keeps the experts of a server in memory from one supervisor to the next."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+from moesaic.config import ExpertServerConfig
+from moesaic.core.metrics import ResidencyStats
+from moesaic.experts.backend import ExpertBackend
+
+LOG = logging.getLogger(__name__)
+
+Loaded = tuple[ExpertBackend, Callable[[], ResidencyStats]]
+"""A backend, and what is counted of its experts."""
+
+
+class KeptExperts:
+    """What a server that joined has loaded. It stays in memory when the supervisor is gone."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        """Backends that were made, each of which loads its experts."""
+        self._loaded: Loaded | None = None
+        self._of: object = None
+        """The settings and files that `_loaded` depends on."""
+
+    def get(
+        self, config: ExpertServerConfig, stamp: str, make: Callable[[ExpertServerConfig], Loaded]
+    ) -> Loaded:
+        """The backend for these settings: the one that is there, or a new one by `make`.
+
+        stamp: of the checkpoint's files. The old backend is gone before a new one loads anything.
+        """
+        of = (
+            *(config.model, config.layout, config.kernels, config.mmap, config.fast_memory),
+            *(config.device, config.threads, stamp),
+        )
+        if self._loaded is not None and self._of == of:
+            LOG.info("the experts that were loaded before are still there")
+            return self._loaded
+        self._loaded = None
+        gc.collect()  # errors may still refer to the work with the last supervisor
+        self._of, self.made = of, self.made + 1
+        self._loaded = make(config)
+        return self._loaded
