@@ -8,7 +8,8 @@ Here: 8 workers with a server beside each, H100s by their roofline. A worker wai
 lockstep, as `eaas.py load`), and not for all ranks in every layer. Rows choose the experts of a recorded
 request (routed.py), so requests have an affinity that placements and dispatch can use. A number of clients
 send a request once theirs is answered. Throughput and latencies follow from that number, and the throughput
-at an objective is interpolated between two numbers. Systems:
+at an objective is interpolated between two numbers. Lengths are half to one and a half times their mean:
+with equal ones all requests run in phase, and throughput depends on that more than on anything else. Systems:
 
     sglang    consecutive experts, requests in turn
     moetuner  the solver moetuner, requests in turn
@@ -183,8 +184,8 @@ def point(
             "workload": {
                 "kind": "closed",
                 "clients": clients,
-                "prompt": prompt,
-                "answer": options.answer,
+                "prompt": [prompt // 2, 3 * prompt // 2],
+                "answer": [options.answer // 2, 3 * options.answer // 2],
             },
         }
         part = replace(model, layers=LAYERS, moe_layers=LAYERS)
@@ -275,6 +276,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(PAPER), default=list(PAPER))
     parser.add_argument("--links", nargs="+", choices=["stated", "figure 1"], default=["stated", "figure 1"])
     parser.add_argument("--clients", nargs="+", type=int, default=[8, 32, 128, 256, 512])
-    parser.add_argument("--prompt", type=int, default=256, help="tokens")
-    parser.add_argument("--answer", type=int, default=8, help="tokens")
+    parser.add_argument("--prompt", type=int, default=256, help="mean tokens")
+    parser.add_argument("--answer", type=int, default=8, help="mean tokens")
     parser.add_argument("--seconds", type=float, default=0.08, help="simulated; the second half is measured")

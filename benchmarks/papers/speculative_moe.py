@@ -23,9 +23,9 @@ DeepSeek-V2's 160 experts is public. s-TS has consecutive experts, s-TS + s-EG t
 For Mixtral's 8 experts there is no fitted routing, so its rates are the paper's (figure 5).
 
 Columns: "ratio" to the baseline of the same step; "links" is the baseline's share of a step in collectives.
-"links_needed" is the share that they would have to take for the stated ratio, if they save in proportion to
-the bytes of their rows; above 1 they cannot give it alone. "by_figure_1" is the ratio if the all-to-alls take
-47.1 % of the baseline's step, as figure 1 states for DeepSeek-V2 on server A.
+"links_needed" is the share that they would have to take for the stated ratio at equal batches, if they save
+in proportion to the bytes of their rows; above 1 they cannot give it alone. "by_figure_1" is the ratio if the
+all-to-alls take 47.1 % of the baseline's step, as figure 1 states for DeepSeek-V2 on server A.
 """
 
 from __future__ import annotations
