@@ -13,12 +13,13 @@ from .conftest import FOLDER
 
 README = (FOLDER / "README.md").read_text()
 QUESTIONS = README.partition("What these scripts need")[0]
-COMMANDS = [shlex.split(line) for line in re.findall(r"\| `(\w+\.py[^`]*)` \|", QUESTIONS)]
-SCRIPTS = sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".sh"))
+COMMANDS = [shlex.split(line) for line in re.findall(r"\| `([\w/]+\.py[^`]*)` \|", QUESTIONS)]
+FILES = [*FOLDER.iterdir(), *(FOLDER / "papers").iterdir()]
+SCRIPTS = {str(path.relative_to(FOLDER)): path for path in sorted(FILES) if path.suffix in (".py", ".sh")}
 
 
 def test_every_script_is_listed_and_no_other() -> None:
-    named = set(re.findall(r"\w+\.(?:py|sh)\b", README))
+    named = {one.removeprefix("benchmarks/") for one in re.findall(r"[\w/]+\.(?:py|sh)\b", README)}
     assert {name for name in SCRIPTS if not name.startswith("peer_")} == named
     folders = {path.name for path in FOLDER.iterdir() if (path / "__init__.py").exists()}
     assert folders == set(re.findall(r"`(\w+)/`", README))
@@ -26,7 +27,7 @@ def test_every_script_is_listed_and_no_other() -> None:
 
 def test_every_script_that_is_started_by_hand_answers_a_question() -> None:
     """But those that make what others need."""
-    started = {path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
+    started = {name for name, path in SCRIPTS.items() if "__main__" in path.read_text()}
     made_by = {"make_checkpoint.py", "routings.py", "convert_gguf.py", "quantize_gguf.py"}
     by_hand = {name for name in started - made_by if not name.startswith("peer_")}
     assert {command[0] for command in COMMANDS} == by_hand

@@ -144,6 +144,18 @@ def test_shares_of_routing() -> None:
     assert all(len(set(row)) == 3 for row in pairs.tolist())
 
 
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize("without", [0, 4])
+def test_the_largest_keys_are_the_first_of_all_sorted(top_k: int, without: int) -> None:
+    """Experts without a share come last."""
+    shares = routes.normal(np.concatenate([np.arange(1.0, 9.0 - without), np.zeros(without)]))
+    found = routes.draw(shares, 500, top_k, np.random.default_rng(4))
+    with np.errstate(divide="ignore"):
+        keys = np.log(shares) + np.random.default_rng(4).gumbel(size=(500, 8))
+    wanted = np.argsort(-keys, axis=1)[:, :top_k]
+    assert found.tolist() == wanted.tolist()
+
+
 def test_a_row_s_experts_depend_on_nothing_else() -> None:
     found = routes.Routes(np.tile(routes.zipf(8, 1.0), (2, 1)), 2, seed=5)
     requests, positions = np.arange(6), np.arange(6) * 3

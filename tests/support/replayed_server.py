@@ -82,5 +82,6 @@ def _pairs(run: Run) -> int:
 def _call(connection: Connection, taken: tuple[Any, ...]) -> Call:
     now, number, _, layer, ids = taken
     one = Submission(number, layer, ids, 1, len(ids))
-    call = connection.calls[number] = Call(number, one, np.arange(len(ids)), len(ids), max(1, len(ids)), now)
+    pairs = len(ids)
+    call = connection.calls[number] = Call(number, one, np.arange(pairs), ids, pairs, max(1, pairs), now)
     return call

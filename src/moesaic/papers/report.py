@@ -102,7 +102,7 @@ def reproduce() -> Paper:
                 found.throughput,
             )
         )
-    return Paper(rows, flexgen, list(_cross()))
+    return Paper(rows, flexgen, list(cross()))
 
 
 def _row(one: Published) -> Row:
@@ -129,7 +129,8 @@ TABLE_5: tuple[tuple[str, int, int, float, float | None], ...] = (
 with n = 128."""
 
 
-def _cross() -> Iterator[Cross]:
+def cross() -> Iterator[Cross]:
+    """The cells of Table 5."""
     model, workload = KNOWN["mixtral-8x7b"], Workload(418, 128)
 
     def priced(hardware: Hardware, policy: Policy) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -225,34 +226,31 @@ class SimulatedExperts:
             self._arrivals.append((one.number, np.arange(len(one.experts))))
 
     def _send(self, one: Submission, pairs: IntArray) -> None:
-        for server, share in self.replicas.shares(one.layer, one.experts[pairs]):
-            mine = pairs if share is None else pairs[share]
-            if server == NOBODY:
-                one.unsent.append(mine)
+        experts = one.experts[pairs]
+        for share in _by_server(self.replicas.route(one.layer, experts), pairs, experts, one.top_k):
+            if share.server == NOBODY:
+                one.unsent.append(share.pairs)
             else:
-                self._post(server, one, mine)
+                self._post(one, share)
         if one.unsent and one not in self._stuck:
             self._stuck.append(one)
 
     def _send_empty(self, one: Submission) -> None:
         """Call every server that has no pairs of this submission, too."""
+        nothing = np.zeros(0, dtype=np.int64)
         for server in sorted(self._connections.keys() & self._entries.keys()):
             if not any(call.submission is one for call in self._connections[server].calls.values()):
                 one.missing, one.whole = one.missing + 1, True
-                self._post(server, one, np.zeros(0, dtype=np.int64))
+                self._post(one, _Share(server, nothing, nothing, 0))
 
-    def _post(self, server: int, one: Submission, pairs: IntArray) -> None:
-        connection, now = self._connections[server], self._timeline.now
-        rows = len(pairs)
-        if one.top_k > 1 and rows:
-            row_of = pairs // one.top_k
-            rows = 1 + int(np.count_nonzero(row_of[1:] != row_of[:-1]))
+    def _post(self, one: Submission, share: _Share) -> None:
+        connection, now, count = self._connections[share.server], self._timeline.now, len(share.pairs)
         self._called += 1
-        call = Call(self._called, one, pairs, rows, max(1, len(pairs)), now)
+        call = Call(self._called, one, share.pairs, share.experts, share.rows, max(1, count), now)
         connection.calls[call.number] = call
-        self.calls, self.pairs = self.calls + 1, self.pairs + len(pairs)
-        self.replicas.sent(server, call.left, now, again=one.attempt > 0)
-        connection.send(call, rows * self._row_bytes)
+        self.calls, self.pairs = self.calls + 1, self.pairs + count
+        self.replicas.sent(share.server, call.left, now, again=one.attempt > 0)
+        connection.send(call, share.rows * self._row_bytes)
 
     def _connect(self, server: int) -> None:
         Connection(server, self, self._entries[server]).send(Hello(), 0)
@@ -297,3 +295,37 @@ class SimulatedExperts:
                 connection = self._connections.pop(server)
                 self.replicas.lost(server)
                 self._close(connection)
+
+
+class _Share(NamedTuple):
+    """The pairs of a submission that one server gets."""
+
+    server: int
+    pairs: IntArray
+    """[p] ascending."""
+    experts: IntArray
+    """[p] the expert of each."""
+    rows: int
+    """Number of their rows."""
+
+
+def _by_server(servers: IntArray, pairs: IntArray, experts: IntArray, top_k: int) -> list[_Share]:
+    """The pairs [n] of each server, by ascending servers. servers, experts: [n] of each pair.
+
+    Example: top-2, pairs 0 1 2 3 with servers 5 5 3 5 -> server 3 has pair 2, and server 5 has pairs 0 1 3 of
+    two rows.
+    """
+    if not len(pairs):
+        return []
+    order = np.argsort(servers, kind="stable")
+    found, mine, chosen = servers[order], pairs[order], experts[order]
+    another = found[1:] != found[:-1]
+    row, first = mine // top_k, np.ones(len(mine), dtype=np.int64)
+    first[1:] = another | (row[1:] != row[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(another) + 1])
+    rows, numbers, bounds = np.add.reduceat(first, starts).tolist(), found[starts].tolist(), starts.tolist()
+    ends = [*bounds[1:], len(mine)]
+    return [
+        _Share(server, mine[begin:end], chosen[begin:end], count)
+        for server, begin, end, count in zip(numbers, bounds, ends, rows, strict=True)
+    ]

@@ -11,7 +11,7 @@ from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.fleet.replicas import Replicas
-from moesaic.policy.placement.dispatch import RoundRobin, least_loaded
+from moesaic.policy.placement.dispatch import Dispatch, RoundRobin, least_loaded
 from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.policy.placement.solvers.priced import priced
 from moesaic.policy.scheduling.batching import BatchLimits
@@ -39,6 +39,7 @@ from moesaic.sim.figures import Figures, Record
 from moesaic.sim.fleet import Fleet, first_placement
 from moesaic.sim.front import Front, items
 from moesaic.sim.links import HostLinks
+from moesaic.sim.routes import Routes
 from moesaic.sim.scenario import Scenario
 from moesaic.sim.server import SimulatedServer
 from moesaic.sim.shape import Shape
@@ -64,14 +65,23 @@ class KnownPrompts(KVBlocks):
 class SimulatedCluster:
     """Workers, servers and requests in virtual time."""
 
-    def __init__(self, scenario: Scenario, model: ModelSizes, span: Span | None = None) -> None:
-        """span: gets every run of every device.
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: ModelSizes,
+        span: Span | None = None,
+        routes: Routes | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> None:
+        """span: gets every run of every device. routes, dispatch: in place of those of the scenario.
 
         Raises ConfigError for files that cannot be read, and for sizes that do not fit.
         """
         self.scenario = scenario
         self.model = model.name
         self.shape = Shape.of(scenario, model)
+        if routes is not None:
+            self.shape = replace(self.shape, routes=routes)
         self.devices = durations.of_scenario(scenario, model)
         self.timeline = Timeline()
         topology, beside = scenario.topology, scenario.servers.beside_workers
@@ -81,7 +91,7 @@ class SimulatedCluster:
             self.links.check(scenario.workers.count)
         layers, sampler = len(self.shape.layout.layers), scenario.workers.sampler_ms
         self.durations = Durations(self.devices, layers + 1, None if sampler is None else 1e-3 * sampler)
-        self._span = span
+        self._span, self._dispatch = span, dispatch
         self.hardware: dict[str, Device] = {}
         """The devices by name."""
         self.streams: dict[str, Stream] = {}
@@ -130,9 +140,9 @@ class SimulatedCluster:
 
     def _front(self) -> Front:
         scenario = self.scenario
-        dispatch = RoundRobin() if scenario.workers.dispatch == "round-robin" else least_loaded
+        named = RoundRobin() if scenario.workers.dispatch == "round-robin" else least_loaded
         block_size, clients = scenario.workers.block_size, scenario.workload.clients
-        front = Front(self.timeline, dispatch, block_size, self._blocks, clients)
+        front = Front(self.timeline, self._dispatch or named, block_size, self._blocks, clients)
         ttft, itl = scenario.objectives.ttft_ms, scenario.objectives.itl_ms
         front.slo_ttft = None if ttft is None else 1e-3 * ttft
         front.slo_itl = None if itl is None else 1e-3 * itl

@@ -41,6 +41,8 @@ class Call:
     submission: Submission
     pairs: IntArray
     """[p] ascending. An empty call has none."""
+    experts: IntArray
+    """[p] the expert of each pair."""
     rows: int
     """Distinct rows that travel."""
     left: int
@@ -53,11 +55,6 @@ class Call:
     """When the run of its last pairs ended."""
     _arrived: npt.NDArray[np.bool_] | None = None
     """[p] whether each pair has its answer. None before the first part of the answer."""
-
-    @property
-    def experts(self) -> IntArray:
-        """[p] the expert of each pair."""
-        return self.submission.experts[self.pairs]
 
     def receive(self, indices: IntArray) -> int:
         """These of its pairs [r] have their answer. Returns how many answers came."""

@@ -181,25 +181,21 @@ class Record:
         self._began = _Snapshot()
         self._samples: list[Sample] = []
         self._tokens = 0
-        self._times = np.zeros(4)
+        self._times = [0.0] * 4
         self._pairs = 0
 
     def begin(self) -> None:
         """The warm-up is over."""
         self._began = self._snapshot()
-        self._times, self._pairs = np.zeros(4), 0
+        self._times, self._pairs = [0.0] * 4, 0
 
     def answered(self, call: Call, now: float) -> None:
         """A worker has the whole answer of a call."""
-        pairs = len(call.pairs)
-        self._times += pairs * np.array(
-            [
-                call.arrived - call.sent,
-                call.begun - call.arrived,
-                call.computed - call.begun,
-                now - call.computed,
-            ]
-        )
+        pairs, times = len(call.pairs), self._times
+        times[0] += pairs * (call.arrived - call.sent)
+        times[1] += pairs * (call.begun - call.arrived)
+        times[2] += pairs * (call.computed - call.begun)
+        times[3] += pairs * (now - call.computed)
         self._pairs += pairs
 
     def sample(self) -> None:
@@ -257,7 +253,7 @@ class Record:
         }
         stats = [worker.executor.experts.replicas.stats for worker in cluster.workers]
         schedule = cluster.scenario.schedule.kind
-        times = self._times / max(1, self._pairs)
+        times = [one / max(1, self._pairs) for one in self._times]
         return Figures(
             model=cluster.model,
             devices=cluster.devices.source,
@@ -269,7 +265,7 @@ class Record:
             rows_per_run=counts["run_rows"] / max(1, counts["segments"]),
             pairs_per_run=sum(pairs.values()) / max(1, counts["server_runs"]),
             partial_runs=_share(counts) if schedule in SEPARATE else None,
-            call=CallTimes(*map(float, times)),
+            call=CallTimes(*times),
             utilisation={name: (busy - begin.busy.get(name, 0.0)) / span for name, busy in end.busy.items()},
             idle={
                 name: {

@@ -45,8 +45,12 @@ def zipf(experts: int, exponent: float) -> FloatArray:
 def draw(shares: FloatArray, rows: int, top_k: int, rng: np.random.Generator) -> npt.NDArray[np.int16]:
     """[rows, k] different experts of each row, chosen with these shares [E] without replacement."""
     with np.errstate(divide="ignore"):
-        keys = np.log(shares) + rng.gumbel(size=(rows, len(shares)))
-    return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int16)
+        keys = -(np.log(shares) + rng.gumbel(size=(rows, len(shares))))
+    if np.count_nonzero(shares) < top_k:
+        return np.argsort(keys, axis=1)[:, :top_k].astype(np.int16)
+    best = np.argpartition(keys, top_k - 1, axis=1)[:, :top_k]  # faster than sorting all experts
+    order = np.argsort(np.take_along_axis(keys, best, axis=1), axis=1)
+    return np.take_along_axis(best, order, axis=1).astype(np.int16)
 
 
 def rows_of(requests: IntArray, positions: IntArray) -> Rows:

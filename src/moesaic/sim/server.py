@@ -183,7 +183,7 @@ class SimulatedServer:
     def _compute(self, run: Run) -> Waits:
         began = self._timeline.now
         parts = [(number, self._calls[number][1], pairs) for number, pairs in run.parts]
-        ids = np.concatenate([call.experts[pairs] for _, call, pairs in parts])
+        ids = np.concatenate([_chosen(call, pairs) for _, call, pairs in parts])
         for _, call, _ in parts:
             call.begun = call.begun or began
         if len(ids):
@@ -224,6 +224,11 @@ class SimulatedServer:
         assert isinstance(end, SimulatedExperts)
         news = partial(end.answered, connection, call.number, answered)
         connection.answer(news, rows * self._row_bytes)
+
+
+def _chosen(call: Call, pairs: IntArray) -> IntArray:
+    """The experts of these pairs of a call, in any order if it is all of them."""
+    return call.experts if len(pairs) == len(call.pairs) else call.experts[pairs]
 
 
 def _broken(connection: Connection) -> None:

@@ -385,3 +385,58 @@ def test_equal_links_choose_as_none(experts: list[int], loads: list[int]) -> Non
             subject.sent(server, load, now=0.0)
         found.append(route(subject, experts))
     assert found[0] == found[1] == found[2]
+
+
+# ---- what is remembered between two questions
+
+
+class Forgetful(Replicas):
+    """Looks at every server each time."""
+
+    def late(self, now: float) -> list[int]:
+        self._calm_until = -np.inf
+        return super().late(now)
+
+    def next_deadline(self) -> float | None:
+        self._none_spare = False
+        return super().next_deadline()
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["sent", "answered", "lost", "joined", "mask", "late", "suspect"]),
+        st.integers(0, 2),
+        st.floats(0, 1),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS, st.booleans())
+def test_nothing_that_is_remembered_changes_an_answer(
+    steps: list[tuple[str, int, float]], copies: bool
+) -> None:
+    held = {server: {5: [0, 1, 2] if copies else [server]} for server in range(3)}
+    both = Replicas(PATIENCE), Forgetful(PATIENCE)
+    now, outstanding = 0.0, dict.fromkeys(range(3), 0)
+    for one in both:
+        one.place(held, 3)
+        for server in held:
+            one.joined(server)
+    for what, server, seconds in steps:
+        now += seconds
+        there = server in both[0].connected
+        if (what == "answered" and not outstanding[server]) or (what == "sent" and not there):
+            continue
+        if what in ("lost", "mask", "joined"):
+            outstanding[server] = 0
+        outstanding[server] += {"sent": 2, "answered": -2}.get(what, 0)
+        for one in both:
+            if what in ("sent", "answered"):
+                getattr(one, what)(server, 2, now)
+            elif what == "suspect":
+                one.place(held, 3, suspected=[server])
+            elif what != "late":
+                getattr(one, what)(server)
+        answers = [(one.late(now), one.next_deadline(), one.connected, one.stats) for one in both]
+        assert answers[0] == answers[1]

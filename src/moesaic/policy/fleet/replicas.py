@@ -24,6 +24,7 @@ requests. The paper leaves some points open. We decide them so:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ from moesaic.core.topology import Way
 
 NOBODY = -1
 """The server id that stands for "no server"."""
+ROUNDING = 1e-6
+"""Seconds that are more than the rounding errors of a time."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,10 @@ class Replicas:
 
         It is a cache, valid for the current placement and connections.
         """
+        self._none_spare = False
+        """Whether all connected servers are known to be no spare ones."""
+        self._calm_until = -math.inf
+        """Time up to which no server has been silent for longer than the shortest timeout."""
         self.stats = ReplicaStats()
 
     def place(
@@ -133,7 +140,9 @@ class Replicas:
         found: dict[int, list[list[int]]] = {}
         for server in sorted(experts):
             for layer, ids in experts[server].items():
-                rows = found.setdefault(layer, [[] for _ in range(num_experts)])
+                if layer not in found:
+                    found[layer] = [[] for _ in range(num_experts)]
+                rows = found[layer]
                 for expert in ids:
                     rows[expert].append(server)
         self._holders = {layer: _padded(rows) for layer, rows in found.items()}
@@ -142,7 +151,12 @@ class Replicas:
             for layer, table in self._holders.items()
             if table.shape[1] == 1 and (table == table[0, 0]).all()
         }
+        self._changed()
+
+    def _changed(self) -> None:
+        """Other servers are connected, or hold other experts."""
         self._spare.clear()
+        self._none_spare = False
 
     def far(self, server: int) -> bool:
         """Whether the server is on another host than this client, as far as that is known."""
@@ -160,7 +174,7 @@ class Replicas:
             self._count(false_failovers=1)
         self._due.discard(server)
         self._servers[server] = _Server()
-        self._spare.clear()
+        self._changed()
 
     def lost(self, server: int, pairs: int = 0) -> None:
         """Record that the connection to `server` broke with `pairs` outstanding.
@@ -169,7 +183,7 @@ class Replicas:
         """
         if self._servers.pop(server, None) is not None and pairs:
             self._count(failovers=1)
-        self._spare.clear()
+        self._changed()
 
     def mask(self, server: int) -> None:
         """Give up `server` because of a timeout, although its connection is open."""
@@ -177,7 +191,7 @@ class Replicas:
         if state is not None:
             self._masked[server] = self._allowed(server, state)
             self._count(failovers=1, silent_failovers=1)
-        self._spare.clear()
+        self._changed()
 
     def replaced(self, server: int) -> None:
         """Record that another process has this id now. So the process that was masked really died."""
@@ -252,6 +266,7 @@ class Replicas:
         state = self._servers[server]
         if not state.outstanding:
             state.since = now
+            self._calm_until = min(self._calm_until, now + self._patience.floor - ROUNDING)
         state.outstanding += pairs
         if again:
             self._count(resent_pairs=pairs)
@@ -275,6 +290,8 @@ class Replicas:
         The servers that are not named hold all experts of the named ones.
         """
         named: list[int] = []
+        if now <= self._calm_until and not self._due:
+            return named
         soonest = now - self._patience.floor  # no timeout is shorter
         for server, state in self._servers.items():
             pending = state.outstanding and state.since < soonest
@@ -282,15 +299,20 @@ class Replicas:
             if (overdue or server in self._due) and self._replaceable(server, named):
                 named.append(server)
         self._due.difference_update(named)
+        oldest = min((state.since for state in self._servers.values() if state.outstanding), default=now)
+        self._calm_until = min(now, oldest) + self._patience.floor - ROUNDING
         return named
 
     def next_deadline(self) -> float | None:
         """The time at which `late` may name the next server. None until something else happens."""
+        if self._none_spare:
+            return None
         ends = [
             state.since + self._allowed(server, state)
             for server, state in self._servers.items()
             if state.outstanding and self._is_spare(server)
         ]
+        self._none_spare = len(self._spare) == len(self._servers) and not any(self._spare.values())
         return min(ends, default=None)
 
     def _allowed(self, server: int, state: _Server) -> float:
