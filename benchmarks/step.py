@@ -52,9 +52,7 @@ def decode(llm: LLM, concurrency: int, steps: int) -> float:
     return time.perf_counter() - started
 
 
-def measure(
-    model: str, kernels: str, threads: int, concurrency: int, steps: int
-) -> list[tuple[str, float]]:
+def measure(model: str, kernels: str, threads: int, concurrency: int, steps: int) -> list[tuple[str, float]]:
     """(what, milliseconds a step) rows."""
     timed = Timed()
     replay = recording.Recording.run
