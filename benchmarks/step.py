@@ -2,6 +2,7 @@
 
     python benchmarks/step.py demo
     python benchmarks/step.py /tmp/qwen --concurrency 1 8
+    python benchmarks/step.py /tmp/qwen-gguf/qwen-q4_0.gguf --kernels avx512_int8
 
 Two passes a concurrency: as it is served, with recorded steps, which gives the share outside of the kernels;
 and operation by operation, which tells the kernels apart.
@@ -51,7 +52,7 @@ def decode(llm: LLM, concurrency: int, steps: int) -> float:
     return time.perf_counter() - started
 
 
-def measure(model: str, threads: int, concurrency: int, steps: int) -> list[tuple[str, float]]:
+def measure(model: str, kernels: str, threads: int, concurrency: int, steps: int) -> list[tuple[str, float]]:
     """(what, milliseconds a step) rows."""
     timed = Timed()
     replay = recording.Recording.run
@@ -61,7 +62,12 @@ def measure(model: str, threads: int, concurrency: int, steps: int) -> list[tupl
         totals = {}
         for eager in (False, True):
             llm = LLM(
-                model, threads=threads, enable_prefix_caching=False, enforce_eager=eager, max_model_len=512
+                model,
+                kernels=kernels,
+                threads=threads,
+                enable_prefix_caching=False,
+                enforce_eager=eager,
+                max_model_len=512,
             )
             decode(llm, concurrency, steps)
             timed.seconds.clear()
@@ -84,9 +90,10 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kernels", default="auto", help="as for moesaic serve")
     arguments = parser.parse_args()
     for concurrency in arguments.concurrency:
-        rows = measure(arguments.model, arguments.threads, concurrency, arguments.steps)
+        rows = measure(arguments.model, arguments.kernels, arguments.threads, concurrency, arguments.steps)
         shown = Table(title=f"{arguments.model}, concurrency {concurrency}, {arguments.threads} threads")
         shown.add_column("part")
         shown.add_column("ms a step", justify="right")

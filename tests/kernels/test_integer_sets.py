@@ -28,7 +28,7 @@ OTHER = {"amx_int8": "avx512_int8", "avx2_vnni_int8": "avx2_int8"}
 """Kernels, and those with the same bits."""
 HERE = [name for name in table.instruction_sets() if name in OTHER]
 pytestmark = pytest.mark.skipif(not HERE, reason="neither AMX nor VNNI of 256 bits on this CPU")
-ROWS = (1, 8, 9, 15, 16, 17, 24, 25, 33, 100)
+ROWS = (1, 2, 8, 9, 15, 16, 17, 24, 25, 33, 100)
 SHAPES = [(1, 1), (16, 31), (17, 130), (64, 128), (9, 1100), (33, 2100)]
 """Columns, and numbers of a row: parts of groups and panels, groups not a multiple of four, and blocks."""
 

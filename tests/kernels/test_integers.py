@@ -152,12 +152,26 @@ def test_a_linear_has_the_bits_of_the_slow_products(name: str, dtype: str, shape
     rows = torch.randn(130, shape[1])
     wanted = linear(rows, weight, bias)
     kernels = table.pick("cpu", name)
-    for count, threads in ((1, 1), (5, 2), (9, 1), (130, 2)):
+    for count, threads in ((1, 1), (2, 1), (3, 2), (5, 2), (9, 1), (130, 2)):
         kernels.set_threads(threads, False)
         assert same_bits(kernels.linear(rows[:count], weight, bias), wanted[:count])
     assert shape[1] == 1 or not same_bits(
         table.pick("cpu", table.INTEGER[name]).linear(rows, weight, bias), wanted
     )
+
+
+@each
+@pytest.mark.parametrize("columns", [64, 70])
+def test_halves_are_rounded_to_the_even(name: str, columns: int) -> None:
+    """Rows whose largest magnitude is 127 have a scale of one, so that their numbers are codes."""
+    weight = drawn("int8", 20, columns)
+    rows = torch.arange(-columns, columns).float().reshape(2, columns) / 2 + 0.5
+    rows[:, ::32] = 127
+    rows[1, 1::32] = -127
+    assert same_bits(table.pick("cpu", name).linear(rows, weight), linear(rows, weight, None))
+    even = rows.round()
+    assert (even != rows).any()
+    assert same_bits(table.pick("cpu", name).linear(even, weight), linear(rows, weight, None))
 
 
 @each

@@ -10,21 +10,9 @@
 #pragma once
 
 #include "dot.h"
-#include "int8.h"
+#include "integer_lines.h"
 
 namespace MOESAIC_ISA {
-
-constexpr int64_t kLine = 32;  // numbers of a row with the same scale
-
-// A group of a row. It lies where a float row has the group's first 16 numbers.
-struct Line {
-    int8_t codes[kLine];
-    float scale;
-    int32_t sums[2];  // of each half of the codes
-    float total;      // scale times the sum of all codes
-    float unused[4];
-};
-static_assert(sizeof(Line) == 16 * sizeof(float));
 
 // The sum of the codes from `first` on that meet one group of weights.
 template <class T>
@@ -46,26 +34,6 @@ template <class Q>
 constexpr bool kInteger<Integer<Q>> = true;
 template <class Q>
 constexpr bool kInOrder<Integer<Q>> = false;
-
-// row [count] -> lines. A group with a NaN or an infinity gets a scale that is NaN.
-inline void pack_integers(const float* row, int64_t count, float* out) {
-    for (int64_t i = 0; i < count; i += kLine) {
-        alignas(64) float numbers[kLine] = {};
-        std::memcpy(numbers, row + i, size_t(count - i < kLine ? count - i : kLine) * 4);
-        Line line = {};
-        line.scale = scale_for(peak_of(numbers, kLine));
-        if (line.scale > 0) {
-            Vec scale = set1(line.scale);
-            for (int64_t j = 0; j < kLine; j += LANES) store(numbers + j, nearest(divide(load(numbers + j), scale)));
-            for (int64_t j = 0; j < kLine; j++) {
-                line.codes[j] = int8_t(numbers[j]);
-                line.sums[j / 16] += line.codes[j];
-            }
-        }
-        line.total = line.scale * float(line.sums[0] + line.sums[1]);
-        std::memcpy(out + i, &line, sizeof line);
-    }
-}
 
 // The columns that are multiplied together, and the bytes of a column that are brought into that order at a time.
 constexpr int64_t PANEL_COLUMNS = LANES, PANEL_BYTES = 4 * LANES;
@@ -175,19 +143,18 @@ MOESAIC_INLINE Bytes add_fours(Bytes sums, Bytes weights, Bytes row) {
 template <class T>
 struct IntegerWeights {
     Bytes codes;
-    MOESAIC_INLINE explicit IntegerWeights(const uint8_t* p) : codes(aligned_bytes(p)) {}
+    IntegerWeights() = default;
+    MOESAIC_INLINE explicit IntegerWeights(Bytes of) : codes(of) {}
 };
 
 template <class T>
 struct IntegerSums {
+    static constexpr int32_t kMissing = -T::kZero;
     Bytes sums;
     IntegerSums() = default;
-    MOESAIC_INLINE explicit IntegerSums(int32_t sum) : sums(every(-T::kZero * sum)) {}  // sum: of the row's codes
-    MOESAIC_INLINE void add(const IntegerWeights<T>& w, const int8_t* row) {
-        int32_t four;
-        std::memcpy(&four, row, 4);
-        sums = add_fours(sums, w.codes, every(four));
-    }
+    MOESAIC_INLINE explicit IntegerSums(int32_t sum) : sums(every(kMissing * sum)) {}  // sum: of the row's codes
+    MOESAIC_INLINE void add(const IntegerWeights<T>& w, Bytes row) { sums = add_fours(sums, w.codes, row); }
+    MOESAIC_INLINE Bytes products() const { return sums; }
     MOESAIC_INLINE Vec number() const { return floats(sums); }
 };
 #else
@@ -198,8 +165,8 @@ constexpr bool kSignedProducts = true;
 template <class T>
 struct IntegerWeights {
     Bytes codes, magnitudes;
-    MOESAIC_INLINE explicit IntegerWeights(const uint8_t* p)
-        : codes(aligned_bytes(p)), magnitudes(_mm256_abs_epi8(codes)) {}
+    IntegerWeights() = default;
+    MOESAIC_INLINE explicit IntegerWeights(Bytes of) : codes(of), magnitudes(_mm256_abs_epi8(of)) {}
 };
 
 template <class T>
@@ -209,19 +176,19 @@ struct IntegerSums {
     int32_t sum;
     IntegerSums() = default;
     MOESAIC_INLINE explicit IntegerSums(int32_t of) : sums(_mm256_setzero_si256()), sum(of) {}
-    MOESAIC_INLINE void add(const IntegerWeights<T>& w, const int8_t* row) {
-        int32_t four;
-        std::memcpy(&four, row, 4);
+    MOESAIC_INLINE void add(const IntegerWeights<T>& w, Bytes row) {
         if constexpr (T::kNibbles) {
-            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w.codes, every(four)));
+            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w.codes, row));
         } else {
-            Bytes pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(every(four), w.codes));
+            Bytes pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(row, w.codes));
             sums = add_integers(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
         }
     }
+    MOESAIC_INLINE Bytes products() const {  // without what is missing
+        return T::kNibbles ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums;
+    }
     MOESAIC_INLINE Vec number() const {
-        Bytes whole = T::kNibbles ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums;
-        return floats(kMissing == 0 ? whole : add_integers(whole, every(kMissing * sum)));
+        return floats(kMissing == 0 ? products() : add_integers(products(), every(kMissing * sum)));
     }
 };
 #endif
@@ -244,24 +211,57 @@ MOESAIC_INLINE void in_turn(const uint8_t* from, int64_t ld, int64_t some, int64
     }
 }
 
-// Brings a block of `count` numbers of some columns into the order of a panel.
+// Codes of eight bits with the sign that products take.
 template <class T>
-inline void fill(const T* weights, int64_t ld, int64_t some, int64_t count, IntegerPanel& panel, Stream& stream) {
-    BlockOf<T> of(weights, count);
-    constexpr int64_t kVector = sizeof(Bytes);
-    auto put = [](uint8_t* to) { return [=](int64_t i, Bytes x) MOESAIC_INLINE_LAMBDA { store_bytes(to + i * kVector, x); }; };
+MOESAIC_INLINE Bytes ordered(Bytes codes) { return T::kSigned == kSignedProducts ? codes : flip(codes); }
+
+// Brings the scales and offsets of a block of some columns into the order of a panel.
+template <class T>
+inline void fill_heads(const BlockOf<T>& of, int64_t ld, int64_t some, IntegerPanel& panel) {
+    auto put = [](uint8_t* to) {
+        return [=](int64_t i, Bytes x) MOESAIC_INLINE_LAMBDA { store_bytes(to + i * int64_t(sizeof x), x); };
+    };
     in_turn(of.head, ld, some, 4 * of.groups, put(panel.scales));
     if constexpr (T::kHasOffset) in_turn(of.head + 4 * of.groups, ld, some, 4 * of.groups, put(panel.offsets));
+}
+
+// Brings the codes of a block of some columns into the order of a panel.
+template <class T>
+inline void fill(const BlockOf<T>& of, int64_t ld, int64_t some, IntegerPanel& panel, Stream& stream) {
+    constexpr int64_t kVector = sizeof(Bytes);
     in_turn(of.codes, ld, some, of.groups * T::kCodes, [&](int64_t i, Bytes x) MOESAIC_INLINE_LAMBDA {
         if (i % PANEL_COLUMNS == 0) stream.step();
         if constexpr (T::kNibbles) {  // the low halves of 16 bytes, then the high ones
             uint8_t* to = panel.codes + (i / 4 * 8 + i % 4) * kVector;
             store_bytes(to, low_half(x)), store_bytes(to + 4 * kVector, high_half(x));
         } else {
-            store_bytes(panel.codes + i * kVector, T::kSigned == kSignedProducts ? x : flip(x));
+            store_bytes(panel.codes + i * kVector, ordered<T>(x));
         }
     });
 }
+
+// Four codes of a row for all columns.
+MOESAIC_INLINE Bytes four_codes(const int8_t* row) {
+    int32_t four;
+    std::memcpy(&four, row, 4);
+    return every(four);
+}
+
+// The scales and offsets of a group of a panel's columns.
+template <class T>
+struct Scales {
+    Vec scale, offset;
+    MOESAIC_INLINE Scales(const IntegerPanel& panel, int64_t group)
+        : scale(load(reinterpret_cast<const float*>(panel.scales) + group * LANES)) {
+        if constexpr (T::kHasOffset) offset = load(reinterpret_cast<const float*>(panel.offsets) + group * LANES);
+    }
+    // sums plus the group of a row whose products are `integers`.
+    MOESAIC_INLINE Vec add(Vec integers, const Line& line, Vec sums) const {
+        sums = fma(mul(integers, set1(line.scale)), scale, sums);
+        if constexpr (T::kHasOffset) sums = fma(set1(line.total), offset, sums);
+        return sums;
+    }
+};
 
 // rows [R] times the columns of a panel, over `groups` groups: one vector of columns a row.
 template <class T, int R>
@@ -280,18 +280,11 @@ MOESAIC_INLINE void panel_products(const float* const* rows, const IntegerPanel&
             total[r] = IntegerSums<T>(sum_of<T>(lines[r][line], first));
         }
         MOESAIC_UNROLL for (int64_t i = 0; i < kSteps; i++) {
-            IntegerWeights<T> w(codes + i * kVector);
-            MOESAIC_UNROLL for (int r = 0; r < R; r++) total[r].add(w, lines[r][line].codes + first + 4 * i);
+            IntegerWeights<T> w(aligned_bytes(codes + i * kVector));
+            MOESAIC_UNROLL for (int r = 0; r < R; r++) total[r].add(w, four_codes(lines[r][line].codes + first + 4 * i));
         }
-        Vec scale = load(reinterpret_cast<const float*>(panel.scales) + g * LANES);
-        MOESAIC_UNROLL for (int r = 0; r < R; r++) {
-            Vec scaled = mul(total[r].number(), set1(lines[r][line].scale));
-            sums[r] = fma(scaled, scale, sums[r]);
-        }
-        if constexpr (T::kHasOffset) {
-            Vec offset = load(reinterpret_cast<const float*>(panel.offsets) + g * LANES);
-            MOESAIC_UNROLL for (int r = 0; r < R; r++) sums[r] = fma(set1(lines[r][line].total), offset, sums[r]);
-        }
+        Scales<T> scales(panel, g);
+        MOESAIC_UNROLL for (int r = 0; r < R; r++) sums[r] = scales.add(total[r].number(), lines[r][line], sums[r]);
     }
     stream = mine;
 }
@@ -318,6 +311,7 @@ void panel_rows(int64_t n, const float* const* rows, const IntegerPanel& panel, 
 
 }  // namespace MOESAIC_ISA
 
+#include "few_integers.h"
 #if defined(MOESAIC_AMX_INT8)
 #include "integer_tiles.h"
 #else
@@ -340,22 +334,30 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
     int64_t size = columns * ld, lead = std::min(size, PANEL_COLUMNS * ld + LEAD);
     TiledRows<T> tiled(rows, n, k);
     int64_t rest = n - tiled.n, few = (rest + INTEGER_ROWS - 1) / INTEGER_ROWS, tiles = tiled.tiles + few;
+    int64_t groups = std::min(k, BLOCK) / T::kGroup, steps = groups / GROUPS_AT_ONCE;
     // Four groups of a tile of rows take about as long as the 64 bytes of each column that `fill` transposes.
-    int64_t steps = std::max<int64_t>(1, std::min(k, BLOCK) / T::kGroup * (T::kCodes + PANEL_BYTES * tiles / 4) / PANEL_BYTES);
-    Stream stream(weights + lead, size - lead, PANEL_COLUMNS * span<T>(std::min(k, BLOCK)) / steps + 1);
+    if (n > FEW_INTEGER_ROWS) steps = groups * (T::kCodes + PANEL_BYTES * tiles / 4) / PANEL_BYTES;
+    Stream stream(weights + lead, size - lead, PANEL_COLUMNS * span<T>(std::min(k, BLOCK)) / std::max<int64_t>(1, steps) + 1);
     if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
     IntegerPanel panel;
     for (int64_t c = 0; c < columns; c += PANEL_COLUMNS) {
         int64_t some = std::min(PANEL_COLUMNS, columns - c);
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
-            int64_t count = std::min(k - begin, BLOCK), groups = (count + T::kGroup - 1) / T::kGroup;
-            fill(weights + c * ld + span<T>(begin), ld, some, count, panel, stream);
-            tiled.multiply(panel, begin, groups, stream, out + c, stride, some);
+            int64_t count = std::min(k - begin, BLOCK);
+            BlockOf<T> of(weights + c * ld + span<T>(begin), count);
+            fill_heads(of, ld, some, panel);
+            if (n <= FEW_INTEGER_ROWS) {
+                const float* x[] = {rows[0] + begin, rows[n - 1] + begin};
+                few_rows<T>(n, x, of.codes, ld, some, panel, of.groups, stream, begin == 0, out + c, stride);
+                continue;
+            }
+            fill(of, ld, some, panel, stream);
+            tiled.multiply(panel, begin, of.groups, stream, out + c, stride, some);
             for (int64_t t = 0; t < few; t++) {
                 int64_t r = tiled.n + rest * t / few, more = tiled.n + rest * (t + 1) / few - r;
                 const float* x[INTEGER_ROWS];
                 for (int64_t i = 0; i < more; i++) x[i] = rows[r + i] + begin;
-                panel_rows<T>(more, x, panel, groups, stream, begin == 0, out + r * stride + c, stride, some);
+                panel_rows<T>(more, x, panel, of.groups, stream, begin == 0, out + r * stride + c, stride, some);
             }
         }
     }

@@ -166,7 +166,7 @@ inline int64_t in_sets(int64_t rows) {
     return (rows + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
 }
 
-inline void pack_integers(const float* row, int64_t count, float* out);  // see integers.h
+inline void pack_integers(const float* row, int64_t count, float* out);  // see integer_lines.h
 
 // row [count] -> out [padded(count)] in the order of T's vectors, padded with zeros.
 template <class T>
