@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,8 @@ def launch(
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
     live = _live_routing(config, cluster, record)
-    with ExitStack() as stack:
-        stack.callback(tokenizer.close)
-        stack.enter_context(collecting(config.trace))
-        ends = Ends() if cluster is not None and cluster.apart else None
+    with closing(tokenizer), collecting(config.trace), ExitStack() as stack:
+        ends = Ends() if cluster is not None and cluster.apart and (live or record.record_routing) else None
         recorded = stack.enter_context(recording(record, live=live, ends=ends))
         here = _here(config, cluster, path, replace(record, record_routing=recorded))
         connection: Connection
@@ -96,7 +94,7 @@ def launch(
             rng=random.Random(seed),
             eos_token_ids=defaults.eos_token_ids,
             max_waiting=max_waiting,
-            ended=None if ends is None or recorded is None else ends.add,
+            ended=ends and ends.add,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
 
