@@ -94,7 +94,7 @@ def launch(
             rng=random.Random(seed),
             eos_token_ids=defaults.eos_token_ids,
             max_waiting=max_waiting,
-            ended=ends and ends.add,
+            ended=None if ends is None else ends.add,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
 
