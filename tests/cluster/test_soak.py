@@ -282,6 +282,23 @@ def test_what_was_not_given_back_is_found(folder: Path) -> None:
     assert [one.split()[0] for one in found["threads"]] == ["forgotten"]
 
 
+def test_an_ended_rank_that_this_process_adopted_is_no_leak(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else waits for it. An ended process with another name is one."""
+    before = holdings(folder)["processes"]
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    [left] = holdings(folder)["processes"] - before
+    number, _, name = left.partition(" ")
+    assert number == str(child.pid)
+    monkeypatch.setattr("scripts.soak.leaks.RANK", name)
+    assert holdings(folder)["processes"] == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child.pid, os.WNOHANG)
+    child.wait()
+
+
 LEAKING = """
 import mmap, os, socket, sys
 kept = [socket.socketpair()]
