@@ -121,19 +121,22 @@ class Ends:
     """Requests that ended since the last `take`. One thread adds, another takes."""
 
     def __init__(self) -> None:
-        self._told: SimpleQueue[tuple[Request, bool]] = SimpleQueue()
-        self._late: list[Request] = []
+        self._told: SimpleQueue[tuple[int, int, bool]] = SimpleQueue()
+        self._late: list[tuple[int, int]] = []
 
     def add(self, request: Request, late: bool) -> None:
         """A request ended, and its workers have handed over its rows. late: they will do so soon."""
-        self._told.put((request, late))
+        self._told.put((request.request_id, len(request.prompt_token_ids), late))
 
-    def take(self, last: bool = False) -> list[Request]:
-        """Requests whose rows were handed over: late ones only at the call after. last: all of them."""
+    def take(self, last: bool = False) -> list[tuple[int, int]]:
+        """Requests whose rows were handed over, each with the tokens of its prompt.
+
+        Late ones come only at the call after. last: all come.
+        """
         over, self._late = self._late, []
         for _ in range(self._told.qsize()):
-            request, late = self._told.get()
-            (self._late if late and not last else over).append(request)
+            request, prompt, late = self._told.get()
+            (self._late if late and not last else over).append((request, prompt))
         return over
 
 
@@ -146,7 +149,7 @@ class Collector:
         """live: gets every request that ended, too. ends: says which ones did; None: the worker writes it."""
         self._live = live
         self._ends = ends
-        self._ended: list[Request] = []
+        self._ended: list[tuple[int, int]] = []
         self._file = file
         self._most = most_bytes
         self._parts: dict[Path, _Part] = {}
@@ -169,8 +172,8 @@ class Collector:
                 if self._assembly.full:
                     self._count(self._assembly, self._tally)
         if self._assembly is not None and self._tally is not None and self._model is not None:
-            for request in self._ended:
-                self._assembly.add(ending(self._model, request.request_id, len(request.prompt_token_ids)))
+            for request, prompt in self._ended:
+                self._assembly.add(ending(self._model, request, prompt))
             self._ended = []
             self._count(self._assembly, self._tally)
 
