@@ -4,7 +4,7 @@
 # make test    every test but those marked full: of each matrix of settings a cover of all pairs; about 16 minutes
 # make full    the tests marked full, properties on random examples, `make fuzz`, then `make soak`; hours
 # make fuzz    100,000 right and wrong requests to a real server with low limits; no 5xx
-# make soak    210 rounds of real clusters whose processes are killed and frozen, then a server under attack
+# make soak    200 rounds of real clusters whose processes are killed and frozen, then a server under attack
 # make wheel   a wheel that needs no compiler where it is installed, checked, in dist/
 # make gpu     what a GPU gives: its tests, answers beside the CPU's, tokens/s, in build/gpu.json; less than ten minutes
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer

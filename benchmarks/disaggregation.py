@@ -8,6 +8,7 @@
                                                                   two ranks, by dispatch and placement
     python benchmarks/disaggregation.py prefill /tmp/qwen --trace azure.csv
                                                                   prefill apart against chunked prompts
+    python benchmarks/disaggregation.py ranks /tmp/qwen           two ranks with servers against two without
 
 Shown are medians of interleaved rounds: what is compared takes turns, and stays loaded meanwhile. Every
 process of a cluster has one thread, in `one` --threads. --quick: a look at whether it works. Checkpoints come
@@ -19,11 +20,11 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from disaggregated import affinity, colocated, kill, one, prefill, queues
+from disaggregated import affinity, colocated, kill, one, prefill, queues, ranks
 from parts import run
 
 PARTS = {"one": one, "colocated": colocated, "kill": kill, "queues": queues, "affinity": affinity}
-PARTS |= {"prefill": prefill}
+PARTS |= {"prefill": prefill, "ranks": ranks}
 
 
 def model(command: argparse.ArgumentParser, part: ModuleType) -> None:

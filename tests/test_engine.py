@@ -33,6 +33,7 @@ class Rig:
 
     def __init__(self, tokenizer: Tokenizer, max_waiting: int | None = None, **changes: int) -> None:
         ours, self.worker = local_pair()
+        self.ended: list[tuple[int, bool]] = []
         self.engine = Engine(
             ours,
             tokenizer,
@@ -40,6 +41,7 @@ class Rig:
             rng=random.Random(0),
             eos_token_ids=(EOS,),
             max_waiting=max_waiting,
+            ended=lambda request, late: self.ended.append((request.request_id, late)),
         )
         self.engine.receive(messages.Ready(fake_worker.info(**SIZES | changes)))
 
@@ -210,6 +212,18 @@ def test_a_full_queue_refuses_until_something_ends(tokenizer: Tokenizer) -> None
         rig.engine.submit([1], SamplingParams())
     rig.engine.cancel(groups[0])
     rig.engine.submit([1], SamplingParams())
+
+
+def test_each_end_is_told_once_and_whether_the_worker_knows_it(rig: Rig) -> None:
+    for _ in range(3):
+        rig.engine.submit([1], SamplingParams(max_tokens=9, stop=["b"]))
+    long, stopped, cancelled = (request.request_id for request in rig.requests())
+    rig.token(long, 65, FinishReason.LENGTH)
+    rig.write(stopped, "abc")
+    rig.engine.cancel(cancelled)
+    rig.engine.cancel(cancelled)
+    rig.token(cancelled, 65, FinishReason.LENGTH)
+    assert rig.ended == [(long, False), (stopped, True), (cancelled, True)]
 
 
 def test_a_cancelled_request_says_nothing_more(rig: Rig) -> None:

@@ -22,6 +22,9 @@ PATIENCE = 3.0
 """Seconds in which ending threads and processes have to be gone."""
 LONG_PATIENCE = 15.0
 """Seconds after which an attempted connection to a frozen process has to be given up."""
+RANK = "c.runtime.group"
+"""The name of a forked rank. One whose worker was killed while this process adopted a fork became a child of
+this process, which nobody waits for (`tests.support.forked_workers`)."""
 
 Holdings = dict[str, frozenset[str]]
 """Kind -> one entry for each held object."""
@@ -112,14 +115,25 @@ def growth(before: Mapping[str, Counter[str]], now: Callable[[], Mapping[str, Co
 
 
 def _children() -> list[str]:
-    """The ids of child processes, including ended ones that nobody has waited for."""
+    """The ids and names of child processes, including ended ones that nobody has waited for."""
     found = []
     for file in SELF.glob("task/*/children"):
         try:
-            found += file.read_text().split()
+            children = [(pid, *_name_and_state(pid)) for pid in file.read_text().split()]
         except OSError:
-            pass  # the thread has just ended
+            continue  # the thread or the process has just ended
+        for pid, name, state in children:
+            if state == "Z" and name == RANK:
+                os.waitpid(int(pid), os.WNOHANG)
+            else:
+                found.append(f"{pid} {name}")
     return found
+
+
+def _name_and_state(pid: str) -> tuple[str, str]:
+    """Example: "1234" -> ("moesaic.experts", "S"). Z: it has ended."""
+    name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    return name, rest.split()[0]
 
 
 def _descriptors(folder: Path) -> list[tuple[str, str]]:

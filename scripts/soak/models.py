@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from scripts.soak.plan import Shape, pool
+from scripts.soak.plan import pool
+from scripts.soak.shapes import Shape
 from tests.support import model_configs, tiny_models
 from tests.support.cluster_driver import Answer
 
@@ -22,6 +23,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, k 1": ("mixtral", model_configs.mixtral(num_experts_per_tok=1, num_key_value_heads=2, **LONG)),
     "qwen3, k 8": ("qwen3_moe", model_configs.qwen3(num_experts_per_tok=8, **LONG)),
     "deepseek, k 6": ("deepseek_v2", model_configs.deepseek(n_shared_experts=1, **LONG)),
+    "states": ("qwen3_next", model_configs.qwen3_next(**LONG)),
 }
 """Tiny models with random weights, since the cost of a model does not matter here."""
 
@@ -34,7 +36,7 @@ class Models:
         self._answers: dict[tuple[str, str, bool], list[Answer]] = {}
 
     def path(self, name: str) -> str:
-        """What LLM takes as its model. name: one of `plan.MODELS`."""
+        """What LLM takes as its model. name: one of `shapes.MODELS`."""
         if name == "demo":
             return name
         path = self._folder / name.replace(", ", "-").replace(" ", "")

@@ -1,8 +1,8 @@
 """What a round does, from its seed: a cluster's shape, faults, and requests. Pure.
 
 The seed fixes what is done and after how many tokens; when the system runs which process is not in its hand.
-Schedules, sizes and models follow each other in circles of 6, 7 and 5, so every 210 rounds in a row have all
-combinations of the three; the rest is drawn.
+Shapes are drawn so that every pair of settings meets in one of the clusters of a run (`cover`). Some rounds
+in a row share a cluster.
 """
 
 from __future__ import annotations
@@ -10,79 +10,25 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+
+from scripts.soak.shapes import PREFILL, SERVER, WORKER, Shape, cover
 
 from moesaic import SamplingParams
 
-SERVER, WORKER = "expert server", "attention worker"
-PREFILL = "prefill worker"
-"""Faults of attention workers hit these too."""
-KILL, FREEZE = "kill", "freeze"
-SCHEDULES = (
-    ("barrier", 1, "defrag"),
-    ("lockstep", 1, "defrag"),
-    ("async", 1, "defrag"),
-    ("lockstep", 2, "defrag"),
-    ("async", 1, "mtfs"),
-    ("async", 1, "flfs"),
+KILL, FREEZE, RESIZE = "kill", "freeze", "resize"
+"""RESIZE adds a process of a role, or removes the one that was added."""
+KINDS = (
+    *((KILL, SERVER), (KILL, WORKER), (KILL, PREFILL), (FREEZE, SERVER), (FREEZE, WORKER)),
+    *((RESIZE, SERVER), (RESIZE, WORKER), (RESIZE, PREFILL)),
 )
-"""(schedule, batches in flight, queue policy). Each round takes the next one."""
-SIZES = ((1, 1, 1), (1, 2, 1), (2, 2, 2), (1, 3, 2), (2, 1, 1), (3, 2, 2), (2, 3, 1))
-"""(attention workers, expert servers, minimum replicas)."""
-MODELS = ("demo", "mixtral, k 2", "qwen3, k 8", "deepseek, k 6", "mixtral, k 1")
-"""The demo (a Qwen3-MoE, k 4) and the models of `models.CHECKPOINTS`."""
-TRANSPORTS = ("shm", "socket", "tcp")
-KINDS = ((KILL, SERVER), (KILL, WORKER), (FREEZE, SERVER), (FREEZE, WORKER))
+"""Without prefill workers, attention workers take their place. Faults of attention workers hit prefill
+workers too, and the kill of a prefill worker happens during a transfer of KV."""
 SEVERAL = "several kinds"
 MOST_TOKENS = 72
 """Maximum number of tokens of one answer."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The settings of a cluster."""
-
-    schedule: str
-    inflight_batches: int
-    queue_policy: str
-    attention_workers: int
-    expert_servers: int
-    min_replicas: int
-    model: str
-    """One of MODELS."""
-    redundant_experts: int
-    """Copies of experts in each layer beyond the minimum."""
-    combine: str
-    transport: str
-    """Transport between attention workers and expert servers: shm; socket, on one host; or tcp."""
-    chunk: int
-    """Maximum number of rows of a step."""
-    kernels: str
-    """auto: the native kernels of this machine; or reference."""
-    bad_connections: bool
-    """True: rows come late, twice or in another order, and connections break. See
-    `tests.support.faulty_transport`."""
-    ranks: int
-    """Processes of each attention worker."""
-    prefill_workers: int
-
-    @property
-    def exact(self) -> bool:
-        """Whether answers are those of one process to the last bit."""
-        alone = self.kernels == "auto" and self.combine == "exact"
-        return alone and self.ranks == 1
-
-    @property
-    def name(self) -> str:
-        """Example: "async mtfs, 2+3, min-replicas 1, qwen3, k 8, tcp, chunks of 16, native, exact"."""
-        schedule = {"async": f"async {self.queue_policy}", "lockstep": f"lockstep {self.inflight_batches}"}
-        workers = f"{self.attention_workers}x{self.ranks}" if self.ranks > 1 else str(self.attention_workers)
-        workers += f"+{self.prefill_workers} prefill" if self.prefill_workers else ""
-        size = f"{workers}+{self.expert_servers}, min-replicas {self.min_replicas}"
-        kernels = "native" if self.kernels == "auto" else self.kernels
-        parts = [schedule.get(self.schedule, self.schedule), size, self.model, self.transport]
-        parts += [f"chunks of {self.chunk}", kernels, self.combine]
-        parts += [f"{self.redundant_experts} redundant"] * (self.redundant_experts > 0)
-        return ", ".join(parts + ["bad connections"] * self.bad_connections)
+SHARED = 4
+"""Rounds that share a cluster."""
 
 
 @dataclass(frozen=True)
@@ -133,41 +79,21 @@ class Plan:
         return kinds.pop() if len(kinds) == 1 else SEVERAL
 
 
+@cache
+def shapes(seed: str) -> tuple[Shape, ...]:
+    """The clusters of a run, one after the other."""
+    return tuple(cover(random.Random(f"{seed}/shapes")))
+
+
 def plan_round(seed: str, number: int) -> Plan:
     """Round `number` of the run that `seed` names.
 
-    Example: rounds 0 and 6 are both under the barrier schedule, with 1+1 and 2+3 processes.
+    Example: rounds 0 to 3 share a cluster.
     """
-    name = f"{seed}/{number}"
-    rng = random.Random(name)
-    faults = _faults(rng)
-    return Plan(
-        name, _shape(rng, name, number), faults, requests=rng.randint(6, 10), together=rng.randint(2, 6)
-    )
-
-
-def _shape(rng: random.Random, name: str, number: int) -> Shape:
-    schedule, batches, policy = SCHEDULES[number % len(SCHEDULES)]
-    workers, servers, replicas = SIZES[number % len(SIZES)]
-    processes = random.Random(f"{name}/processes")
-    ranks, prefill = processes.choice((1, 1, 1, 2)), processes.choice((0, 0, 1, 2))
-    return Shape(
-        schedule=schedule,
-        inflight_batches=batches,
-        queue_policy=policy,
-        attention_workers=workers,
-        expert_servers=servers,
-        min_replicas=replicas,
-        model=MODELS[number % len(MODELS)],
-        redundant_experts=rng.choice((0, 0, 3)) if servers > replicas == 1 else 0,
-        combine="partial" if rng.random() < 0.2 else "exact",
-        transport=rng.choice(TRANSPORTS),
-        chunk=rng.choice((16, 64, 512)),
-        kernels="reference" if rng.random() < 0.2 else "auto",
-        bad_connections=rng.random() < 0.2,
-        ranks=ranks,
-        prefill_workers=prefill,
-    )
+    name, known = f"{seed}/{number}", shapes(seed)
+    rng, shape = random.Random(name), known[number // SHARED % len(known)]
+    faults = tuple(_placed(fault, shape) for fault in _faults(rng))
+    return Plan(name, shape, faults, requests=rng.randint(6, 10), together=rng.randint(2, 6))
 
 
 def _faults(rng: random.Random) -> tuple[Fault, ...]:
@@ -177,7 +103,7 @@ def _faults(rng: random.Random) -> tuple[Fault, ...]:
 
 
 def _fault(rng: random.Random, kind: tuple[str, str] | None) -> Fault:
-    what, role = kind or (KILL if rng.random() < 0.6 else FREEZE, SERVER if rng.random() < 0.65 else WORKER)
+    what, role = kind or rng.choice(KINDS)
     return Fault(
         kind=what,
         role=role,
@@ -186,6 +112,11 @@ def _fault(rng: random.Random, kind: tuple[str, str] | None) -> Fault:
         seconds=rng.choice((0.05, 0.3, 0.8, 3.0)),
         healed=rng.random() < 0.6,
     )
+
+
+def _placed(fault: Fault, shape: Shape) -> Fault:
+    """The fault, of a role that the cluster has."""
+    return replace(fault, role=WORKER) if fault.role == PREFILL and not shape.prefill_workers else fault
 
 
 def orders(seed: str, pool: int) -> Iterator[Order]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from scripts.soak.plan import FREEZE, KILL, KINDS, SERVER, SEVERAL, WORKER
+from scripts.soak.plan import FREEZE, KILL, KINDS, RESIZE, SEVERAL
 from scripts.soak.rounds import Outcome, Pause
+from scripts.soak.shapes import PREFILL, SERVER, WORKER
 
 from moesaic.core.cluster_status import ClusterCounters
 
@@ -18,12 +19,18 @@ BAD = "bad connections"
 SHORT = {
     f"{KILL}, {SERVER}": "kill server",
     f"{KILL}, {WORKER}": "kill worker",
+    f"{KILL}, {PREFILL}": "kill prefill",
     f"{FREEZE}, {SERVER}": "freeze server",
     f"{FREEZE}, {WORKER}": "freeze worker",
+    f"{RESIZE}, {SERVER}": "resize servers",
+    f"{RESIZE}, {WORKER}": "resize workers",
+    f"{RESIZE}, {PREFILL}": "resize prefill",
     SEVERAL: "several kinds",
     BAD: "bad links",
 }
 """Names of the kinds of faults as column titles. Each has eight of 80 columns."""
+TOGETHER = 6
+"""Kinds of faults in one table, which then has 80 columns."""
 REDONE = {
     "process_deaths": "processes that died",
     "failovers": "servers given up with rows outstanding",
@@ -45,6 +52,7 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, float]:
         for one in fields(ClusterCounters)
     }
     kinds = sorted({kind for outcome in outcomes for kind in outcome.leaks.found})
+    exercised = list(dict.fromkeys(name for outcome in outcomes for name in outcome.exercised))
     return {
         "rounds": len(outcomes),
         "rounds that broke off": add(lambda one: one.error is not None),
@@ -54,6 +62,7 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "tokens compared": add(lambda one: one.tokens),
         "answers that are different": add(lambda one: len(one.different)),
         **{text: counters[name] for name, text in REDONE.items()},
+        **{name: add(lambda one, n=name: one.exercised.get(n, 0)) for name in exercised},  # type: ignore[misc]
         "longest gap of a stream, s": max((one.longest_gap for one in outcomes), default=0.0),
         **{f"leaked: {kind}": add(lambda one, k=kind: len(one.leaks.found.get(k, []))) for kind in kinds},  # type: ignore[misc]
         "seconds": add(lambda one: one.seconds),
@@ -106,7 +115,9 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     for name, value in totals(outcomes).items():
         table.add_row(name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
     console.print(table)
-    console.print(_kinds(outcomes))
+    rows = by_kind(outcomes)
+    for begin in range(0, len(rows), TOGETHER):
+        console.print(_kinds(dict(list(rows.items())[begin : begin + TOGETHER])))
     console.print(_pauses([pause for outcome in outcomes for pause in outcome.pauses]))
     for outcome in outcomes:
         if not outcome.good:
@@ -116,13 +127,12 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
                 console.print(f"  {line}", markup=False, highlight=False)
 
 
-def _kinds(outcomes: Sequence[Outcome]) -> Table:
+def _kinds(rows: Mapping[str, dict[str, float]]) -> Table:
     table = Table(title="rounds by kind of fault", box=box.SIMPLE, padding=(0, 0, 0, 1))
-    rows = by_kind(outcomes)
     table.add_column("", no_wrap=True)
     for name in rows:
         table.add_column(SHORT.get(name, name), justify="right")
-    for what in rows["all"]:
+    for what in next(iter(rows.values())):
         values = [row[what] for row in rows.values()]
         table.add_row(what, *(f"{one:.2f}" if isinstance(one, float) else f"{one:,}" for one in values))
     return table
@@ -133,15 +143,12 @@ def _pauses(pauses: list[Pause]) -> Table:
     table = Table(title="faults, and the longest pause of a stream that each fell into")
     for column in ("fault", "of an", "min-replicas", "count", "alone", "median s", "longest s"):
         table.add_column(column, justify="left" if column in ("fault", "of an") else "right")
-    for kind in (KILL, FREEZE):
-        for role in (SERVER, WORKER):
-            for least in (1, 2):
-                these = [
-                    one for one in pauses if (one.kind, one.role, one.min_replicas) == (kind, role, least)
-                ]
-                alone = [one.seconds for one in these if one.alone] or [0.0]
-                table.add_row(
-                    *(kind, role, str(least), str(len(these)), str(sum(one.alone for one in these))),
-                    *(f"{statistics.median(alone):.2f}", f"{max(alone):.2f}"),
-                )
+    for kind, role in KINDS:
+        for least in (1, 2):
+            these = [one for one in pauses if (one.kind, one.role, one.min_replicas) == (kind, role, least)]
+            alone = [one.seconds for one in these if one.alone] or [0.0]
+            table.add_row(
+                *(kind, role, str(least), str(len(these)), str(sum(one.alone for one in these))),
+                *(f"{statistics.median(alone):.2f}", f"{max(alone):.2f}"),
+            )
     return table

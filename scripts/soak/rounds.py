@@ -1,44 +1,32 @@
-"""Runs one round: a cluster, traffic and faults. Then looks for what they left behind."""
+"""Runs rounds on a cluster: traffic and faults. Then looks for what they left behind."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from unittest.mock import patch
 
 from scripts.soak.answers import difference, spanning_gap
-from scripts.soak.faults import Saboteur, Strike
+from scripts.soak.clusters import cluster_of
+from scripts.soak.faults import SETTINGS, Saboteur, Strike, running, sizes
 from scripts.soak.leaks import Leaks, growth, held_by, holdings, left_over
 from scripts.soak.models import Models
-from scripts.soak.plan import PREFILL, SERVER, SEVERAL, WORKER, Order, Plan, Shape, orders, pool
-from tests.support.cluster_driver import Cluster, cluster
-from tests.support.faulty_transport import Faults
-from tests.support.faulty_worker import faulty
+from scripts.soak.plan import SEVERAL, Order, Plan, orders, pool
+from scripts.soak.shapes import PREFILL, SERVER, WORKER, Shape
+from tests.support.cluster_driver import PATIENCE, Cluster
 
-from moesaic.cluster import local
-from moesaic.cluster.local import ChildProcess
-from moesaic.cluster.router import Router
-from moesaic.config import ExpertServerConfig
 from moesaic.core.cluster_status import ClusterCounters
 from moesaic.core.errors import MoesaicError
+from moesaic.core.metrics import WorkerStats
 
-FROZEN_SECONDS = 2.0
-"""Seconds after which the supervisor restarts a frozen process. Shorter than its default, so that a freeze of
-3 s triggers it.
-"""
 SILENCE = 40.0
 """Seconds without a token after which a round is given up."""
-BAD = Faults(delay=0.3, duplicate=0.2, reorder=True, cut_after=150)
-"""Faults of connections that need no replica."""
-WORSE = replace(BAD, drop_request=0.005, drop=0.0005)
-"""Faults that also lose messages. Lost pairs are asked of another server. At a barrier nobody can know that
-one was lost.
-"""
+ENDS = 15.0
+"""Seconds in which what ended requests had has to be free."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +62,8 @@ class Outcome:
     longest_gap: float = 0.0
     """The longest time between two tokens of one stream, in seconds."""
     counters: ClusterCounters = field(default_factory=ClusterCounters)
+    exercised: dict[str, int] = field(default_factory=dict)
+    """How often something happened that only some clusters do, by name."""
     leaks: Leaks = field(default_factory=lambda: Leaks({}))
     error: str | None = None
     """Why the round broke off. None if it did not."""
@@ -120,8 +110,7 @@ class Traffic:
     def _submit(self) -> None:
         order = next(self._orders)
         prompt, params = self._pool[order.number]
-        number = len(self._served.running.answers)
-        self._served.submit([prompt], [replace(params, max_tokens=order.max_tokens)])
+        [number] = self._served.submit([prompt], [replace(params, max_tokens=order.max_tokens)])
         self._open[number] = order
         self._outcome.requests += 1
 
@@ -149,46 +138,107 @@ class Traffic:
             outcome.different.append(f"request {number} (number {order.number} of the pool): {wrong}")
 
 
-def run_round(plan: Plan, models: Models, folder: Path) -> Outcome:
-    """Run one round. folder: an empty folder for temporary files."""
-    models.alone(plan.shape)
-    outcome = Outcome(plan.seed, plan.shape.name, plan.kind, plan.shape.bad_connections)
+def run_rounds(
+    plans: Sequence[Plan], models: Models, folder: Path, deadline: float = math.inf
+) -> Iterator[Outcome]:
+    """Runs rounds of one shape on one cluster. folder: an empty folder for temporary files.
+
+    deadline: the moment, on the monotonic clock, after which no other round begins. A round that broke off
+    ends the cluster, and the next one starts another. The last round of a cluster is told what the cluster
+    left behind.
+    """
+    left = list(plans)
+    while left and time.monotonic() < deadline:
+        yield from _one_cluster(left, models, folder, deadline)
+
+
+def _one_cluster(left: list[Plan], models: Models, folder: Path, deadline: float) -> Iterator[Outcome]:
+    """Takes rounds from `left` until one breaks off."""
+    shape = left[0].shape
+    models.alone(shape)
     before, started = holdings(folder), time.monotonic()
+    outcome: Outcome | None = None
     try:
-        with _cluster(plan.shape, models.path(plan.shape.model)) as served:
-            _drive(served, plan, models, outcome)
+        with cluster_of(shape, models.path(shape.model)) as served:
+            while left and (outcome is None or (outcome.error is None and time.monotonic() < deadline)):
+                if outcome is not None:
+                    yield outcome
+                plan = left.pop(0)
+                outcome = Outcome(plan.seed, shape.name, plan.kind, shape.bad_connections)
+                _run(served, plan, models, outcome)
+                outcome.seconds, started = time.monotonic() - started, time.monotonic()
+    except (AssertionError, MoesaicError, OSError) as error:  # it did not start, or did not end
+        outcome = outcome or Outcome(left[0].seed, shape.name, left.pop(0).kind, shape.bad_connections)
+        outcome.error = outcome.error or f"{type(error).__name__}: {error}"
+    assert outcome is not None
+    outcome.leaks = Leaks(outcome.leaks.found | left_over(before, folder).found)
+    outcome.seconds += time.monotonic() - started
+    yield outcome
+
+
+def _run(served: Cluster, plan: Plan, models: Models, outcome: Outcome) -> None:
+    """Runs one round of the cluster."""
+    saboteur = Saboteur(served, served.router, plan.faults, plan.shape)
+    try:
+        served.until(lambda: _healed(served, plan.shape))
+        before = _with_transfers(_held(served), plan.shape)
+        counted, stats = served.supervisor.report().counters, served.router.stats()
+        served.forget()
+        try:
+            Traffic(served, plan, models, outcome).run(saboteur)
+        finally:
+            saboteur.stop()
+            times = served.running.times.values()
+            outcome.pauses = _pauses(saboteur.strikes, list(times), plan.shape)
+            outcome.longest_gap = max((b - a for one in times for a, b in pairwise(one)), default=0.0)
+            outcome.counters = _grown(counted, served.supervisor.report().counters)
+            outcome.exercised = _exercised(saboteur, stats, served.router.stats())
+        _restore(served, plan.shape)
+        kept = {"KV, states, seats and transfers": _kept(served)}
+        outcome.leaks = Leaks(kept | growth(before, lambda: _held(served)).found)
     except (AssertionError, MoesaicError, OSError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
-    outcome.leaks = Leaks(outcome.leaks.found | left_over(before, folder).found)
-    outcome.seconds = time.monotonic() - started
-    return outcome
 
 
-def _drive(served: Cluster, plan: Plan, models: Models, outcome: Outcome) -> None:
-    router = served._launched.connection
-    assert isinstance(router, Router)
-    saboteur = Saboteur(served, router, plan.faults)
-    served.until(lambda: _healed(served, plan.shape))
-    before = _with_transfers(_held(served), plan.shape)
-    try:
-        Traffic(served, plan, models, outcome).run(saboteur)
-    finally:
-        saboteur.stop()
-        times = served.running.times.values()
-        outcome.pauses = _pauses(saboteur.strikes, list(times), plan.shape)
-        outcome.longest_gap = max((b - a for one in times for a, b in pairwise(one)), default=0.0)
-        outcome.counters = served.supervisor.report().counters
-    served.until(lambda: _healed(served, plan.shape))
-    blocks = {"KV blocks": _blocks(served, router)}
-    outcome.leaks = Leaks(blocks | growth(before, lambda: _held(served)).found)
+def _restore(served: Cluster, shape: Shape) -> None:
+    """Brings every role back to its usual number of processes, and waits until all of them serve."""
+    deadline = time.monotonic() + PATIENCE
+    usual = {role: number for role, number in sizes(shape).items() if role != PREFILL or number}
+    while any(running(served)[role] != number for role, number in usual.items()):
+        assert time.monotonic() < deadline, f"not as it was: {served.supervisor.report()}"
+        settings = {SETTINGS[role]: number for role, number in usual.items()}
+        change = served.supervisor.scale(**settings)
+        served.until(change.done)
+    served.until(lambda: _healed(served, shape))
 
 
 def _healed(served: Cluster, shape: Shape) -> bool:
-    """Every process serves, and every worker is connected to every server."""
+    """Every role has its usual number of processes, all serve, and each worker is connected to every
+    server."""
     status = served.supervisor.status()
     clients = {one.stats.clients for one in status if one.role == SERVER}
-    return all(one.stage == "serving" for one in status) and clients == {
-        shape.attention_workers + shape.prefill_workers
+    alike = running(served) == Counter(sizes(shape))
+    workers = shape.attention_workers + shape.prefill_workers
+    return alike and all(one.stage == "serving" for one in status) and clients == {workers}
+
+
+def _grown(before: ClusterCounters, after: ClusterCounters) -> ClusterCounters:
+    """What was counted meanwhile."""
+    names = [one.name for one in fields(ClusterCounters)]
+    return ClusterCounters(**{name: getattr(after, name) - getattr(before, name) for name in names})
+
+
+def _exercised(saboteur: Saboteur, before: WorkerStats, after: WorkerStats) -> dict[str, int]:
+    """What happened in the round by these counters, of the workers and of the faults."""
+    return {
+        "KV received": after.transfers.received - before.transfers.received,
+        "KV not received": after.transfers.failed - before.transfers.failed,
+        "prefill workers killed in a transfer": saboteur.in_transfer,
+        "changes of size": saboteur.resized,
+        "changes of size given up": len(saboteur.not_resized),
+        "drafted tokens checked": after.speculation.draft_tokens - before.speculation.draft_tokens,
+        "drafted tokens accepted": after.speculation.accepted_tokens - before.speculation.accepted_tokens,
+        "preemptions": after.preemptions - before.preemptions,
     }
 
 
@@ -205,20 +255,19 @@ def _with_transfers(held: dict[str, Counter[str]], shape: Shape) -> dict[str, Co
     return {name: counts + Counter(sockets=more[name], segments=more[name]) for name, counts in held.items()}
 
 
-def _blocks(served: Cluster, router: Router) -> list[str]:
-    """The used blocks of workers without requests. There must be none."""
+def _kept(served: Cluster) -> list[str]:
+    """What workers without requests still hold of them. There must be nothing."""
 
-    def idle() -> bool:
-        stats = router.stats()
-        return (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+    def free() -> bool:
+        stats = served.router.stats()
+        blocks, held = stats.blocks, (stats.running, stats.waiting, stats.blocks.used)
+        held += (stats.states.seats_used, stats.transfers.held_bytes)
+        return not any(held) and not served.router.transfers and blocks.free + blocks.cached == blocks.total
 
-    deadline = time.monotonic() + 5.0
-    while not idle() and time.monotonic() < deadline:
+    deadline = time.monotonic() + ENDS
+    while not free() and time.monotonic() < deadline:
         served.take(0.02)
-    blocks = router.stats().blocks
-    if idle() and blocks.free + blocks.cached == blocks.total:
-        return []
-    return [f"{router.stats()}"]
+    return [] if free() else [f"{served.router.stats()}, transfers {served.router.transfers}"]
 
 
 def _pauses(strikes: list[Strike], times: list[list[float]], shape: Shape) -> list[Pause]:
@@ -230,45 +279,3 @@ def _pauses(strikes: list[Strike], times: list[list[float]], shape: Shape) -> li
         fault = strike.fault
         found.append(Pause(fault.kind, fault.role, strike.victim, shape.min_replicas, seconds, alone))
     return found
-
-
-@contextmanager
-def _cluster(shape: Shape, model: str) -> Iterator[Cluster]:
-    with (
-        patch("moesaic.cluster.supervisor.FROZEN_SECONDS", FROZEN_SECONDS),
-        patch(
-            "moesaic.cluster.launcher.spawn_server",
-            _over_tcp if shape.transport == "tcp" else local.spawn_server,
-        ),
-        _connections(shape),
-        cluster(
-            model,
-            schedule=shape.schedule,
-            inflight_batches=shape.inflight_batches,
-            queue_policy=shape.queue_policy,
-            attention_workers=shape.attention_workers,
-            prefill_workers=shape.prefill_workers,
-            expert_servers=shape.expert_servers,
-            min_replicas=shape.min_replicas,
-            redundant_experts=shape.redundant_experts,
-            max_num_batched_tokens=shape.chunk,
-            kernels=shape.kernels,
-            combine=shape.combine,
-            transport="auto" if shape.transport == "tcp" else shape.transport,
-            tensor_parallel_size=shape.ranks,
-        ) as served,
-    ):
-        yield served
-
-
-def _connections(shape: Shape) -> AbstractContextManager[None]:
-    """Wraps the connections of the workers that start inside the context."""
-    if not shape.bad_connections:
-        return nullcontext()
-    return faulty(WORSE if shape.min_replicas > 1 and shape.schedule != "barrier" else BAD, seed=7)
-
-
-def _over_tcp(config: ExpertServerConfig) -> ChildProcess:
-    """Makes clients reach a server through TCP. On one host they then use sockets instead of shared
-    memory."""
-    return local.spawn_server(replace(config, address="tcp:127.0.0.1:0"))

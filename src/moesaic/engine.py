@@ -66,7 +66,8 @@ class Engine:
 
     connection: leads to the worker. clock: returns seconds; the worker uses the same one. rng: draws the
     seeds of requests without one. eos_token_ids: the model's end-of-sequence tokens. max_waiting: completions
-    allowed beyond the worker's max_num_seqs; None means any number.
+    allowed beyond the worker's max_num_seqs; None means any number. ended: called with each request that
+    ended, and True if its worker does not know that yet.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Engine:
         rng: random.Random,
         eos_token_ids: tuple[int, ...] = (),
         max_waiting: int | None = None,
+        ended: Callable[[Request, bool], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.info: messages.WorkerInfo | None = None
@@ -88,6 +90,7 @@ class Engine:
         self._clock = clock
         self._rng = rng
         self._max_waiting = max_waiting
+        self._ended = ended
         self._streams: dict[int, _Stream] = {}
         self._groups: dict[int, set[int]] = {}
         self._next_id = 0
@@ -167,7 +170,7 @@ class Engine:
         """Cancel the unfinished completions of a request. No output of it follows. Ignores unknown ids."""
         left = sorted(self._groups.pop(group, ()))
         for request_id in left:
-            del self._streams[request_id]
+            self._end(self._streams.pop(request_id), late=True)
         if left and self.dead is None:
             self._send(messages.Cancel(left))
 
@@ -255,6 +258,7 @@ class Engine:
                 output = replace(output, routes=[route])
             if output.finished:
                 self._drop(stream)
+                self._end(stream, late=finish is None)
                 if finish is None:
                     stopped.append(request_id)
             outputs.append(output)
@@ -269,6 +273,10 @@ class Engine:
         known = stream.prompt_logprobs or [None]
         # The worker repeats a failed step: it then sends the same entries for the same positions again.
         stream.prompt_logprobs = known[: message.start] + list(message.entries)
+
+    def _end(self, stream: _Stream, late: bool) -> None:
+        if self._ended is not None:
+            self._ended(stream.request, late)
 
     def _drop(self, stream: _Stream) -> None:
         del self._streams[stream.request.request_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from moesaic.tokenizer import Tokenizer
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
 from moesaic.trace.parts import collecting, part_of
-from moesaic.trace.routing import recording
+from moesaic.trace.routing import Ends, recording
 from moesaic.transport.base import Connection
 
 LIVE_SECONDS = 5.0
@@ -71,10 +71,9 @@ def launch(
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
     live = _live_routing(config, cluster, record)
-    with ExitStack() as stack:
-        stack.callback(tokenizer.close)
-        stack.enter_context(collecting(config.trace))
-        recorded = stack.enter_context(recording(record, live=live))
+    with closing(tokenizer), collecting(config.trace), ExitStack() as stack:
+        ends = Ends() if cluster is not None and cluster.apart and (live or record.record_routing) else None
+        recorded = stack.enter_context(recording(record, live=live, ends=ends))
         here = _here(config, cluster, path, replace(record, record_routing=recorded))
         connection: Connection
         supervisor: Supervisor | None = None
@@ -96,6 +95,7 @@ def launch(
             rng=random.Random(seed),
             eos_token_ids=defaults.eos_token_ids,
             max_waiting=max_waiting,
+            ended=None if ends is None else ends.add,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
 
@@ -126,9 +126,6 @@ def _live_routing(
     """What --rebalance routing records; None without it. Raises ConfigError where it cannot."""
     if cluster is None or cluster.rebalance != "routing":
         return None
-    if cluster.prefill_workers > 0:
-        allowed = "load with --prefill-workers: a request's rows would be those of two workers"
-        raise ConfigError.field("--rebalance", "routing", allowed)
     if config.scheduler.speculative_config is not None:
         allowed = "load with --speculative-config: routes of drafted tokens must not be recorded"
         raise ConfigError.field("--rebalance", "routing", allowed)
@@ -178,9 +175,6 @@ def _checked(config: WorkerConfig, cluster: ClusterConfig | None, record: Record
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
     if cluster is not None and cluster.elsewhere:
         _check_elsewhere(config, record, cluster)
-    if cluster is not None and cluster.prefill_workers > 0 and record.record_routing is not None:
-        allowed = "nothing with --prefill-workers: a request's rows would be those of two workers"
-        raise ConfigError.field("--record-routing", str(record.record_routing), allowed)
     if cluster is not None and cluster.paced is not None:
         paced.read(Path(cluster.paced))
     if cluster is not None and cluster.schedule_policy_file is not None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from disaggregated import breakdown, kill, prefill, queues
+from disaggregated import breakdown, kill, prefill, queues, turns
 from disaggregated.picture import Line, draw, step
 from disaggregated.serving import Counters, Run, halves, layout_of, medians, percentile, spent
+from rich.console import Console
 
 from moesaic.core.metrics import ExpertServerStats, ExpertStats, WorkerStats
 from moesaic.core.placement import Placement
@@ -174,3 +179,28 @@ def test_a_run_takes_its_seconds_unless_a_number_of_requests_is_given(tmp_path: 
     assert found(3.0, trace=trace)[-1] == pytest.approx(20.0, rel=0.1)
     assert found(3.0, trace=trace, trace_speed=2.0)[-1] == 20.0
     assert len(found(3.0, trace=trace, trace_speed=2.0)) == 41
+
+
+def test_engines_take_turns_and_stand_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int, int]] = []
+
+    def run(engine: Any, _: argparse.Namespace, concurrency: int, new: int) -> dict[str, float]:
+        order.append((engine.name, concurrency, new))
+        speed = 50.0 if engine.name == "apart" else 100.0
+        names = ("prefill_tokens_per_s", "decode_tokens_per_s", "worker_waiting", "server_idle")
+        return dict(zip(names, (2 * speed, speed, 0.25, 0.5), strict=True))
+
+    monkeypatch.setattr(turns, "one_run", run)
+    engines: list[Any] = [SimpleNamespace(name="alone"), SimpleNamespace(name="apart")]
+    asked = argparse.Namespace(concurrency=[1, 8], rounds=2, minutes=60.0, gen_len=9)
+    rows = turns.take_turns(engines, asked)
+    one_round = [(name, concurrency, 9) for concurrency in (1, 8) for name in ("alone", "apart")]
+    assert order == [("alone", 1, 4), ("apart", 1, 4), *one_round, *one_round]
+    assert [(row["concurrency"], row["engine"], row["rounds"]) for row in rows] == [
+        (concurrency, name, 2) for name, concurrency, _ in one_round
+    ]
+    asked.minutes = 0.0
+    assert {row["rounds"] for row in turns.take_turns(engines, asked)} == {1}, "the first one is whole"
+    shown = Console(width=120, record=True, file=io.StringIO())
+    turns.show_beside(rows, "alone", "two", shown)
+    assert re.search(r"8 │ apart +│ +100.0 │ 0.50x │ +50.0 │ 0.50x │ +25% │ +50%", shown.export_text())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moesaic.cluster.router import Router
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message
-from moesaic.core.metrics import SpeculationStats, WorkerStats
+from moesaic.core.metrics import BlockStats, SpeculationStats, StateStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.transport.local import LocalConnection, local_pair
 from tests.support.fake_worker import info
@@ -124,6 +126,24 @@ def test_what_a_worker_counted_stays_counted() -> None:
     workers.router.leave(0)
     left = SpeculationStats(drafts=6, prices=(1.0, 1.5))
     assert workers.router.stats() == WorkerStats(running=2, steps=20, speculation=left)
+
+
+def test_nothing_that_a_worker_held_is_counted_once_it_is_gone() -> None:
+    workers = Workers(2)
+    held = WorkerStats(
+        running=2,
+        waiting=1,
+        blocks=BlockStats(total=8, free=3, cached=1, used=4, prefix_hits=5),
+        states=StateStats(seats=4, seats_used=2, pages=9, pages_free=4, snapshots=3),
+        transfers=TransferStats(received=6, held_bytes=7),
+    )
+    for worker in (0, 1):
+        workers.router.take(worker, messages.Stats(held))
+    workers.router.leave(0)
+    left = workers.router.stats()
+    assert left.states == held.states and left.blocks == replace(held.blocks, prefix_hits=10)
+    assert (left.running, left.waiting) == (2, 1)
+    assert left.transfers == TransferStats(received=12, held_bytes=7)
 
 
 def test_the_engine_hears_what_all_workers_are_together() -> None:

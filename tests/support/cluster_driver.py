@@ -109,18 +109,26 @@ class Cluster:
 
         self.until(all_met)
 
-    def submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        """Submits requests. They are numbered in order, from 0 on."""
+    def submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
+        """Submits requests. Returns their numbers, which are in order, from 0 on."""
+        numbers = []
         for prompt, one in zip(prompts, params, strict=True):
             number = self._launched.engine.submit(prompt, one)
             self.running.answers[number] = ([], [])
             self.running.times[number] = []
             self.running.unfinished.add(number)
+            numbers.append(number)
+        return numbers
 
     def cancel(self, number: int) -> None:
         """Cancels a request. Its tokens so far stay among the answers."""
         self._launched.engine.cancel(number)
         self.running.unfinished.discard(number)
+
+    def forget(self) -> None:
+        """Forgets the answers of all requests, which have ended."""
+        assert not self.running.unfinished
+        self.running = Running()
 
     def pump(self, timeout: float) -> None:
         """Waits for one message of the workers."""
@@ -164,6 +172,7 @@ def cluster(
     combine: str = "exact",
     kv_cache_memory: str = "32MiB",
     kv_cache_dtype: str = "auto",
+    enable_prefix_caching: bool = True,
     threads: int | None = 1,
     max_model_len: int | None = None,
     queues: QueueConfig = QueueConfig(),
@@ -175,7 +184,7 @@ def cluster(
     """A cluster that serves until the context ends. more: further settings of ClusterConfig."""
     worker = WorkerConfig(
         ModelConfig(model, threads=threads, kernels=kernels, max_model_len=max_model_len),  # type: ignore[arg-type]
-        CacheConfig(kv_cache_memory, kv_cache_dtype),  # type: ignore[arg-type]
+        CacheConfig(kv_cache_memory, kv_cache_dtype, enable_prefix_caching=enable_prefix_caching),  # type: ignore[arg-type]
         SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=max_num_batched_tokens,

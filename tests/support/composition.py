@@ -61,9 +61,7 @@ STEPS = "the ranks run whole steps together, one at a time"
 PASSES = "without expert servers a pass loads one worker's experts, layer by layer"
 DRAFTS = "routes of drafted tokens that are not accepted must not be recorded"
 IN_STEP = "the two halves of a batch take turns in lockstep"
-TWO_WORKERS = "a request's rows would be those of two workers"
 REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("`--prefill-workers`", ("`--record-routing`", "`--rebalance routing`"), TWO_WORKERS),
     ("`--moe-collectives`", BESIDE, HOLDING),
     ("`--moe-collectives`", OBSERVED, STEPS),
     (

@@ -10,13 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moesaic import SamplingParams
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
+from moesaic.core.request import Request
 from moesaic.core.routing import RoutedModel, Rows, ending
 from moesaic.trace import routing
+from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
 from moesaic.trace.parts import folder_of, part_of
-from moesaic.trace.routing import Collector, RowFile, prepare, recording
+from moesaic.trace.routing import Collector, Ends, RowFile, prepare, recording
 
 MODEL = RoutedModel("moe-x", 100, 9, 2, (1, 3))
 
@@ -41,8 +44,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def worker(file: Path, number: int = 0, incarnation: int = 1) -> RowFile:
-    part = part_of(str(file), f"attention worker {number}", incarnation)
+def worker(file: Path, number: int = 0, incarnation: int = 1, role: str = "attention") -> RowFile:
+    part = part_of(str(file), f"{role} worker {number}", incarnation)
     assert part is not None
     return RowFile(Path(part), MODEL)
 
@@ -52,11 +55,11 @@ def tokens(file: Path) -> list[int]:
 
 
 def test_two_workers_become_one_profile(file: Path) -> None:
-    """Their requests have ids of one engine: after a death the same id comes from both."""
+    """Their requests have ids of one engine: after a death the same rows come from both."""
     first, second = worker(file, 0), worker(file, 1)
     collector = Collector(file, 1 << 20)
     first(whole(0, 3))
-    first(rows(5, *range(8)))
+    first(rows(5, *range(3)))
     second(whole(1, 4))
     collector.collect()
     collector.save()
@@ -68,6 +71,46 @@ def test_two_workers_become_one_profile(file: Path) -> None:
     profile = Profile.load(file)
     assert (profile.model, profile.layers, profile.num_experts) == ("moe-x", (1, 3), 9)
     assert profile.tokens == 13
+
+
+def over(number: int, prompt: int) -> Request:
+    """A request whose prompt has so many tokens."""
+    return Request(number, [5] * prompt, SamplingParams(max_tokens=9, seed=0))
+
+
+def test_rows_of_two_workers_are_one_request_once_the_engine_says_so(file: Path) -> None:
+    """A prefill worker has released it before. A row that both computed counts once."""
+    ends, live = Ends(), LiveRouting(1 << 20, 1.0)
+    decode, prefill, successor = worker(file), worker(file, role="prefill"), worker(file, 1, role="prefill")
+    collector = Collector(file, 1 << 20, live, ends)
+    prefill(rows(0, 0, 1))  # it dies
+    successor(whole(0, 4))
+    collector.collect()
+    collector.save()
+    assert not file.exists()
+    decode(rows(0, 3, 4, 5))
+    decode(ending(MODEL, 0, 4))
+    ends.add(over(0, 4), False)
+    collector.collect()
+    collector.save()
+    assert tokens(file) == [6] and live.size == (1, 6)
+    assert Profile.load(file).routes.tokens.tolist() == [0, 1, 2, 3, 4, 5]
+    assert Profile.load(file).routes.prompts.tolist() == [4]
+
+
+def test_a_cancelled_request_waits_for_rows_that_its_worker_hands_over_late(file: Path) -> None:
+    ends, sink = Ends(), worker(file)
+    collector = Collector(file, 1 << 20, ends=ends)
+    sink(rows(0, 0, 1))
+    ends.add(over(0, 2), True)
+    collector.collect()
+    sink(rows(0, 2))
+    collector.collect()
+    sink(rows(1, 0))
+    ends.add(over(1, 1), True)
+    collector.collect(last=True)
+    collector.save()
+    assert tokens(file) == [1, 3]
 
 
 def test_files_that_were_read_are_removed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from itertools import zip_longest
 
 from moesaic.core.messages import KVSent, Stats, WorkerInfo
-from moesaic.core.metrics import WorkerStats
+from moesaic.core.metrics import StateStats, WorkerStats
 
 
 def as_one(infos: list[WorkerInfo]) -> WorkerInfo:
@@ -22,6 +22,7 @@ def counters(stats: WorkerStats) -> WorkerStats:
         running=0,
         waiting=0,
         blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0),
+        states=StateStats(),
         speculation=replace(stats.speculation, prices=()),
         transfers=replace(stats.transfers, held_bytes=0),
     )

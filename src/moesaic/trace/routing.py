@@ -8,6 +8,10 @@ For a profile FILE, each worker writes to the folder FILE.parts
 
 The process that started the workers collects them. It removes a file of rows once it has read all of it.
 The files are memory-mapped, so a killed worker leaves all that it has written.
+
+The rows of a request may be those of several workers: of a prefill worker and of the one that went on, or of
+a worker that died and of its successor. They have one id, so a row that was computed again counts once. The
+engine says when such a request ended (`Ends`). A single worker writes that down itself.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
 from moesaic.config import parse_bytes
 from moesaic.core.errors import ConfigError
-from moesaic.core.routing import Assembly, RoutedModel, Rows
+from moesaic.core.request import Request
+from moesaic.core.routing import ENDED, Assembly, RoutedModel, Rows, ending
 from moesaic.core.tally import Tally
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
@@ -41,8 +47,6 @@ INTERVAL = 60.0
 """Seconds between two updates of the profile."""
 OPEN_SHARE = 0.25
 """Share of the memory for rows of requests that have not ended."""
-PARTS = 40
-"""Bits of a request's id. The bits above are the number of the part that it comes from."""
 
 
 class RowFile:
@@ -109,18 +113,43 @@ class _Part:
     """How far the files of a worker have been read."""
 
     path: Path
-    number: int
-    """Number of the part, from 0."""
     file: int = 0
     at: int = 0
+
+
+class Ends:
+    """Requests that ended since the last `take`. One thread adds, another takes."""
+
+    def __init__(self) -> None:
+        self._told: SimpleQueue[tuple[int, int, bool]] = SimpleQueue()
+        self._late: list[tuple[int, int]] = []
+
+    def add(self, request: Request, late: bool) -> None:
+        """A request ended, and its workers have handed over its rows. late: they will do so soon."""
+        self._told.put((request.request_id, len(request.prompt_token_ids), late))
+
+    def take(self, last: bool = False) -> list[tuple[int, int]]:
+        """Requests whose rows were handed over, each with the tokens of its prompt.
+
+        Late ones come only at the call after. last: all come.
+        """
+        over, self._late = self._late, []
+        for _ in range(self._told.qsize()):
+            request, prompt, late = self._told.get()
+            (self._late if late and not last else over).append((request, prompt))
+        return over
 
 
 class Collector:
     """Reads what the workers write and makes a profile of it. Used by one thread at a time."""
 
-    def __init__(self, file: Path, most_bytes: int, live: LiveRouting | None = None) -> None:
-        """live: gets every request that ended, too."""
+    def __init__(
+        self, file: Path, most_bytes: int, live: LiveRouting | None = None, ends: Ends | None = None
+    ) -> None:
+        """live: gets every request that ended, too. ends: says which ones did; None: the worker writes it."""
         self._live = live
+        self._ends = ends
+        self._ended: list[tuple[int, int]] = []
         self._file = file
         self._most = most_bytes
         self._parts: dict[Path, _Part] = {}
@@ -129,19 +158,23 @@ class Collector:
         self._tally: Tally | None = None
         self._saved = 0
 
-    def collect(self) -> None:
-        """Reads everything written so far."""
+    def collect(self, last: bool = False) -> None:
+        """Reads everything written so far. last: no worker will write anything more."""
+        if self._ends is not None:
+            self._ended += self._ends.take(last)  # before any row is read: theirs are written by now
         for path in sorted(folder_of(self._file).glob("*.json")):
-            part = self._parts.setdefault(path, _Part(path, len(self._parts)))
+            part = self._parts.setdefault(path, _Part(path))
             model = self._model = self._model or _read_model(path)
             self._assembly = self._assembly or Assembly(model, int(OPEN_SHARE * self._most))
             self._tally = self._tally or _tally(model, self._most)
             for rows in _unread(part, model):
-                rows["request"] += part.number << PARTS
-                self._assembly.add(rows)
+                self._assembly.add(rows if self._ends is None else rows[rows["position"] != ENDED])
                 if self._assembly.full:
                     self._count(self._assembly, self._tally)
-        if self._assembly is not None and self._tally is not None:
+        if self._assembly is not None and self._tally is not None and self._model is not None:
+            for request, prompt in self._ended:
+                self._assembly.add(ending(self._model, request, prompt))
+            self._ended = []
             self._count(self._assembly, self._tally)
 
     def _count(self, assembly: Assembly, tally: Tally) -> None:
@@ -172,13 +205,17 @@ class Collector:
 
 @contextmanager
 def recording(
-    config: RecordConfig, interval: float = INTERVAL, live: LiveRouting | None = None
+    config: RecordConfig,
+    interval: float = INTERVAL,
+    live: LiveRouting | None = None,
+    ends: Ends | None = None,
 ) -> Iterator[str | None]:
     """Records the routing of the block's workers. Yields the file, which may be one that nobody keeps.
 
     A thread updates the profile every `interval` seconds, and the end of the block does too. live: gets the
-    requests that ended, more often. None and no file in `config`: nothing is recorded. Raises ConfigError,
-    before the block, if the file cannot be written.
+    requests that ended, more often. None and no file in `config`: nothing is recorded. ends: says which
+    requests ended; None: one worker does. Raises ConfigError, before the block, if the file cannot be
+    written.
     """
     if config.record_routing is None and live is None:
         yield None
@@ -186,18 +223,19 @@ def recording(
     with tempfile.TemporaryDirectory(prefix="moesaic-routing-") as folder:
         file = Path(config.record_routing or Path(folder) / "live.npz")
         prepare(file, config.record_routing_memory)
-        with _collecting(file, config, interval, live):
+        often = interval if live is None else min(interval, live.interval)
+        collector = Collector(file, config.most_bytes, live, ends)
+        with _collecting(collector, file, config, often, round(interval / often)):
             yield str(file)
 
 
 @contextmanager
 def _collecting(
-    file: Path, config: RecordConfig, interval: float, live: LiveRouting | None
+    collector: Collector, file: Path, config: RecordConfig, interval: float, every: int
 ) -> Iterator[None]:
-    """Collects what the block's workers write for the profile `file`."""
-    collector, over = Collector(file, config.most_bytes, live), threading.Event()
-    often = interval if live is None else min(interval, live.interval)
-    arguments = (collector, over, often, round(interval / often))
+    """Collects what the block's workers write for the profile `file`. interval, every: see `_keep_up`."""
+    over = threading.Event()
+    arguments = (collector, over, interval, every)
     thread = threading.Thread(target=_keep_up, args=arguments, name="routing", daemon=True)
     thread.start()
     try:
@@ -206,7 +244,7 @@ def _collecting(
         over.set()
         thread.join()
         try:
-            collector.collect()
+            collector.collect(last=True)
             collector.save(last=True)
             if config.record_routing is not None:
                 collector.sum_up(config.record_routing_share)
