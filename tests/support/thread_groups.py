@@ -38,7 +38,7 @@ class Threads:
         for thread in self._threads:
             thread.start()
 
-    def gather(self) -> Group:
+    def gather(self, announce: object = None) -> Group:
         return self.ends[0]
 
     def starting(self) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import BlockStats, ExpertServerStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.transport.awaited import AwaitedConnection
 from moesaic.transport.base import Connection
 from moesaic.transport.codec import decode
@@ -36,9 +37,7 @@ REQUEST = Request(
     eos_token_ids=(0, 2),
     arrival=12.5,
 )
-INFO = messages.WorkerInfo(
-    "t", "cpu", "k", "float32", 2, 10, 40, 1, 8, 2, 300, 64, 16, 8, 4096, "float32", 4, 64
-)
+INFO = WorkerInfo("t", "cpu", "k", "float32", 2, 10, 40, 1, 8, 2, 300, 64, 16, 8, 4096, "float32", 4, 64)
 LOGPROB = TokenLogprob(11, -0.5, [(11, -0.5)])
 EVERY_MESSAGE: list[messages.Message] = [
     messages.Submit([REQUEST]),

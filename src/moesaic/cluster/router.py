@@ -36,9 +36,10 @@ from moesaic.cluster.requests import (
 from moesaic.cluster.totals import as_one, counters, total, with_news
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import Message, WorkerInfo
+from moesaic.core.messages import Message
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import FinishReason
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.policy.placement import apart
 from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, least_loaded
 from moesaic.transport.base import Connection

@@ -34,12 +34,12 @@ from moesaic.cluster.members import Members
 from moesaic.cluster.newcomers import Newcomers
 from moesaic.cluster.placing import first_placement, read_placement
 from moesaic.cluster.publishing import Publisher, union
-from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
+from moesaic.cluster.report import counters, layer_locality, layer_replicas, paced_source, process_status
 from moesaic.cluster.router import Router
 from moesaic.cluster.suspicion import Suspicion
 from moesaic.cluster.weight_check import WeightCheck
 from moesaic.config import ClusterConfig, WorkerConfig
-from moesaic.core import messages, paced
+from moesaic.core import messages
 from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, ProcessStatus
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -98,7 +98,7 @@ class Supervisor:
             self._members, self._publisher, router, cluster, clock, self._note, live, self._links
         )
         self._announced = False
-        self._paced = None if cluster.paced is None else _described(cluster.paced)
+        self._paced = None if cluster.paced is None else paced_source(cluster.paced)
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         model, later = Path(worker.model.model), self._members.inbox.put
@@ -259,6 +259,9 @@ class Supervisor:
                 self._publisher.introduce(member)
                 prefill = member.role is Role.PREFILL
                 self._router.join(member.worker, member.child.connection, info, prefill, member.kv)
+                self._members.ranks.serve(member)
+            case messages.RanksMeet():
+                self._members.ranks.meet(member, message)
             case messages.ReceivesKV():
                 member.kv = message
             case messages.FaultyServer(server, incarnation, reason):
@@ -272,7 +275,7 @@ class Supervisor:
             case messages.ServerReport(stats, load):
                 member.stats = stats
                 self._changes.add_report(member, load)
-            case messages.Failed() if message.user_error and not self._announced:
+            case messages.Failed() if message.user_error and not (self._announced or member.spare):
                 self._router.tell(message)
             case messages.Failed():
                 member.complaint = message.error
@@ -335,7 +338,7 @@ class Supervisor:
 
     def _announce(self) -> None:
         """Tells the engine, once all processes serve, that it may submit requests."""
-        if not self._announced and all(member.stage is Stage.SERVING for member in self._members.all):
+        if not self._announced and self._members.all_serve:
             self._announced = True
             self._router.tell_ready()
 
@@ -348,7 +351,7 @@ class Supervisor:
     # ---- processes
 
     def _spawn(self, member: Member) -> None:
-        if member.role is not Role.SERVER:
+        if member.is_client:
             self._members.spawn_worker(member)
         elif self._changes.layout is not None:
             self._members.spawn_server(member, self._changes.layout)
@@ -363,8 +366,9 @@ class Supervisor:
         self._note(f"{member.name}: {how}")
         expected = member.stage is Stage.DRAINING or member.elsewhere or member.on_trial
         again = member.died(how, self._clock(), self._rule)
-        if member.role is not Role.SERVER:
+        if member.is_client:
             self._router.leave(member.worker)
+        self._members.ranks.lost(member)
         if self._members.watched and not expected and not (again and self._announced):
             what = f"{member.name} keeps dying; last failure: {how}"
             if member.role is Role.PREFILL and self._announced:
@@ -387,11 +391,6 @@ class Supervisor:
         self._weights.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)
-
-
-def _described(file: str) -> str:
-    """A file of modelled devices, and where its figures are from."""
-    return f"{file}: {paced.read(Path(file)).source}"
 
 
 def _nothing() -> None:
