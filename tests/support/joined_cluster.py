@@ -46,12 +46,14 @@ class JoinedCluster:
         """The `moesaic join` processes, also those whose host was killed."""
         self._folder = folder
 
-    def join(self, host: Host, role: str = SERVER, at: Supervisor | None = None) -> subprocess.Popen[Any]:
+    def join(
+        self, host: Host, role: str = SERVER, *flags: str, at: Supervisor | None = None
+    ) -> subprocess.Popen[Any]:
         """Starts `moesaic join` on a host. at: the supervisor of a cluster that does not serve yet."""
         supervisor = self.served.supervisor if at is None else at
         address = (supervisor.report().join_address or "").removeprefix("tcp:")
         command = [sys.executable, "-m", "moesaic", "join", address, "--role", role.replace(" ", "-")]
-        command += ["--secret-file", str(self._folder / "secret"), "--threads", "1"]
+        command += ["--secret-file", str(self._folder / "secret"), "--threads", "1", *flags]
         with (self._folder / f"log-{len(self.joined)}").open("w") as log:
             self.joined.append(host.popen(command, stdout=log, stderr=log))
         return self.joined[-1]
@@ -105,11 +107,12 @@ class JoinedCluster:
 
 @contextmanager
 def joined_cluster(
-    hosts: Hosts, folder: Path, first: Sequence[tuple[Host, str]] = (), **settings: Any
+    hosts: Hosts, folder: Path, first: Sequence[tuple[Any, ...]] = (), **settings: Any
 ) -> Iterator[JoinedCluster]:
     """A cluster that other hosts can join. The caller has entered host 0.
 
-    folder: for secret and logs. All hosts have it. first: processes that join before the cluster serves.
+    folder: for secret and logs. All hosts have it. first: what is given to `JoinedCluster.join` for processes
+    that join before the cluster serves.
     settings: of `cluster_driver.cluster`.
     """
     for old in folder.glob("log-*"):
@@ -118,8 +121,8 @@ def joined_cluster(
     found = JoinedCluster(folder)
 
     def begun(supervisor: Supervisor) -> None:
-        for host, role in first:
-            found.join(host, role, supervisor)
+        for each in first:
+            found.join(*each, at=supervisor)
 
     door = {"cluster_address": address, "cluster_secret_file": secret}
     with cluster(**door, begun=begun, **settings) as found.served:

@@ -52,6 +52,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Submit([REQUEST], [[]], {1: messages.KVTarget(7, Endpoint("unix:@a"), b"\0secret")}),
     messages.Submit([REQUEST], [[4]], received={1: 7}),
     messages.ReceivesKV(Endpoint("unix:@a"), b"\0secret"),
+    messages.RanksMeet("tcp:10.0.0.1:5", b"\0secret", 2),
     messages.KVReceived(7),
     messages.KVNotSent([7, 8]),
     messages.DropKV([2**40]),

@@ -28,9 +28,6 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     """Ranks of each attention worker: processes that share its attention heads and its experts. Where a fast
     memory is given, each rank has that much and reads its own experts."""
-    nnodes: int = 1
-    """Number of hosts that share the ranks of each attention worker equally. The other hosts join with
-    `moesaic join --role ranks`, and serving begins once they have."""
     expert_tensor_parallel_size: int = 1
     """Number of neighbouring ranks that share each expert by its width. With 1 each rank holds whole
     experts."""
@@ -45,6 +42,9 @@ class ParallelConfig:
     placement: str | None = None
     """File that says which server or rank holds which experts; see `moesaic place`. None: each holds the same
     number, and expert servers exchange experts later by measured load."""
+    nnodes: int = 1
+    """Number of hosts that share the ranks of each attention worker equally. The other hosts join with
+    `moesaic join --role ranks`, and serving begins once they have."""
 
     def __post_init__(self) -> None:
         size, shared = self.tensor_parallel_size, self.expert_tensor_parallel_size

@@ -73,13 +73,17 @@ class RankLauncher:
 
         meeting: on another host than rank 0's, where the ranks meet. None: this is the host of rank 0.
 
-        Raises ConfigError where ranks cannot share memory.
+        Raises ConfigError where ranks cannot share memory, or ranks of other hosts cannot join.
         """
         parallel = config.parallel
         self.size = parallel.ranks_per_node
         if not SHARED_MEMORY:
             allowed = "1: the compiled module moesaic.transport._shm is missing"
             raise ConfigError.field("--tensor-parallel-size", parallel.tensor_parallel_size, allowed)
+        if parallel.nnodes > 1 and config.remote_address is None:
+            raise ConfigError.field(
+                "--nnodes", parallel.nnodes, "1 without --cluster-address, where hosts join"
+            )
         node, first = (0, "") if meeting is None else (meeting.node, meeting.address)
         secret = secrets.token_bytes(32) if meeting is None else meeting.secret
         # A name and no file, so that nothing remains whenever a process is killed.
