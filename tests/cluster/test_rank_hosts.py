@@ -40,10 +40,11 @@ def members() -> Members:
     return found
 
 
-def join(members: Members) -> tuple[Member, FakeProcess]:
+def join(members: Members, fits: bool = True) -> tuple[Member, FakeProcess]:
     process, member = FakeProcess(*local_pair(), host="10.0.0.2", role=Role.RANKS), members.add(Role.RANKS)
     members.adopt(member, process, "w", None)  # type: ignore[arg-type]
     assert isinstance(process.far.receive(5.0), messages.Enlisted)
+    member.fits = fits
     return member, process
 
 
@@ -54,6 +55,7 @@ def test_a_worker_starts_once_all_hosts_are_there(members: Members, caplog: pyte
     assert worker.stage is Stage.WAITING and worker.child is None
     assert worker.waiting == "waits for `moesaic join --role ranks` of 2 more hosts"
     join(members)
+    join(members, fits=False)  # it still compares its checkpoint
     members.spawn_worker(worker)
     assert worker.waiting.endswith("of 1 more host") and worker.child is None
     assert len(caplog.records) == 1
@@ -61,7 +63,7 @@ def test_a_worker_starts_once_all_hosts_are_there(members: Members, caplog: pyte
     spare, _ = join(members)
     members.spawn_worker(worker)
     assert (worker.stage, worker.waiting) == (Stage.STARTING, "") and worker.child is not None
-    assert [one.number for one in members.ranks.of(worker)] == [0, 1] and spare.spare
+    assert [one.number for one in members.ranks.of(worker)] == [0, 2] and spare.spare
     members.stop()
 
 

@@ -62,6 +62,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Enlist("expert-server", 2.5, "one", ["avx2"], "t"),
     messages.LinkTest(bytes(3)),
     messages.Enlisted("m", "a.b.c", "{}"),
+    messages.RanksWait("a.b.c"),
     messages.Hold(2, {1: [0, 3]}, b"secret"),
     messages.Holds(2, Endpoint("tcp:127.0.0.1:80"), "native", 1, "a.b.c"),
     messages.Digests({1: {0: "ab", 3: "cd"}}),

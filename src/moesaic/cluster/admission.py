@@ -14,7 +14,7 @@ FROM_SERVER = (
     messages.LinkTest,  # an answer that came too late
 )
 """The messages that an expert server may send."""
-FROM_RANKS = (messages.Failed, messages.LinkTest)
+FROM_RANKS = (messages.RanksWait, messages.Failed, messages.LinkTest)
 """The messages that the ranks of another host may send."""
 FROM = {Role.SERVER: FROM_SERVER, Role.RANKS: FROM_RANKS}
 """Workers may send any message."""

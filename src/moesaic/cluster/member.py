@@ -125,6 +125,8 @@ class Member:
     """For a server: number of the last Hold that it has confirmed."""
     leader: Member | None = None
     """For ranks: the worker whose ranks they are. None: they wait for a group."""
+    fits: bool = False
+    """For ranks: they have the checkpoint and the settings, so they can be in a group."""
     kv: ReceivesKV | None = None
     """For a worker: where it receives KV. None: it does not, or has not said it yet."""
     settled: int = -1

@@ -36,7 +36,7 @@ class RankHosts:
 
         Returns False, and says in the log what is missing, if there are too few. Then it has none.
         """
-        free = [one for one in self.members if one.leader is None]
+        free = [one for one in self.members if one.leader is None and one.fits]
         missing = self._nodes - 1 - len(free)
         waiting = ""
         if missing > 0:

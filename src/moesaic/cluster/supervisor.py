@@ -260,6 +260,8 @@ class Supervisor:
                 prefill = member.role is Role.PREFILL
                 self._router.join(member.worker, member.child.connection, info, prefill, member.kv)
                 self._members.ranks.serve(member)
+            case messages.RanksWait(weights):
+                member.fits = weights == member.weights
             case messages.RanksMeet():
                 self._members.ranks.meet(member, message)
             case messages.ReceivesKV():

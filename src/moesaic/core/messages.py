@@ -287,6 +287,14 @@ class Enlisted:
 
 
 @dataclass(frozen=True)
+class RanksWait:
+    """The ranks of a host that joined can compute here, and wait for a group."""
+
+    weights: str
+    """Fingerprint of their checkpoint."""
+
+
+@dataclass(frozen=True)
 class Hold:
     """Load exactly these experts, layer -> ids, and drop all others. The first Hold contains the secret."""
 
@@ -355,5 +363,5 @@ ToEngine = (
     | FaultyServer
 )
 ToServer = Hold | Enlisted | Refuse
-FromServer = Enlist | Holds | ServerReport | Digests
+FromServer = Enlist | RanksWait | Holds | ServerReport | Digests
 Message = ToWorker | ToEngine | ToServer | FromServer | LinkTest

@@ -48,6 +48,7 @@ def serve_once(
         enlisted = enlisting.enlist(cluster, joining)
         on_joined(enlisted.model)
         config = enlisting.worker_config(joining, enlisted, here)
+        cluster.send(messages.RanksWait(enlisted.weights))
         word = cluster.receive(None)
         match word:
             case messages.Shutdown():
