@@ -61,12 +61,14 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
         *("solving.job", "trace.live_routing"),
         *("joining.options", "joining.watcher"),  # what a process of another host is started with
+        "joining.enlisting",  # the instruction sets of this host
         "models.fingerprint",  # whether a process that joins has the same checkpoint
     ),
     # joins a cluster as one role or the other
     "joining": (
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "logs"),
-        *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "runtime.process", "transport"),
+        *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
+        *("runtime.process", "runtime.group.other_host"),
     ),
     "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),

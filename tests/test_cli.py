@@ -24,7 +24,7 @@ from moesaic.commands.announce import capacity_line, requests_of_maximum_length
 from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.errors import ConfigError
-from moesaic.core.messages import WorkerInfo
+from moesaic.core.worker_info import WorkerInfo
 from tests.support.processes import children
 
 FLAGS = (

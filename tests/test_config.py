@@ -200,6 +200,30 @@ def test_ranks_beside_servers_hold_no_experts(setting: dict[str, Any], wrong: st
     ClusterConfig(tensor_parallel_size=2, **setting)
 
 
+@pytest.mark.parametrize(
+    ("setting", "wrong"),
+    [
+        ({"nnodes": 3}, "--nnodes: got 3; allowed: 1, 2, 4, what divides --tensor-parallel-size 4"),
+        ({"nnodes": 0}, "--nnodes: got 0; allowed: 1, 2, 4, "),
+        (
+            {"cluster_address": None, "cluster_secret_file": None},
+            "--nnodes: got 2; allowed: 1 without --clus",
+        ),
+        ({"autoscale": "attention-workers=1:2"}, "--autoscale: got .*; allowed: nothing with --nnodes"),
+        (
+            {"distributed_executor_backend": "ray"},
+            "--nnodes: got 2; allowed: 1 with --distributed-executor-backend ray",
+        ),
+    ],
+)
+def test_groups_over_hosts_that_cannot_be(setting: dict[str, Any], wrong: str) -> None:
+    door = {"cluster_address": "tcp:10.0.0.1:7000", "cluster_secret_file": "secret"}
+    group = {"tensor_parallel_size": 4, "nnodes": 2, **door}
+    assert ClusterConfig(**group).parallel.ranks_per_node == 2  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{wrong}"):
+        ClusterConfig(**(group | setting))
+
+
 @pytest.mark.parametrize(("servers", "ranks"), [(0, "file.json"), (2, None)])
 def test_a_placement_is_of_whoever_holds_experts(servers: int, ranks: str | None) -> None:
     cluster = ClusterConfig(tensor_parallel_size=2, expert_servers=servers, placement="file.json")

@@ -23,6 +23,7 @@ from moesaic.core.request import (
     TokenLogprob,
     TokenRoute,
 )
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.detokenizer import IncrementalDecoder
 from moesaic.stop_strings import Search, StopStrings
 from moesaic.structured.grammar import grammar_of
@@ -82,7 +83,7 @@ class Engine:
         ended: Callable[[Request, bool], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.info: messages.WorkerInfo | None = None
+        self.info: WorkerInfo | None = None
         self.dead: str | None = None
         self.loading: messages.Loading | None = None
         self.eos_token_ids = eos_token_ids
@@ -202,7 +203,7 @@ class Engine:
         self._streams.clear()
         self._groups.clear()
 
-    def _with_word_ids(self, params: SamplingParams, info: messages.WorkerInfo) -> SamplingParams:
+    def _with_word_ids(self, params: SamplingParams, info: WorkerInfo) -> SamplingParams:
         """`params` with the token sequences of its bad words. Raises RequestError if they forbid all."""
         if not params.bad_words:
             return params
@@ -210,7 +211,7 @@ class Engine:
         check_some_token_is_left(sequences, params.allowed_token_ids, info.vocab_size)
         return replace(params, bad_word_ids=sequences)
 
-    def _require_worker(self) -> messages.WorkerInfo:
+    def _require_worker(self) -> WorkerInfo:
         if self.dead is not None:
             raise EngineDeadError(f"the worker is gone: {self.dead}")
         if self.info is None:
@@ -286,7 +287,7 @@ class Engine:
             del self._groups[stream.group]
 
 
-def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -> SamplingParams:
+def _fit(prompt: list[int], params: SamplingParams, info: WorkerInfo) -> SamplingParams:
     """`params` with max_tokens set: as requested, or else the rest of the context.
 
     Raises RequestError if the prompt is empty, a token id is not in the vocabulary, or the prompt and

@@ -19,14 +19,14 @@ from safetensors.numpy import save_file
 from tests.support.flipping_relay import Change, relay
 
 from moesaic.cluster.join_listener import MAX_PENDING, JoinListener, RemoteProcess
-from moesaic.config import ExpertServerConfig, QueueConfig
+from moesaic.config import ExpertServerConfig, ModelConfig, ParallelConfig, QueueConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import CheckpointError, ConfigError, ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.experts.process import _ExpertLoader
 from moesaic.joining import server
-from moesaic.joining.enlisting import server_config
+from moesaic.joining.enlisting import server_config, worker_config
 from moesaic.joining.loop import DELAYS, REFUSALS, join
 from moesaic.joining.options import JoinOptions
 from moesaic.models import fingerprint
@@ -160,6 +160,14 @@ def test_a_file_of_the_settings_that_is_not_here(tmp_path: Path, name: str, flag
     joining = JoinOptions("tcp:127.0.0.1:1", model=str(checkpoint(tmp_path)))
     with pytest.raises(ConfigError, match=f"{flag}: got '.*nowhere'; allowed: a file at the same path"):
         server_config(joining, enlisted(**{name: str(tmp_path / "nowhere")}), "127.0.0.1")
+
+
+def test_a_placement_of_ranks_that_is_not_here(tmp_path: Path) -> None:
+    joining = JoinOptions("tcp:127.0.0.1:1", role="ranks", model=str(checkpoint(tmp_path)))
+    parallel = ParallelConfig(2, nnodes=2, placement=str(tmp_path / "nowhere"))
+    settings = WorkerConfig(ModelConfig("m"), parallel=parallel).to_json()
+    with pytest.raises(ConfigError, match="--placement: got '.*nowhere'; allowed: a file at the same path"):
+        worker_config(joining, messages.Enlisted("m", "", settings), "127.0.0.1")
 
 
 def test_files_that_change_after_they_were_compared_are_not_loaded(

@@ -57,11 +57,13 @@ class Running:
 class Cluster:
     """A launched cluster that serves."""
 
-    def __init__(self, launched: Launched) -> None:
+    def __init__(self, launched: Launched, begun: Callable[[Supervisor], None] = lambda _: None) -> None:
+        """begun: called once the processes were started, before all of them serve."""
         assert launched.supervisor is not None
         self.supervisor: Supervisor = launched.supervisor
         self._launched = launched
         self.running = Running()
+        begun(self.supervisor)
         while launched.engine.info is None:
             self.pump(PATIENCE)
             if launched.engine.dead is not None:
@@ -179,9 +181,11 @@ def cluster(
     speculative_config: str | None = None,
     record: RecordConfig = RecordConfig(),
     server_memory: int | None = None,
+    begun: Callable[[Supervisor], None] = lambda _: None,
     **more: Any,
 ) -> Iterator[Cluster]:
-    """A cluster that serves until the context ends. more: further settings of ClusterConfig."""
+    """A cluster that serves until the context ends. more: further settings of ClusterConfig. begun: see
+    `Cluster`."""
     worker = WorkerConfig(
         ModelConfig(model, threads=threads, kernels=kernels, max_model_len=max_model_len),  # type: ignore[arg-type]
         CacheConfig(kv_cache_memory, kv_cache_dtype, enable_prefix_caching=enable_prefix_caching),  # type: ignore[arg-type]
@@ -205,4 +209,4 @@ def cluster(
         **more,
     )
     with launch(worker, shape, seed=0, record=record) as launched:
-        yield Cluster(launched)
+        yield Cluster(launched, begun)

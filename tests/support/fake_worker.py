@@ -18,6 +18,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import BlockStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, TokenLogprob
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.engine import Engine
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.testing import byte_tokenizer
@@ -34,7 +35,7 @@ TEMPLATE = (
 )
 
 
-def info(**changes: int) -> messages.WorkerInfo:
+def info(**changes: int) -> WorkerInfo:
     """Of a worker with `changes` of its limits, its vocabulary or its number of blocks."""
     sizes = {
         "max_model_len": 256,
@@ -43,7 +44,7 @@ def info(**changes: int) -> messages.WorkerInfo:
         "vocab_size": VOCAB,
         "num_blocks": 64,
     } | changes
-    return messages.WorkerInfo(
+    return WorkerInfo(
         model_type="fake",
         device="cpu",
         kernels="none",

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from moesaic import SamplingParams
+from moesaic.cluster.supervisor import Supervisor
 from tests.support.cluster_driver import Answer, Cluster, cluster
 from tests.support.hosts import Host, Hosts
 
-SERVER, WORKER, PREFILL = "expert server", "attention worker", "prefill worker"
+SERVER, WORKER, PREFILL, RANKS = "expert server", "attention worker", "prefill worker", "ranks"
 """Roles, as the status names them."""
 
 
@@ -38,17 +39,21 @@ class After:
 class JoinedCluster:
     """A cluster, and what joined it."""
 
-    def __init__(self, served: Cluster, folder: Path) -> None:
-        self.served = served
+    def __init__(self, folder: Path) -> None:
+        self.served: Cluster
+        """The cluster, once all of its processes serve."""
         self.joined: list[subprocess.Popen[Any]] = []
         """The `moesaic join` processes, also those whose host was killed."""
         self._folder = folder
 
-    def join(self, host: Host, role: str = SERVER) -> subprocess.Popen[Any]:
-        """Starts `moesaic join` on a host."""
-        address = (self.served.supervisor.report().join_address or "").removeprefix("tcp:")
+    def join(
+        self, host: Host, role: str = SERVER, *flags: str, at: Supervisor | None = None
+    ) -> subprocess.Popen[Any]:
+        """Starts `moesaic join` on a host. at: the supervisor of a cluster that does not serve yet."""
+        supervisor = self.served.supervisor if at is None else at
+        address = (supervisor.report().join_address or "").removeprefix("tcp:")
         command = [sys.executable, "-m", "moesaic", "join", address, "--role", role.replace(" ", "-")]
-        command += ["--secret-file", str(self._folder / "secret"), "--threads", "1"]
+        command += ["--secret-file", str(self._folder / "secret"), "--threads", "1", *flags]
         with (self._folder / f"log-{len(self.joined)}").open("w") as log:
             self.joined.append(host.popen(command, stdout=log, stderr=log))
         return self.joined[-1]
@@ -101,14 +106,24 @@ class JoinedCluster:
 
 
 @contextmanager
-def joined_cluster(hosts: Hosts, folder: Path, **settings: Any) -> Iterator[JoinedCluster]:
+def joined_cluster(
+    hosts: Hosts, folder: Path, first: Sequence[tuple[Any, ...]] = (), **settings: Any
+) -> Iterator[JoinedCluster]:
     """A cluster that other hosts can join. The caller has entered host 0.
 
-    folder: for secret and logs. All hosts have it.
+    folder: for secret and logs. All hosts have it. first: what is given to `JoinedCluster.join` for processes
+    that join before the cluster serves.
     settings: of `cluster_driver.cluster`.
     """
     for old in folder.glob("log-*"):
         old.unlink()
     address, secret = f"tcp:{hosts[0].address}:0", str(folder / "secret")
-    with cluster(cluster_address=address, cluster_secret_file=secret, **settings) as served:
-        yield JoinedCluster(served, folder)
+    found = JoinedCluster(folder)
+
+    def begun(supervisor: Supervisor) -> None:
+        for each in first:
+            found.join(*each, at=supervisor)
+
+    door = {"cluster_address": address, "cluster_secret_file": secret}
+    with cluster(**door, begun=begun, **settings) as found.served:
+        yield found

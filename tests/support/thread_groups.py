@@ -10,11 +10,13 @@ from unittest.mock import patch
 
 from moesaic import LLM
 from moesaic.collectives.group import Group
-from moesaic.collectives.one_shot import local_group
+from moesaic.collectives.one_shot import OneShotGroup, local_group
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost
 from moesaic.runtime.group.build_rank import follower
 from moesaic.runtime.group.launcher import of_rank
+from moesaic.transport.peers import HALF_BYTES
+from tests.support.linked_ends import linked
 
 RANK = "rank "
 """The beginning of the name of a rank's thread."""
@@ -26,9 +28,11 @@ class Threads:
     def __init__(
         self, config: WorkerConfig, within: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        """within: makes the context in which each thread runs."""
+        """within: makes the context in which each thread runs. With --nnodes there is TCP between hosts."""
         self._within = within
-        self.ends = local_group(config.parallel.tensor_parallel_size)
+        nodes, each = config.parallel.nnodes, config.parallel.ranks_per_node
+        far = linked(nodes, each, HALF_BYTES) if nodes > 1 else ()
+        self.ends = [OneShotGroup(end) for end in far] or local_group(each)
         self.failed: list[BaseException] = []
         self._threads = [
             threading.Thread(target=self._follow, args=(of_rank(config, rank), end), name=f"{RANK}{rank}")
@@ -38,7 +42,7 @@ class Threads:
         for thread in self._threads:
             thread.start()
 
-    def gather(self) -> Group:
+    def gather(self, announce: object = None) -> Group:
         return self.ends[0]
 
     def starting(self) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import BlockStats, ExpertServerStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.transport.awaited import AwaitedConnection
 from moesaic.transport.base import Connection
 from moesaic.transport.codec import decode
@@ -36,9 +37,7 @@ REQUEST = Request(
     eos_token_ids=(0, 2),
     arrival=12.5,
 )
-INFO = messages.WorkerInfo(
-    "t", "cpu", "k", "float32", 2, 10, 40, 1, 8, 2, 300, 64, 16, 8, 4096, "float32", 4, 64
-)
+INFO = WorkerInfo("t", "cpu", "k", "float32", 2, 10, 40, 1, 8, 2, 300, 64, 16, 8, 4096, "float32", 4, 64)
 LOGPROB = TokenLogprob(11, -0.5, [(11, -0.5)])
 EVERY_MESSAGE: list[messages.Message] = [
     messages.Submit([REQUEST]),
@@ -53,6 +52,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Submit([REQUEST], [[]], {1: messages.KVTarget(7, Endpoint("unix:@a"), b"\0secret")}),
     messages.Submit([REQUEST], [[4]], received={1: 7}),
     messages.ReceivesKV(Endpoint("unix:@a"), b"\0secret"),
+    messages.RanksMeet("tcp:10.0.0.1:5", b"\0secret", 2),
     messages.KVReceived(7),
     messages.KVNotSent([7, 8]),
     messages.DropKV([2**40]),
@@ -62,6 +62,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Enlist("expert-server", 2.5, "one", ["avx2"], "t"),
     messages.LinkTest(bytes(3)),
     messages.Enlisted("m", "a.b.c", "{}"),
+    messages.RanksWait("a.b.c"),
     messages.Hold(2, {1: [0, 3]}, b"secret"),
     messages.Holds(2, Endpoint("tcp:127.0.0.1:80"), "native", 1, "a.b.c"),
     messages.Digests({1: {0: "ab", 3: "cd"}}),

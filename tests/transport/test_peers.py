@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.linked_ends import linked
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import _shm
@@ -37,12 +38,17 @@ def gathered(path: Path, size: int) -> Ends:
         return [call.result() for call in reversed(calls)]
 
 
-@pytest.fixture(params=["local", "shared"])
+@pytest.fixture(params=["local", "shared", "linked"])
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Ends]]:
+    makers: dict[str, Callable[[int], Ends]] = {
+        "local": lambda size: [*local_peers(size, CAPACITY)],
+        "shared": lambda size: gathered(tmp_path, size),
+        "linked": lambda size: [*linked(size, 1, CAPACITY)],
+    }
     made: Ends = []
 
     def make(size: int) -> Ends:
-        made[:] = local_peers(size, CAPACITY) if request.param == "local" else gathered(tmp_path, size)
+        made[:] = makers[request.param](size)
         return made
 
     yield make

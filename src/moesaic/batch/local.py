@@ -11,8 +11,8 @@ from moesaic import __version__
 from moesaic.client import Client
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
-from moesaic.core.messages import WorkerInfo
 from moesaic.core.metrics import WorkerStats
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.launch import launch
 from moesaic.parsers.table import AUTO
 from moesaic.server.app import create_app

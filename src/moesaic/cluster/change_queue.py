@@ -161,6 +161,9 @@ class ChangeQueue:
             self._note(f"{process.peer} is refused: {unlike}")
             threading.Thread(target=process.refuse, args=(unlike,), daemon=True).start()
             return
+        if process.role is Role.RANKS:  # they wait for a group, and change nothing
+            self._members.adopt(self._members.add(Role.RANKS), process, weights, None)
+            return
         joined = Joined(process, weights)
         change = self.changes.add_server(joined) if server else self.changes.add_worker(process.role, joined)
         wanted = _QueuedChange(f"{process.role.value} joins from {process.peer}", change)

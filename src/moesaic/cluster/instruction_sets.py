@@ -8,6 +8,7 @@ from typing import cast
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.member import Member
 from moesaic.config.values import KernelName
+from moesaic.joining import enlisting
 
 
 def in_use(members: Iterable[Member]) -> KernelName | None:
@@ -15,6 +16,16 @@ def in_use(members: Iterable[Member]) -> KernelName | None:
     name = next((one.kernels for one in members if one.in_service), "")
     kind, _, rest = name.partition(" (")  # such as "native (avx512), paced"
     return cast("KernelName", rest.partition(")")[0]) if kind == "native" else None
+
+
+def of_this_host(wanted: KernelName) -> KernelName | None:
+    """The instruction set with which a process of this host will compute. wanted: of --kernels.
+
+    None: with other kernels.
+    """
+    sets = enlisting.instruction_sets()
+    found = sets[0] if wanted == "auto" and sets else wanted
+    return cast("KernelName", found) if found in sets else None
 
 
 def unlike(process: RemoteProcess, used: KernelName | None) -> str | None:

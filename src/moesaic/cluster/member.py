@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moesaic.core.endpoint import NOWHERE, Endpoint
-from moesaic.core.messages import Ready, ReceivesKV, WorkerInfo
+from moesaic.core.messages import Ready, ReceivesKV
 from moesaic.core.metrics import ExpertServerStats
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.policy.fleet.devices import Devices
 from moesaic.transport.base import Connection
 
@@ -23,6 +24,8 @@ class Role(enum.Enum):
     PREFILL = "prefill worker"
     """An attention worker that computes prompts for the others."""
     SERVER = "expert server"
+    RANKS = "ranks"
+    """Ranks of an attention worker that are on another host than its first rank."""
 
     @property
     def flag(self) -> str:
@@ -129,6 +132,10 @@ class Member:
     """For a server: number of the last Hold that was sent to it."""
     confirmed_hold: int = -1
     """For a server: number of the last Hold that it has confirmed."""
+    leader: Member | None = None
+    """For ranks: the worker whose ranks they are. None: they wait for a group."""
+    fits: bool = False
+    """For ranks: they have the checkpoint and the settings, so they can be in a group."""
     kv: ReceivesKV | None = None
     """For a worker: where it receives KV. None: it does not, or has not said it yet."""
     settled: int = -1
@@ -148,6 +155,16 @@ class Member:
     @property
     def name(self) -> str:
         return f"{self.role.value} {self.number}"
+
+    @property
+    def is_client(self) -> bool:
+        """Whether it is an attention worker of either role."""
+        return self.role in (Role.WORKER, Role.PREFILL)
+
+    @property
+    def spare(self) -> bool:
+        """Whether it has ranks that wait for a group."""
+        return self.role is Role.RANKS and self.leader is None
 
     @property
     def worker(self) -> int:

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from moesaic.cluster import instruction_sets, numa
+from moesaic.cluster import admission, instruction_sets, numa
+from moesaic.cluster.admission import FROM, TO_ROUTER
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.launcher import Launcher, LocalLauncher
 from moesaic.cluster.member import Member, Process, Role, Stage, unfit
+from moesaic.cluster.rank_hosts import RankHosts
 from moesaic.cluster.router import Router
 from moesaic.cluster.settings import Settings
 from moesaic.config import SMALL_MODEL, ClusterConfig, WorkerConfig, gpus
@@ -23,25 +25,6 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.policy.fleet.devices import Devices, beside, choose
 from moesaic.trace.parts import part_of
 from moesaic.transport.host import this_host
-
-FROM_SERVER = (
-    messages.Holds,
-    messages.Digests,
-    messages.ServerReport,
-    messages.Failed,
-    messages.LinkTest,  # an answer that came too late
-)
-"""The messages that an expert server may send."""
-TO_ROUTER = (
-    messages.Tokens,
-    messages.Admitted,
-    messages.PromptLogprobs,
-    messages.Stats,
-    messages.KVReceived,
-    messages.KVSent,
-    messages.KVNotSent,
-)
-"""The messages of a worker that requests wait for."""
 
 
 class Members:
@@ -77,6 +60,8 @@ class Members:
         self.workers: list[Member] = []
         self.prefill_workers: list[Member] = []
         self.servers: list[Member] = []
+        self.ranks = RankHosts(worker.parallel.nnodes)
+        """Ranks of the workers that are on other hosts than their first rank."""
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Work for the supervisor's thread; None ends the thread."""
         self.watched = True
@@ -96,7 +81,12 @@ class Members:
 
     @property
     def all(self) -> list[Member]:
-        return [*self.clients, *self.servers]
+        return [*self.clients, *self.servers, *self.ranks.members]
+
+    @property
+    def all_serve(self) -> bool:
+        """Whether all workers and servers serve. Ranks without a group do not count."""
+        return all(member.stage is Stage.SERVING for member in [*self.clients, *self.servers])
 
     @property
     def clients(self) -> list[Member]:
@@ -130,6 +120,8 @@ class Members:
                 self.prefill_workers = [*self.prefill_workers, member]
             case Role.SERVER:
                 self.servers = [*self.servers, member]
+            case Role.RANKS:
+                self.ranks.members = [*self.ranks.members, member]
         return member
 
     def begin(self, listener: JoinListener | None) -> None:
@@ -143,7 +135,9 @@ class Members:
         self.launcher.ask({Role.SERVER: servers, Role.WORKER: workers, Role.PREFILL: prefill})
 
     def spawn_worker(self, member: Member) -> None:
-        """Starts the next process of a worker of either role."""
+        """Starts the next process of a worker of either role, unless its ranks of other hosts are missing."""
+        if self.ranks.needed and not self.ranks.take(member):
+            return
         prefill = member.role is Role.PREFILL
         member.joined = self.launcher.elsewhere
         alike = self._here(self.prefill_workers if prefill else self.workers)
@@ -209,15 +203,18 @@ class Members:
 
     def _instruction_set(self, role: Role) -> KernelName | None:
         """With which members like this compute; see `instruction_sets.in_use`."""
-        return instruction_sets.in_use(self.servers if role is Role.SERVER else self.clients)
+        found = instruction_sets.in_use(self.servers if role is Role.SERVER else self.clients)
+        if found is None and role is Role.RANKS and not self._gpus:
+            return instruction_sets.of_this_host(self._worker_config.model.kernels)
+        return found
 
     def unfit(self, member: Member, ready: messages.Ready) -> str | None:
         """Why a worker that joined cannot serve beside the others; None if it can."""
         return unfit(member, ready, [one.info for one in self.clients if not one.elsewhere])
 
     def why_not(self, role: Role) -> str | None:
-        """Why no process of this role can join; None if one can."""
-        return self._settings.why_not(role)
+        """See `admission.why_not`."""
+        return admission.why_not(role, self._worker_config, self._settings.prefill)
 
     def refuse(self, member: Member, reason: str) -> None:
         """Tells a process that joined why it must leave, and disconnects it in the background."""
@@ -231,6 +228,7 @@ class Members:
         self.workers = [other for other in self.workers if other is not member]
         self.prefill_workers = [other for other in self.prefill_workers if other is not member]
         self.servers = [other for other in self.servers if other is not member]
+        self.ranks.lost(member)
         self.past_deaths += member.all_deaths
         child, member.child = member.child, None
         member.stage, member.incarnation = Stage.STOPPED, member.incarnation + 1
@@ -272,7 +270,7 @@ class Members:
     def _devices_of(self, role: Role) -> Devices:
         """The GPUs of a new member. Servers use the CPU unless the device is given."""
         on_cpu = role is Role.SERVER and self._worker_config.model.device != "cuda"
-        ranks = 1 if role is Role.SERVER else self._worker_config.parallel.tensor_parallel_size
+        ranks = 1 if role is Role.SERVER else self._worker_config.parallel.ranks_per_node
         return () if on_cpu else choose(self._gpus, [member.devices for member in self.all], ranks)
 
     def _beside(self, worker: Member) -> int:
@@ -323,7 +321,7 @@ class Members:
         while True:
             try:
                 message = child.connection.receive(None)
-                if isinstance(message, TO_ROUTER) and member.role is not Role.SERVER:
+                if isinstance(message, TO_ROUTER) and member.is_client:
                     self._router.take(member.worker, message)
                     continue
             except ConnectionLost as lost:
@@ -334,14 +332,14 @@ class Members:
                 raise
             if message is None:
                 continue
-            if member.role is Role.SERVER and not isinstance(message, FROM_SERVER):
-                put(ConnectionLost(f"an expert server sent {type(message).__name__}"))
+            if not isinstance(message, FROM.get(member.role, object)):
+                put(ConnectionLost(f"{member.name} sent {type(message).__name__}"))
                 return
             put(message)
 
     def _lost(self, member: Member, lost: ConnectionLost, put: Callable[[ConnectionLost], None]) -> None:
         """Ends the work with a process from which nothing more is read."""
-        if member.role is not Role.SERVER:
+        if member.is_client:
             self._leave(member)
         put(lost)
 

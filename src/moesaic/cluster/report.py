@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import union
 from moesaic.cluster.router import Router
+from moesaic.core import paced
 from moesaic.core.cluster_status import ClusterCounters, LayerLocality, LayerReplicas, ProcessStatus
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement, ranges
@@ -149,3 +151,8 @@ def layer_locality(placement: Placement | None, stats: ExpertStats) -> list[Laye
     layers = () if placement is None else placement.layers
     sent = zip(layers, stats.layer_pairs, stats.local_pairs, strict=False)
     return [LayerLocality(layer, pairs, local, local / max(1, pairs)) for layer, pairs, local in sent]
+
+
+def paced_source(file: str) -> str:
+    """A file of modelled devices, and where its figures are from."""
+    return f"{file}: {paced.read(Path(file)).source}"

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import Message, WorkerInfo
+from moesaic.core.messages import Message
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import FinishReason, Request
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.transport.base import Connection
 

@@ -36,9 +36,9 @@ from moesaic.cluster.requests import (
 from moesaic.cluster.totals import as_one, counters, total, with_news
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import Message, WorkerInfo
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import FinishReason
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.policy.placement import apart
 from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, least_loaded
 from moesaic.transport.base import Connection
@@ -54,7 +54,7 @@ class Router:
         """Counts every token for latency objectives. Called with the lock held."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[messages.Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
         self._workers: dict[int, WorkerRecord] = {}
         self._entries: dict[int, Entry] = {}
@@ -70,7 +70,7 @@ class Router:
 
     # ---- the engine's side
 
-    def send(self, message: Message) -> None:
+    def send(self, message: messages.Message) -> None:
         with self._lock:
             match message:
                 case messages.Submit(requests):
@@ -84,7 +84,7 @@ class Router:
                     for worker in self._workers.values():
                         send(worker, message)
 
-    def receive(self, timeout: float | None = None) -> Message | None:
+    def receive(self, timeout: float | None = None) -> messages.Message | None:
         if self._lost is None:
             try:
                 item = self._outbox.get(block=timeout != 0, timeout=timeout)
@@ -101,7 +101,7 @@ class Router:
 
     # ---- the supervisor's side
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: messages.Message) -> None:
         """Sends the engine a message that comes from no worker in service."""
         self._outbox.put(message)
 
@@ -208,7 +208,7 @@ class Router:
                     transfer.broken = transfer.gone = True
                     self._go_on(entry)
 
-    def take(self, worker: int, message: Message) -> None:
+    def take(self, worker: int, message: messages.Message) -> None:
         """Passes a worker's message on to the engine. Raises ConnectionLost for one that nobody can use."""
         with self._lock:
             if (record := self._workers.get(worker)) is None:

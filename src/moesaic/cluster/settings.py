@@ -16,11 +16,12 @@ class Settings:
     def __init__(self, worker: WorkerConfig, prefill: bool) -> None:
         """worker: of every attention worker. prefill: whether there are prefill workers."""
         self._worker = worker
-        self._prefill = prefill
+        self.prefill = prefill
+        """Whether there are prefill workers."""
 
     def worker(self, member: Member) -> WorkerConfig:
         """The settings of a worker of either role."""
-        if not self._prefill:
+        if not self.prefill:
             return self._worker
         role: KVRole = "prefill" if member.role is Role.PREFILL else "decode"
         return replace(self._worker, kv_role=role)
@@ -57,13 +58,3 @@ class Settings:
         settings = self.worker(member)
         model = settings.model if used is None else replace(settings.model, kernels=used, device="cpu")
         return replace(settings, model=model, trace=None, checkpoint_stamp="").to_json()
-
-    def why_not(self, role: Role) -> str | None:
-        """Why no process of this role can join; None if one can."""
-        if role is Role.PREFILL and not self._prefill:
-            return "--role prefill-worker: the cluster was started without --prefill-workers"
-        if role is Role.SERVER and not self._worker.remote_experts:
-            return "--role expert-server: the cluster was started without --expert-servers"
-        if role is not Role.SERVER and self._worker.record is not None:
-            return f"--role {role.flag}: the cluster records routing, which workers of other hosts do not"
-        return None

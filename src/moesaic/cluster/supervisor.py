@@ -35,13 +35,13 @@ from moesaic.cluster.newcomers import Newcomers
 from moesaic.cluster.placing import first_placement, read_placement
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.recovery import recover
-from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
+from moesaic.cluster.report import counters, layer_locality, layer_replicas, paced_source, process_status
 from moesaic.cluster.router import Router
 from moesaic.cluster.suspicion import Suspicion
 from moesaic.cluster.trust import Trust
 from moesaic.cluster.watchdog import Watchdog
 from moesaic.config import ClusterConfig, WorkerConfig
-from moesaic.core import messages, paced
+from moesaic.core import messages
 from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, ProcessStatus
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -100,7 +100,7 @@ class Supervisor:
             self._members, self._publisher, router, cluster, clock, self._note, live, self._links
         )
         self._announced = False
-        self._paced = None if cluster.paced is None else _described(cluster.paced)
+        self._paced = None if cluster.paced is None else paced_source(cluster.paced)
         self._ended: str | None = None
         self._watchdog = Watchdog(self._loop, self._resume, self._fault, self._give_up, clock)
         model = Path(worker.model.model)
@@ -276,6 +276,11 @@ class Supervisor:
                 self._publisher.introduce(member)
                 prefill = member.role is Role.PREFILL
                 self._router.join(member.worker, member.child.connection, info, prefill, member.kv)
+                self._members.ranks.serve(member)
+            case messages.RanksWait(weights):
+                member.fits = weights == member.weights
+            case messages.RanksMeet():
+                self._members.ranks.meet(member, message)
             case messages.ReceivesKV():
                 member.kv = message
             case messages.FaultyServer(server, incarnation, reason):
@@ -289,7 +294,7 @@ class Supervisor:
             case messages.ServerReport(stats, load):
                 member.stats = stats
                 self._changes.add_report(member, load)
-            case messages.Failed() if message.user_error and not self._announced:
+            case messages.Failed() if message.user_error and not (self._announced or member.spare):
                 self._router.tell(message)
             case messages.Failed():
                 member.complaint = message.error
@@ -327,7 +332,7 @@ class Supervisor:
 
     def _announce(self) -> None:
         """Tells the engine, once all processes serve, that it may submit requests."""
-        if not self._announced and all(member.stage is Stage.SERVING for member in self._members.all):
+        if not self._announced and self._members.all_serve:
             self._announced = self._watchdog.armed = True
             for member in self._members.all if self._cluster.standby_for is not None else ():
                 member.elsewhere = True  # nobody here could start it again
@@ -342,7 +347,7 @@ class Supervisor:
     # ---- processes
 
     def _spawn(self, member: Member) -> None:
-        if member.role is not Role.SERVER:
+        if member.is_client:
             self._members.spawn_worker(member)
         elif self._changes.layout is not None:
             self._members.spawn_server(member, self._changes.layout)
@@ -358,8 +363,9 @@ class Supervisor:
         self._note(f"{member.name}: {how}")
         expected = member.stage is Stage.DRAINING or member.elsewhere or member.on_trial
         again = member.died(how, self._clock(), self._rule)
-        if member.role is not Role.SERVER:
+        if member.is_client:
             self._router.leave(member.worker)
+        self._members.ranks.lost(member)
         may_die = self._announced or self._cluster.standby_for is not None
         if self._members.watched and not expected and not (again and may_die):
             what = f"{member.name} keeps dying; last failure: {how}"
@@ -383,11 +389,6 @@ class Supervisor:
         self._trust.weights.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)
-
-
-def _described(file: str) -> str:
-    """A file of modelled devices, and where its figures are from."""
-    return f"{file}: {paced.read(Path(file)).source}"
 
 
 def _nothing() -> None:

@@ -50,4 +50,4 @@ class Suspicion:
         if member.role is Role.SERVER:
             self._publisher.publish()
         else:
-            self._router.suspect(member.worker, suspected)
+            self._router.suspect((member.leader or member).worker, suspected)

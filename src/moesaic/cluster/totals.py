@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from itertools import zip_longest
 
-from moesaic.core.messages import KVSent, Stats, WorkerInfo
+from moesaic.core.messages import KVSent, Stats
 from moesaic.core.metrics import StateStats, WorkerStats
+from moesaic.core.worker_info import WorkerInfo
 
 
 def as_one(infos: list[WorkerInfo]) -> WorkerInfo:

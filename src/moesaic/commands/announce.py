@@ -19,7 +19,8 @@ from rich.table import Table
 from moesaic.commands.processes import as_lines, in_text
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.cluster_status import ClusterStatus
-from moesaic.core.messages import Loading, Message, Ready, WorkerInfo
+from moesaic.core.messages import Loading, Message, Ready
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.parsers.table import Formats
 
 

@@ -57,7 +57,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--autoscale", "--slo-ttft", "--slo-itl"),
     ),
     "Ranks": (
-        *("--tensor-parallel-size", "--expert-tensor-parallel-size", "--moe-collectives"),
+        *("--tensor-parallel-size", "--nnodes", "--expert-tensor-parallel-size", "--moe-collectives"),
         *("--data-parallel-size", "--enable-expert-parallel"),
     ),
     "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),

@@ -49,7 +49,7 @@ def machine_of(worker: WorkerConfig, offload: OffloadConfig) -> tuple[Hardware, 
 
 def check_levels(cluster: ClusterConfig, record: RecordConfig) -> None:
     """Raises ConfigError for what a model that is larger than its memory does not have yet."""
-    for name in ("attention_workers", "prefill_workers", "autoscale", "standby_for"):
+    for name in ("nnodes", "attention_workers", "prefill_workers", "autoscale", "standby_for"):
         value, default = getattr(cluster, name), getattr(ClusterConfig, name)
         if value != default:
             flag, only = "--" + name.replace("_", "-"), "nothing" if default is None else default

@@ -57,8 +57,9 @@ class Join:
     _: KW_ONLY
     secret_file: str
     """A copy of the cluster's --cluster-secret-file, with mode 600."""
-    role: Literal["expert-server", "attention-worker", "prefill-worker"] = "expert-server"
-    """Role of this process in the cluster."""
+    role: Literal["expert-server", "attention-worker", "prefill-worker", "ranks"] = "expert-server"
+    """Role of this process in the cluster. ranks: this host's share of the ranks of a worker, with --nnodes
+    of the cluster."""
     listen: str | None = None
     """HOST:PORT at which processes of other hosts reach this one. None: a free port of the address from
     which it connects to the cluster."""

@@ -42,15 +42,18 @@ class ParallelConfig:
     placement: str | None = None
     """File that says which server or rank holds which experts; see `moesaic place`. None: each holds the same
     number, and expert servers exchange experts later by measured load."""
+    nnodes: int = 1
+    """Number of hosts that share the ranks of each attention worker equally. The other hosts join with
+    `moesaic join --role ranks`, and serving begins once they have."""
 
     def __post_init__(self) -> None:
         size, shared = self.tensor_parallel_size, self.expert_tensor_parallel_size
         at_least("--tensor-parallel-size", size, 1)
-        if shared < 1 or size % shared:
-            divisors = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
-            raise ConfigError.field(
-                "--expert-tensor-parallel-size", shared, f"{divisors}, what divides {size}"
-            )
+        for flag, parts in (("--expert-tensor-parallel-size", shared), ("--nnodes", self.nnodes)):
+            if parts < 1 or size % parts:
+                divisors = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
+                allowed = f"{divisors}, what divides --tensor-parallel-size {size}"
+                raise ConfigError.field(flag, parts, allowed)
         if self.moe_collectives is not None:
             one_of("--moe-collectives", self.moe_collectives, get_args(MoeCollectives))
             if size == 1:
@@ -62,6 +65,11 @@ class ParallelConfig:
             if self.moe_collectives not in (None, "shuffled"):
                 allowed = "shuffled with --shuffle-align"
                 raise ConfigError.field("--moe-collectives", self.moe_collectives, allowed)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a worker on each host."""
+        return self.tensor_parallel_size // self.nnodes
 
     @property
     def expert_parallel_size(self) -> int:
@@ -239,6 +247,7 @@ class ClusterConfig(ParallelConfig):
         if self.transport == "shm" and self.cluster_address is not None:
             raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")
         self._check_backend()
+        self._check_hosts()
         if (self.cluster_address is None) != (self.cluster_secret_file is None) and not self.on_ray:
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
         self._check_standby()
@@ -304,10 +313,24 @@ class ClusterConfig(ParallelConfig):
             ("devices", "a process that joins has the GPUs of its host"),
             ("enable_expert_parallel", "no server is a worker's own"),
             ("placement", "the servers that join have any order"),
+            ("nnodes", "a standby starts no rank itself"),
         ):
             if getattr(self, name) != getattr(ClusterConfig, name):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError.field(flag, getattr(self, name), f"nothing with --standby-for: {why}")
+
+    def _check_hosts(self) -> None:
+        """Raises ConfigError for what groups over several hosts cannot go with."""
+        if self.nnodes == 1:
+            return
+        if self.on_ray:
+            allowed = "1 with --distributed-executor-backend ray: a group of ranks is on one node"
+            raise ConfigError.field("--nnodes", self.nnodes, allowed)
+        if self.cluster_address is None:
+            raise ConfigError.field("--nnodes", self.nnodes, "1 without --cluster-address, where hosts join")
+        if self.autoscale is not None:
+            allowed = "nothing with --nnodes: no host can be added for a group by itself"
+            raise ConfigError.field("--autoscale", self.autoscale, allowed)
 
     @property
     def _scales_servers(self) -> bool:

@@ -13,6 +13,7 @@ from moesaic.core.endpoint import Endpoint
 from moesaic.core.experts import Directory, ExpertLayout
 from moesaic.core.metrics import ExpertServerStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, TokenLogprob, TokenRoute
+from moesaic.core.worker_info import WorkerInfo
 
 
 def _check_parallel(*lists: Sized) -> None:
@@ -88,55 +89,6 @@ class Loading:
     """Bytes read."""
     total: int
     """Bytes in the checkpoint."""
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """What a worker loaded, and the settings it chose."""
-
-    model_type: str
-    device: str
-    kernels: str
-    dtype: str
-    threads: int
-    num_parameters: int
-    """Number of parameters. For a group of processes, those of its first rank."""
-    weight_bytes: int
-    """Bytes of weights. For a group of processes, those of its first rank."""
-    num_layers: int
-    num_experts: int
-    top_k: int
-    vocab_size: int
-    max_model_len: int
-    """Maximum tokens of one request, prompt and answer together."""
-    block_size: int
-    num_blocks: int
-    kv_bytes: int
-    kv_dtype: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    state_bytes: int = 0
-    """Bytes of the states of linear attention. 0 for a model without."""
-    state_seats: int = 0
-    """Requests whose states fit, so that they can run at once."""
-    state_snapshots: int = 0
-    """States that may be kept of prefixes."""
-    ranks: int = 1
-    """Number of processes that form this worker."""
-    collectives: str = ""
-    """The collectives between attention and experts. Empty for a worker with one process."""
-    torch_code: str = ""
-    """What torch's own operations on the CPU are compiled for, such as AVX512. It decides the last bits of
-    log-probabilities and of sampling, as `kernels` does of everything else. Empty on a GPU."""
-    speculation: str = ""
-    """How many tokens are drafted, and from which acceptance that pays. Empty where none are drafted."""
-    routed_layers: tuple[int, ...] = ()
-    """Layers with routed experts, if the experts of each token can be returned. Empty otherwise."""
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that fit into the KV cache."""
-        return self.block_size * self.num_blocks
 
 
 @dataclass(frozen=True)
@@ -233,6 +185,21 @@ class ReceivesKV:
 
 
 @dataclass(frozen=True)
+class RanksMeet:
+    """The first rank of a group over several hosts waits for the ranks of the others.
+
+    The supervisor sends it on to a process of each of these hosts.
+    """
+
+    address: str
+    """tcp:HOST:PORT at which rank 0 listens."""
+    secret: bytes
+    """What all ranks must prove to know."""
+    node: int = 0
+    """Number of the receiver's host. That of rank 0 is 0."""
+
+
+@dataclass(frozen=True)
 class KVReceived:
     """The KV of all rows of a transfer is here."""
 
@@ -289,7 +256,7 @@ class Enlist:
     """The first message of a process that joins the cluster over TCP."""
 
     role: str
-    """"attention-worker", "prefill-worker" or "expert-server"."""
+    """"attention-worker", "prefill-worker", "expert-server" or "ranks"."""
     capacity: float = 1.0
     """For a server: weight of its share of experts and load, relative to the other servers."""
     host: str = ""
@@ -317,6 +284,14 @@ class Enlisted:
     """Fingerprint of the checkpoint (`models.fingerprint`)."""
     config: str
     """WorkerConfig or ExpertServerConfig, as JSON. The process replaces what is of its own machine."""
+
+
+@dataclass(frozen=True)
+class RanksWait:
+    """The ranks of a host that joined can compute here, and wait for a group."""
+
+    weights: str
+    """Fingerprint of their checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -379,6 +354,7 @@ ToEngine = (
     | Failed
     | Layout
     | ReceivesKV
+    | RanksMeet
     | KVReceived
     | KVSent
     | KVNotSent
@@ -387,5 +363,5 @@ ToEngine = (
     | FaultyServer
 )
 ToServer = Hold | Enlisted | Refuse
-FromServer = Enlist | Holds | ServerReport | Digests
+FromServer = Enlist | RanksWait | Holds | ServerReport | Digests
 Message = ToWorker | ToEngine | ToServer | FromServer | LinkTest

@@ -37,9 +37,10 @@ def main() -> int:
     try:
         if joining.role == "expert-server":
             return server.serve_once(joining, secret, joined)
-        from moesaic.joining import worker
+        from moesaic.joining import ranks, worker
 
-        return worker.serve_once(joining, secret, joined, lost)
+        serve_once = ranks.serve_once if joining.role == "ranks" else worker.serve_once
+        return serve_once(joining, secret, joined, lost)
     except ConfigError as error:
         child.tell("wrong", str(error))
         return 2

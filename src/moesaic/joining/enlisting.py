@@ -147,7 +147,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
 def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> WorkerConfig:
     """The settings of an attention worker on this host. Otherwise like `server_config`."""
     told = WorkerConfig.from_json(enlisted.config)
-    _check_files(told)
+    _check_files(told, ("--placement", told.parallel.placement))
     path, stamp = checkpoint(joining, enlisted)
     model = replace(
         told.model,
@@ -185,9 +185,10 @@ def instruction_sets() -> tuple[str, ...]:
     return () if plain is None else plain.instruction_sets()
 
 
-def _check_files(told: ExpertServerConfig | WorkerConfig) -> None:
-    """Raises ConfigError if files that the cluster's settings name are not on this host."""
-    for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file)):
+def _check_files(told: ExpertServerConfig | WorkerConfig, *more: tuple[str, str | None]) -> None:
+    """Raises ConfigError if files that the cluster's settings name are not on this host. more: flags and
+    their files besides."""
+    for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file), *more):
         if file is not None and not Path(file).is_file():
             raise ConfigError.field(flag, file, "a file at the same path as on the host of moesaic serve")
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from moesaic.config import Device, KernelName, LogLevel
 
 RoleName = str
-"""attention-worker, prefill-worker or expert-server."""
+"""attention-worker, prefill-worker, expert-server or ranks."""
 OnJoined = Callable[[str], None]
 """A function that is called once the process has joined, with the cluster's path of the checkpoint."""
 

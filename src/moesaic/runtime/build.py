@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from moesaic.core.messages import ReceivesKV, WorkerInfo
+from moesaic.core.messages import ReceivesKV
 from moesaic.core.stored import is_packed
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.experts.client import NoServers
 from moesaic.kernels.matrix import kind_of
 from moesaic.kernels.table import torch_code

@@ -23,6 +23,7 @@ from moesaic.core.errors import (
     RequestError,
 )
 from moesaic.core.request import FinishReason, RequestOutput, SamplingParams
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.engine import Engine
 from moesaic.logs import REQUEST, of_request
 from moesaic.server.errors import NotServingError
@@ -149,7 +150,7 @@ class AsyncEngine:
         if self.ended.is_set():
             raise EngineDeadError(f"the worker is gone: {self.engine.dead}")
 
-    def require_serving(self) -> messages.WorkerInfo:
+    def require_serving(self) -> WorkerInfo:
         """The loaded model. Raises NotServingError or EngineDeadError if requests cannot be served now."""
         if self.engine.dead is not None:
             raise EngineDeadError(f"the worker is gone: {self.engine.dead}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from tests.support.group_placements import write
 from tests.support.thread_groups import group_of_threads
 
+from moesaic.collectives.one_shot import local_group
 from moesaic.config import ModelConfig, ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
@@ -62,6 +65,26 @@ def test_copies_that_no_rank_holds_are_told(tmp_path: Path, copies: int, tables:
         form = "shuffled (move)" if tables else "reduce-scatter"
         left_out = f", without the placement's {6 * copies} copies" if copies else ""
         assert model.info.collectives == form + left_out
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_hosts_with_different_placements_are_refused(differs: bool) -> None:
+    """On each rank, before rows go to a rank that does not have their experts."""
+    config = replace(WORKER, parallel=ParallelConfig(2, nnodes=2, placement="p.json"))
+    owners = build_rank.equal_owners((1, 3), 5, 2)
+    other = {1: owners[1], 3: owners[3][::-1].copy()} if differs else owners
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(build_rank.check_placement, config, end, build_rank.ExpertOwners(mine, None))
+            for end, mine in zip(local_group(2), (owners, other), strict=True)
+        ]
+    for call in calls:
+        with (
+            pytest.raises(ConfigError, match="^--placement: got 'p.json'; allowed: the same file on")
+            if (differs)
+            else nullcontext()
+        ):
+            call.result()
 
 
 def test_a_placement_for_fewer_ranks_is_refused(tmp_path: Path) -> None:

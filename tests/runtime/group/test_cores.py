@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,13 @@ def test_ranks_share_the_cores_of_a_worker_that_has_all() -> None:
     assert [rank.cpus for rank in ranks] == [(4, 5), (6, 7)]
     assert [rank.most_threads for rank in ranks] == [2, 2]
     assert of_rank(worker(pinned=False), 1).cpus == ()
+
+
+def test_ranks_share_the_cores_of_their_own_host() -> None:
+    config = replace(worker(), parallel=ParallelConfig(4, nnodes=2))
+    ranks = [of_rank(config, rank) for rank in range(4)]
+    assert [rank.cpus for rank in ranks] == [(4, 5), (6, 7)] * 2
+    assert [rank.most_threads for rank in ranks] == [2] * 4
 
 
 def test_each_rank_of_each_group_of_a_cluster_has_its_own() -> None:

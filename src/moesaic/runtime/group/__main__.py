@@ -1,6 +1,6 @@
-"""`python -m moesaic.runtime.group`: one rank of a tensor-parallel group, started by the first rank.
+"""`python -m moesaic.runtime.group`: one rank of a tensor-parallel group, started by the first of its host.
 
-The first line of the standard input is the name of the socket where the ranks meet, and their secret in hex.
+The first line of the standard input is the place where the ranks meet (`meeting.RankPlace`), as JSON.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import time
 import torch
 
 from moesaic import logs
-from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
 from moesaic.runtime.group.build_rank import follower
-from moesaic.runtime.group.launcher import ALIVE, ALIVE_SECONDS, READY_SECONDS
-from moesaic.transport.gathering import gather
+from moesaic.runtime.group.launcher import ALIVE, ALIVE_SECONDS
+from moesaic.runtime.group.meeting import RankPlace, meet
 
 
 def main() -> int:
@@ -33,7 +32,7 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine decides when its workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    meeting, _, secret = sys.stdin.readline().strip().partition(" ")
+    place = RankPlace.from_line(sys.stdin.readline())
     threading.Thread(target=_end_with_first_rank, daemon=True).start()
     threading.Thread(target=_send_alive, daemon=True).start()
     config = WorkerConfig.from_json(arguments.config)
@@ -41,14 +40,7 @@ def main() -> int:
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     try:
-        peers = gather(
-            meeting,
-            bytes.fromhex(secret),
-            arguments.rank,
-            config.parallel.tensor_parallel_size,
-            seconds=READY_SECONDS,
-        )
-        follower(config, OneShotGroup(peers)).follow()
+        follower(config, meet(place, lambda meeting: None)).follow()
     except ConnectionLost:
         return 0
     except MoesaicError as error:

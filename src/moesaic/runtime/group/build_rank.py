@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -111,6 +112,14 @@ class ExpertOwners:
         return {layer: np.flatnonzero(owners == unit).tolist() for layer, owners in self.owners.items()}
 
     @property
+    def digest(self) -> int:
+        """31 bits that are equal for equal owners and tables."""
+        arrays = [*self.owners.values()]
+        if self.tables is not None:
+            arrays += [one for one in vars(self.tables).values() if isinstance(one, np.ndarray)]
+        return zlib.crc32(b"".join(one.tobytes() for one in arrays)) >> 1
+
+    @property
     def most(self) -> int:
         """The most experts of one layer in one unit."""
         return max(int(np.bincount(owners).max()) for owners in self.owners.values())
@@ -153,6 +162,15 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
     """
     counts = [len(each) for each in np.array_split(np.arange(num_experts), units)]
     return dict.fromkeys(layers, np.repeat(np.arange(units), counts))
+
+
+def check_placement(config: WorkerConfig, group: Group, owners: ExpertOwners) -> None:
+    """Raises ConfigError on every rank if the hosts of a group have different files of --placement."""
+    if config.parallel.nnodes == 1:
+        return
+    mine = np.array([owners.digest], np.int64)
+    if len(set(group.gather_notes(mine, np.arange(group.size)).tolist())) > 1:
+        raise ConfigError.field("--placement", config.parallel.placement, "the same file on all hosts")
 
 
 def load_rank(
@@ -228,7 +246,8 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     launcher = RankLauncher(config)
     config = of_rank(config, 0)
     with launcher.starting():
-        group = launcher.gather()
+        group = launcher.gather(context.connection.send)
+        check_placement(config, group, owners)
         loaded = load_rank(config, group, owners, context.progress)
         kv_dtype = kv_type(config.cache, loaded)
         free = least_free(config, group, loaded)
@@ -266,7 +285,7 @@ def _with_servers(context: WorkerContext) -> WorkerParts:
     launcher = RankLauncher(context.config)
     config = of_rank(context.config, 0)
     with launcher.starting():
-        group = launcher.gather()
+        group = launcher.gather(context.connection.send)
         loaded = load_rank(config, group, None, context.progress)
         free = least_free(config, group, loaded)
         size = cache_size_of(
@@ -314,6 +333,8 @@ def follower(config: WorkerConfig, group: Group) -> Follower:
     path = files.resolve(config.model.model, config.model.revision)
     with out_of_memory.explained(config), fingerprint.unchanged(path, config.checkpoint_stamp):
         owners = None if config.remote_experts else placed(config)
+        if owners is not None:
+            check_placement(config, group, owners)
         loaded = load_rank(config, group, owners)
         least_free(config, group, loaded)
         size = CacheSize(*_CACHE_SIZE.unpack(group.announce(b"")))

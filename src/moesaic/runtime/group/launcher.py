@@ -1,9 +1,9 @@
-"""The processes of a group: the first rank starts the others, and they end with it.
+"""The processes of a group: the first rank of a host starts the others there, and they end with it.
 
 If one rank ends, the whole group ends. The first rank notices because its collectives fail, and `when_lost`
 reports it while the group is idle. The other ranks notice because their standard input ends, even in the
 middle of a step. A rank that writes no sign of life to its standard output is killed. The supervisor of the
-first rank starts a new group.
+first rank starts a new group. It also ends the ranks of all hosts when those of one are gone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from moesaic.collectives.group import Group
-from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig, one_gpu, worker_environment
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
+from moesaic.core.messages import RanksMeet
 from moesaic.runtime.machine import allowed_cpus, cores
 from moesaic.runtime.model_loading import gpus_of
 
 try:
-    from moesaic.transport.gathering import gather
+    from moesaic.runtime.group.meeting import RankPlace, meet
 except ImportError:  # installed without a compiler, or not on Linux
     SHARED_MEMORY = False
 else:
@@ -42,8 +42,6 @@ END_SECONDS = 5.0
 """Seconds that a rank gets to end by itself, and to say why."""
 ALIVE = b"."
 """A sign of life. A rank that knows why it ends writes a line after the last one."""
-READY_SECONDS = 120.0
-"""Seconds for the processes of a group to start and find each other. Weights are read later."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +66,35 @@ class EndedRank:
 
 
 class RankLauncher:
-    """Starts and watches the processes of the other ranks. The first rank has one."""
+    """Starts and watches the processes of the other ranks of this host. Its first rank has one."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Starts the processes. config: of the worker, with all cores and threads of the group.
+    def __init__(self, config: WorkerConfig, meeting: RanksMeet | None = None) -> None:
+        """Starts the processes. config: of the worker, with all cores and threads of the group on this host.
 
-        Raises ConfigError where ranks cannot share memory.
+        meeting: on another host than rank 0's, where the ranks meet. None: this is the host of rank 0.
+
+        Raises ConfigError where ranks cannot share memory, or ranks of other hosts cannot join.
         """
-        self.size = config.parallel.tensor_parallel_size
+        parallel = config.parallel
+        self.size = parallel.ranks_per_node
         if not SHARED_MEMORY:
             allowed = "1: the compiled module moesaic.transport._shm is missing"
-            raise ConfigError.field("--tensor-parallel-size", self.size, allowed)
-        self._secret = secrets.token_bytes(32)
+            raise ConfigError.field("--tensor-parallel-size", parallel.tensor_parallel_size, allowed)
+        if parallel.nnodes > 1 and config.remote_address is None:
+            raise ConfigError.field(
+                "--nnodes", parallel.nnodes, "1 without --cluster-address, where hosts join"
+            )
+        node, first = (0, "") if meeting is None else (meeting.node, meeting.address)
+        secret = secrets.token_bytes(32) if meeting is None else meeting.secret
         # A name and no file, so that nothing remains whenever a process is killed.
-        self._socket = f"@moesaic-group-{secrets.token_hex(16)}"
-        processes = [self._start(config, rank) for rank in range(1, self.size)]
+        name = f"@moesaic-group-{secrets.token_hex(16)}"
+        listen = config.remote_address or ""
+        self._place = RankPlace(name, secret.hex(), 0, self.size, node, parallel.nnodes, listen, first)
+        processes = [self._start(config, near) for near in range(1, self.size)]
         self._over, self._ended = threading.Event(), SimpleQueue[EndedRank]()
         self._gone: EndedRank | None = None
         self._ending = weakref.finalize(self, _end, processes, self._over)
-        for rank, process in enumerate(processes, start=1):
+        for rank, process in enumerate(processes, start=node * self.size + 1):
             _in_thread(_watch, rank, process, self._ended)
 
     @contextlib.contextmanager
@@ -116,12 +124,12 @@ class RankLauncher:
             return lost
         return ConfigError(self._gone.text) if self._gone.reason else ConnectionLost(self._gone.text)
 
-    def gather(self) -> Group:
-        """Wait for all ranks and return this rank's end of the group.
+    def gather(self, announce: Callable[[RanksMeet], None] = lambda meeting: None) -> Group:
+        """Wait for all ranks and return this rank's end of the group. announce: see `meet`.
 
         Raises ConnectionLost if a rank is missing.
         """
-        return OneShotGroup(gather(self._socket, self._secret, 0, self.size, seconds=READY_SECONDS))
+        return meet(self._place, announce)
 
     def when_lost(self, report: Callable[[str], None]) -> None:
         """Call `report` once, from a thread, when a rank ends before `close`.
@@ -134,11 +142,12 @@ class RankLauncher:
         """End the processes and wait until they have ended."""
         self._ending()
 
-    def _start(self, config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
-        process = spawn_rank(config, rank)
+    def _start(self, config: WorkerConfig, near: int) -> subprocess.Popen[bytes]:
+        """near: number of the rank among those of this host."""
+        process = spawn_rank(config, self._place.node * self.size + near)
         assert process.stdin is not None
         # Not in the command, which other users can read.
-        process.stdin.write(f"{self._socket} {self._secret.hex()}\n".encode())
+        process.stdin.write(replace(self._place, near=near).to_line().encode())
         process.stdin.flush()
         return process
 
@@ -159,9 +168,9 @@ def spawn_rank(config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
 
 
 def rank_environment(config: WorkerConfig, rank: int) -> dict[str, str]:
-    """The environment of a rank's process. Rank i takes GPU i, where there is one."""
+    """The environment of a rank's process. Rank i of its host takes GPU i, where there is one."""
     gpus = gpus_of(config.model)
-    return worker_environment() | (one_gpu(rank, gpus) if gpus else {})
+    return worker_environment() | (one_gpu(rank % config.parallel.ranks_per_node, gpus) if gpus else {})
 
 
 def _in_thread(work: Callable[..., None], *arguments: object) -> None:
@@ -219,8 +228,9 @@ def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> Non
 
 def of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
     """The settings of one rank of the group: it gets its share of the worker's cores and threads."""
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.ranks_per_node
+    near = rank % size
     cpus = config.cpus or (tuple(allowed_cpus()) if config.model.pin_threads else ())
-    mine = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size] if len(cpus) >= size else cpus
+    mine = cpus[near * len(cpus) // size : (near + 1) * len(cpus) // size] if len(cpus) >= size else cpus
     threads = config.most_threads or len(cpus) or cores()
     return replace(config, cpus=mine, most_threads=max(1, threads // size))
