@@ -258,6 +258,7 @@ class Members:
             schedule=worker.scheduler.schedule,
             queue_policy=worker.scheduler.queue_policy,
             queues=worker.queues,
+            transport=worker.transport,
             log_level=worker.log_level,
             paced=worker.paced,
             policy_file=worker.policy_file,

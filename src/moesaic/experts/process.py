@@ -21,7 +21,9 @@ from moesaic.core.stored import is_native
 from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
+from moesaic.experts.connector import Connector
 from moesaic.experts.pacing import Pace, PacedBackend
+from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
 from moesaic.models import fingerprint
@@ -32,6 +34,7 @@ from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerSched
 from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, server_scheduler, start_rule
 from moesaic.trace.track import Track
 from moesaic.transport.authentication import SentAway
+from moesaic.transport.calls import HEAP_BYTES
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
@@ -48,7 +51,6 @@ def serve(
 
     wakeup: rung at each message of the supervisor.
     secret: what clients must prove to know. If it is empty, the first Hold message contains the secret.
-
     Raises ConnectionLost when the supervisor is gone.
     """
     first = supervisor.receive(None)
@@ -65,10 +67,11 @@ def serve(
         backend, pace = _paced(own, config)
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
-    listener = Listener(config.address, secret or first.secret, remote=config.remote_address)
+    secret, relay = secret or first.secret, _relay(config)
+    listener = Listener(config.address, secret, remote=config.remote_address)
     service = _scheduler(config, backend, first)
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
-    server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
+    server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer, relay)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests)
     loader.change(first)
     stopped = threading.Event()
@@ -80,6 +83,8 @@ def serve(
                 match message:
                     case messages.Hold():
                         loader.change(message)
+                    case messages.Neighbours(servers):
+                        relay.update({entry.server: entry for entry in servers}, secret)
                     case messages.Refuse(reason):
                         raise SentAway(f"refused this server: {reason}")
                     case messages.Shutdown():
@@ -89,6 +94,12 @@ def serve(
         stopped.set()
         loader.close()
         server.close()
+
+
+def _relay(config: ExpertServerConfig) -> Relay:
+    """Passes parts of requests to other servers of this host."""
+    made = Wakeup()
+    return Relay(Connector(HEAP_BYTES, made, config.transport), made, config.layout.hidden)
 
 
 def _scheduler(

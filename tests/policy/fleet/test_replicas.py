@@ -385,3 +385,30 @@ def test_equal_links_choose_as_none(experts: list[int], loads: list[int]) -> Non
             subject.sent(server, load, now=0.0)
         found.append(route(subject, experts))
     assert found[0] == found[1] == found[2]
+
+
+# ---- what is taken back
+
+
+def test_half_of_the_timeout() -> None:
+    """Both servers were asked at 0 and have 3 seconds. One of them answers at 1 and was asked for more."""
+    subject = replicas(BOTH, 2)
+    subject.sent(0, 4, 0.0)
+    subject.sent(1, 4, 0.0)
+    assert subject.slow({0, 1}, 1.5) == [] and subject.next_slow({0, 1}) == 1.5
+    assert subject.slow({0, 1}, 1.6) == [0, 1] and subject.slow({1, 7}, 1.6) == [1]
+    subject.answered(1, 4, 1.0)
+    assert subject.slow({0, 1}, 1.6) == [0]
+    assert subject.next_slow({1}) is None
+
+
+def test_pairs_that_are_sent_again_keep_the_clock() -> None:
+    subject = replicas(BOTH, 2)
+    subject.sent(0, 4, 0.0)
+    subject.sent(0, 4, 2.0, again=True)
+    subject.taken_back(0, 4)
+    assert subject.late(2.9) == [] and subject.late(3.1) == [0]
+    subject.taken_back(0, 4)
+    subject.sent(0, 1, 5.0)
+    assert subject.late(7.9) == [] and subject.late(8.1) == [0]
+    subject.taken_back(9, 4)

@@ -149,6 +149,11 @@ class Replicas:
         return server in self._ways and not self._ways[server].near
 
     @property
+    def ways(self) -> Mapping[int, Way]:
+        """Server -> the link from this client to it, where links are known."""
+        return self._ways
+
+    @property
     def connected(self) -> frozenset[int]:
         """Ids of the servers that can be asked."""
         return frozenset(self._servers)
@@ -268,6 +273,30 @@ class Replicas:
         state.pace = pace if state.pace is None else max(pace, 0.9 * state.pace + 0.1 * pace)
         state.outstanding -= pairs
         state.since = now
+
+    def taken_back(self, server: int, pairs: int) -> None:
+        """Record that `server` need not answer these pairs any more. The clock of its others goes on.
+
+        If they are sent to it again, call `sent` before: then its clock goes on for them, too.
+        """
+        if server in self._servers:
+            self._servers[server].outstanding -= pairs
+
+    def slow(self, servers: Collection[int], now: float) -> list[int]:
+        """Those of the servers that have been silent for half of the time after which they are late."""
+        return [server for server, end in self._half_times(servers) if now > end]
+
+    def next_slow(self, servers: Collection[int]) -> float | None:
+        """The time at which `slow` may name the next of these servers."""
+        return min((end for _, end in self._half_times(servers)), default=None)
+
+    def _half_times(self, servers: Collection[int]) -> list[tuple[int, float]]:
+        known = [(server, self._servers[server]) for server in servers if server in self._servers]
+        return [
+            (server, state.since + self._allowed(server, state) / 2)
+            for server, state in known
+            if state.outstanding
+        ]
 
     def late(self, now: float) -> list[int]:
         """Servers that were silent for too long, or that are suspected.
