@@ -51,7 +51,7 @@ def measured(model: str, servers: int, relay: str, combine: str, requests: int) 
         shape = {"expert_servers": servers, "topology": str(file), "rebalance_interval": 0.0}
         with cluster(model, relay=relay, combine=combine, **shape) as served:  # type: ignore[arg-type]
             served.connected()
-            for _ in range(2):  # relays connect while the first requests run
+            for _ in range(2):  # the first time relays may not be connected yet
                 before = served.stats.experts
                 served.submit(*workload(requests, 32))
                 served.finish()

@@ -63,7 +63,7 @@ def test_fewer_bytes_and_the_same_tokens(schedule: str, inflight: int, combine: 
     for relay in ("off", "always"):
         with cluster(relay=relay, **shape) as served:
             served.connected()
-            for _ in range(2):  # relays meet their neighbours once they could use them
+            for _ in range(2):  # the first time relays may not be connected yet
                 before, told = served.stats.experts, len(served.running.answers)
                 served.submit(*workload(8, 48))
                 found = served.finish()[told:]

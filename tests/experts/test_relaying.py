@@ -166,13 +166,13 @@ def test_a_frozen_neighbour_is_given_up_as_without_relay(make: Make, sums: bool)
     for _ in range(20):
         host.until(lambda: True)
         host.turn(*others)
-    host.now += 6.0  # half of the timeout: the part is sent directly, to it or to another server
+    host.now += 8.0  # three quarters of the timeout: the part is sent directly, to it or to another server
     host.client._progress()
     assert not open_calls(host.client._connections) and host.client.busy
     for _ in range(20):
         host.turn(*others)
         host.client._progress()
-    host.now += 6.0
+    host.now += 4.0
     host.client._progress()
     assert host.client._replicas.connected >= set(others), "only it was given up"
     equal(host.answer(handle, *others), wanted)
@@ -185,10 +185,10 @@ def test_a_frozen_relay_does_not_take_its_neighbours_along(make: Make, sums: boo
     handle, wanted = host.submit(6, sums)
     frozen = relayed(host)
     others = sorted({0, 1, 2} - {frozen})
-    host.now += 6.0
+    host.now += 8.0
     host.client._progress()
     host.until(lambda: all(host.servers[one].served.pairs for one in others), *others)
-    host.now += 6.0
+    host.now += 4.0
     host.client._progress()
     assert host.client._replicas.connected == set(others)
     equal(host.answer(handle, *others), wanted)
@@ -197,10 +197,10 @@ def test_a_frozen_relay_does_not_take_its_neighbours_along(make: Make, sums: boo
 
 def test_what_comes_too_late_is_ignored(make: Make) -> None:
     """The relay was only slow. Its neighbour computes the part twice, and one answer counts."""
-    host = make()
+    host = make(TWICE)
     handle, wanted = host.submit(6)
     relay = relayed(host)
-    host.now += 6.0
+    host.now += 8.0
     host.client._progress()
     others = sorted({0, 1, 2} - {relay})
     host.until(lambda: all(host.servers[one].served.pairs for one in others), *others)

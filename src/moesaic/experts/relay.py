@@ -129,7 +129,7 @@ class _Neighbour:
 
 
 class Relay:
-    """Passes parts of requests to its neighbours. It connects to a neighbour once it could use it."""
+    """Passes parts of requests to its neighbours."""
 
     def __init__(self, connector: Connector | None, wakeup: Wakeup, hidden: int) -> None:
         """connector: it rings `wakeup`. None: nothing is passed on."""
@@ -155,6 +155,8 @@ class Relay:
         self._known, self._secret = dict(known), secret
         for server in gone:
             self._drop(server)
+        for server in self._known:
+            self._dial(server)
 
     def take(self, incoming: Incoming, request: wire.Request, answer: FloatRows) -> PartOfRequest:
         """Pass on all parts of a request but the first, which is returned."""

@@ -7,7 +7,7 @@ taken back and sent again, directly (`RemoteExperts`):
 | event | taken back |
 |---|---|
 | the relay cannot pass a part on, and says so | this part |
-| the relay, or the server of a part, is silent for half of its timeout | the part, or those of the relay |
+| the relay, or the server of a part, is soon late (`Replicas.slow`) | the part, or those of the relay |
 | the relay is lost | the parts of its other servers |
 | a sum of several servers is not finite, and no server is known to be at fault | the parts of the sum |
 

@@ -390,16 +390,18 @@ def test_equal_links_choose_as_none(experts: list[int], loads: list[int]) -> Non
 # ---- what is taken back
 
 
-def test_half_of_the_timeout() -> None:
-    """Both servers were asked at 0 and have 3 seconds. One of them answers at 1 and was asked for more."""
+def test_soon_late() -> None:
+    """Both servers were asked at 0 and have 3 seconds. One of them answers."""
     subject = replicas(BOTH, 2)
     subject.sent(0, 4, 0.0)
     subject.sent(1, 4, 0.0)
-    assert subject.slow({0, 1}, 1.5) == [] and subject.next_slow({0, 1}) == 1.5
-    assert subject.slow({0, 1}, 1.6) == [0, 1] and subject.slow({1, 7}, 1.6) == [1]
+    assert subject.slow({0, 1}, 2.25) == [] and subject.next_slow({0, 1}) == 2.25
+    assert subject.slow({0, 1}, 2.3) == [0, 1] and subject.slow({1, 7}, 2.3) == [1]
     subject.answered(1, 4, 1.0)
-    assert subject.slow({0, 1}, 1.6) == [0]
+    assert subject.slow({0, 1}, 2.3) == [0]
     assert subject.next_slow({1}) is None
+    subject.lost(1)
+    assert subject.slow({0}, 9.0) == [], "nobody else has its experts"
 
 
 def test_pairs_that_are_sent_again_keep_the_clock() -> None:

@@ -49,6 +49,8 @@ class ReplicaTimeout:
     """Maximum timeout in seconds, for a server that never answered after a long silence."""
     unknown: float = 0.8
     """Timeout in seconds of a server that never answered. It may have to read its weights first."""
+    relayed: float = 0.75
+    """Share of the timeout after which pairs that go through a relay are sent directly."""
     memory: float = 0.9
     """Factor by which each answer decays the longest known silence."""
 
@@ -283,19 +285,19 @@ class Replicas:
             self._servers[server].outstanding -= pairs
 
     def slow(self, servers: Collection[int], now: float) -> list[int]:
-        """Those of the servers that have been silent for half of the time after which they are late."""
-        return [server for server, end in self._half_times(servers) if now > end]
+        """Those of the servers that will soon be late, and that others could replace."""
+        return [server for server, end in self._soon_late(servers) if now > end]
 
     def next_slow(self, servers: Collection[int]) -> float | None:
         """The time at which `slow` may name the next of these servers."""
-        return min((end for _, end in self._half_times(servers)), default=None)
+        return min((end for _, end in self._soon_late(servers)), default=None)
 
-    def _half_times(self, servers: Collection[int]) -> list[tuple[int, float]]:
+    def _soon_late(self, servers: Collection[int]) -> list[tuple[int, float]]:
         known = [(server, self._servers[server]) for server in servers if server in self._servers]
         return [
-            (server, state.since + self._allowed(server, state) / 2)
+            (server, state.since + self._patience.relayed * self._allowed(server, state))
             for server, state in known
-            if state.outstanding
+            if state.outstanding and self._is_spare(server)
         ]
 
     def late(self, now: float) -> list[int]:
