@@ -34,6 +34,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
         *("config", "core", "cost.curves", "kernels", "logs", "models", "policy.fleet.replicas"),
+        "policy.fleet.relays",  # which server of another host passes rows on
         "offload.pool",  # a server with more experts than memory
         "policy.scheduling.microqueue",
         *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),

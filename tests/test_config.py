@@ -61,6 +61,7 @@ def test_json_carries_every_setting() -> None:
             schedule="async",
             queue_policy="mtfs",
             combine="partial",
+            relay="off",
             speculative_config='{"method": "ngram", "num_speculative_tokens": 3}',
         ),
         remote_experts=True,

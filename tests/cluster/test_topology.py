@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 
+from moesaic.cluster import publishing
 from moesaic.cluster.links import BETWEEN, INSIDE, Links
-from moesaic.cluster.member import Member, Role
+from moesaic.cluster.member import Member, Role, Stage
+from moesaic.cluster.publishing import Publisher
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig
+from moesaic.core import messages
 from moesaic.core.errors import ConfigError
 from moesaic.core.paced import LinkModel
+from moesaic.core.placement import Placement
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import Cluster, cluster
 
@@ -281,3 +285,29 @@ def test_the_host_of_each_server(hosts: Path) -> None:
     found = members.links()
     members.joins(Role.SERVER, "boot:7", "10.0.0.2")
     assert found.server_hosts() == {0: "", 1: "boot:7"}
+
+
+def test_servers_are_told_of_their_neighbours(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of host b, once, and again when one of them has another process."""
+    members = Processes(2, 3)
+    links, told = members.links(hosts), list[tuple[int, list[int]]]()
+
+    def send(member: Member, message: object) -> None:
+        if isinstance(message, messages.Neighbours):
+            told.append((member.number, [entry.server for entry in message.servers]))
+
+    monkeypatch.setattr(publishing, "_send", send)
+    publisher = Publisher(members, b"s" * 32, links)  # type: ignore[arg-type]
+    members.clients = []  # type: ignore[attr-defined]
+    for member in members.servers:
+        member.stage = Stage.SERVING
+    publisher.serve(Placement(0, 3, {0: {0: [0], 1: [1], 2: [2]}}))
+    assert told == [(1, [2]), (2, [1])]
+    publisher.publish()
+    assert len(told) == 2
+    members.servers[2].incarnation += 1
+    publisher.publish()
+    assert told[2:] == [(1, [2]), (2, [1])]
+    members.servers[2].stage = Stage.STARTING
+    publisher.publish()
+    assert told[4:] == [(1, [])]

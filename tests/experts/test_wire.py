@@ -11,7 +11,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.experts import wire
 
 LAYERS, EXPERTS, HIDDEN = 3, 5, 4
-HEADER = struct.Struct("<4sHHIIII")
+HEADER = struct.Struct("<4sHBBIIIII")
 
 
 def parse(data: bytes) -> wire.Request:
@@ -19,15 +19,17 @@ def parse(data: bytes) -> wire.Request:
 
 
 def header(
-    magic: bytes = b"MOE1",
+    magic: bytes = b"MOE2",
     layer: int = 0,
-    flags: int = 0,
+    kind: int = 0,
+    parts: int = 0,
     rows: int = 0,
     pairs: int = 0,
     hidden: int = HIDDEN,
     attempt: int = 0,
+    worker: int = 0,
 ) -> bytes:
-    return HEADER.pack(magic, layer, flags, rows, pairs, hidden, attempt)
+    return HEADER.pack(magic, layer, kind, parts, rows, pairs, hidden, attempt, worker)
 
 
 def written(experts: list[int], rows: list[int], hidden: np.ndarray, partial: bool = False) -> bytearray:
@@ -40,11 +42,11 @@ def written(experts: list[int], rows: list[int], hidden: np.ndarray, partial: bo
 
 
 def test_worked_example() -> None:
-    """Two rows, three pairs: 24 bytes of header, 3 experts, 3 rows, 8 numbers."""
+    """Two rows, three pairs: 28 bytes of header, 3 experts, 3 rows, 8 numbers."""
     hidden = np.arange(8, dtype=np.float32).reshape(2, 4)
     data = bytes(written([4, 0, 1], [0, 0, 1], hidden))
-    assert len(data) == 24 + 12 + 12 + 32
-    assert data[:24] == header(layer=2, rows=2, pairs=3, attempt=1)
+    assert len(data) == 28 + 12 + 12 + 32
+    assert data[:28] == header(layer=2, rows=2, pairs=3, attempt=1)
     request = parse(data)
     assert (request.layer, request.attempt, request.weights) == (2, 1, None)
     assert (request.experts.tolist(), request.rows.tolist()) == ([4, 0, 1], [0, 0, 1])
@@ -76,7 +78,7 @@ def test_indices_are_copies() -> None:
     """Memory is shared with the client, who may change after the check what was checked."""
     memory = written([4, 0, 1], [0, 0, 1], np.zeros((2, 4), np.float32))
     request = wire.parse(memoryview(memory), LAYERS, EXPERTS, HIDDEN)
-    memory[24:48] = b"\xff" * 24
+    memory[28:52] = b"\xff" * 24
     assert (request.experts.tolist(), request.rows.tolist()) == ([4, 0, 1], [0, 0, 1])
 
 
@@ -92,22 +94,23 @@ def changed(at: int, *values: int) -> bytes:
     ("data", "message"),
     [
         (b"", "0 bytes is too short"),
-        (GOOD[:23], "23 bytes is too short"),
+        (GOOD[:27], "27 bytes is too short"),
         (GOOD[:-1], "claims 2 rows and 3 pairs"),
         (GOOD + b"\0", "claims 2 rows and 3 pairs"),
-        (b"MOE2" + GOOD[4:], "damaged header or is meant for another model"),
+        (b"MOE1" + GOOD[4:], "damaged header or is meant for another model"),
         (header(layer=LAYERS), "another model"),
-        (header(flags=4), "damaged header"),
-        (header(flags=0x8001), "damaged header"),
-        (header(flags=2, rows=1) + bytes(16), "a barrier call claims 1 rows and 0 pairs"),
+        (header(kind=5), "damaged header"),
+        (header(kind=0x81), "damaged header"),
+        (header(kind=2, rows=1) + bytes(16), "a call without pairs claims 1 rows, 0 pairs and 0 parts"),
+        (header(kind=4, parts=1) + bytes(8), "a call without pairs claims 0 rows, 0 pairs and 1 parts"),
         (header(hidden=HIDDEN + 1), "another model"),
         (header(rows=2**32 - 1), "claims 4294967295 rows"),
         (header(pairs=2**32 - 1), "claims 0 rows and 4294967295 pairs"),
         (header(pairs=1) + struct.pack("<ii", 0, 0), "names row 0 to 0 of 0"),
-        (changed(24, 5), "names expert 0 to 5 of 5"),
-        (changed(24, -1), "names expert -1 to 1 of 5"),
-        (changed(36, 2), "names row 0 to 2 of 2"),
-        (changed(36, -(2**31)), "names row -2147483648 to 1 of 2"),
+        (changed(28, 5), "names expert 0 to 5 of 5"),
+        (changed(28, -1), "names expert -1 to 1 of 5"),
+        (changed(40, 2), "names row 0 to 2 of 2"),
+        (changed(40, -(2**31)), "names row -2147483648 to 1 of 2"),
     ],
 )
 def test_what_is_no_request_is_refused(data: bytes, message: str) -> None:
@@ -141,16 +144,16 @@ SMALL = st.one_of(st.integers(0, 6), st.integers(0, 2**32 - 1))
 @pytest.mark.slow
 @given(st.integers(0, 4), st.integers(0, 5), SMALL, SMALL, st.sampled_from([HIDDEN, 0, 5]), st.data())
 def test_any_body_behind_a_header(
-    layer: int, flags: int, rows: int, pairs: int, hidden: int, data: st.DataObject
+    layer: int, kind: int, rows: int, pairs: int, hidden: int, data: st.DataObject
 ) -> None:
     """Of the length that the header claims, or another one."""
-    length = wire.size(rows, pairs, hidden, flags == 1) - HEADER.size
+    length = wire.size(rows, pairs, hidden, kind == 1) - HEADER.size
     if length > 400 or data.draw(st.booleans(), label="another length"):
         length = data.draw(st.integers(0, 100))
     body = data.draw(st.binary(min_size=length, max_size=length))
     if data.draw(st.booleans(), label="small indices"):
         body = bytes(byte % 3 if index % 4 == 0 else 0 for index, byte in enumerate(body))
-    sound(header(layer=layer, flags=flags, rows=rows, pairs=pairs, hidden=hidden) + body)
+    sound(header(layer=layer, kind=kind, rows=rows, pairs=pairs, hidden=hidden) + body)
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 255))

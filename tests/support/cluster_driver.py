@@ -172,6 +172,7 @@ def cluster(
     queue_policy: str = "defrag",
     inflight_batches: int = 1,
     combine: str = "exact",
+    relay: str = "auto",
     kv_cache_memory: str = "32MiB",
     kv_cache_dtype: str = "auto",
     enable_prefix_caching: bool = True,
@@ -196,6 +197,7 @@ def cluster(
             inflight_batches=inflight_batches,
             queue_policy=queue_policy,  # type: ignore[arg-type]
             combine=combine,  # type: ignore[arg-type]
+            relay=relay,  # type: ignore[arg-type]
             speculative_config=speculative_config,
         ),
         queues=queues,

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from moesaic.cluster.balancing import LINK
 from moesaic.cluster.member import Member, Role
 from moesaic.cluster.members import Members
 from moesaic.config import ClusterConfig
@@ -25,8 +24,7 @@ from moesaic.core.topology import FloatArray, Host, HostLink, Topology, Way
 
 HERE = ""
 """Name of the host of `moesaic serve`, where no file names it."""
-INSIDE = LinkModel(0.0, LINK)
-"""What is assumed of the link between two processes of a host."""
+INSIDE = topology.UNKNOWN_INSIDE
 BETWEEN = LinkModel(1e-4, 1.25e9)
 """What is assumed of the link to a host that could not be measured: 10 Gbit/s."""
 
@@ -173,7 +171,7 @@ class _Map:
     def way(self, client: Member, server: Member) -> Way:
         """The way from a worker to a server."""
         one, other = self.host(client), self.host(server)
-        return Way(self.topology.link(one, other), one == other)
+        return Way(self.topology.link(one, other), one == other, other, self.topology.inside)
 
 
 def _chained(one: LinkModel, other: LinkModel) -> LinkModel:

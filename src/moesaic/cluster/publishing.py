@@ -1,4 +1,5 @@
 """Tells each server which experts to hold, and each attention worker which server holds which experts.
+Servers of a host that shares the cluster with other hosts are also told of each other.
 
 While the placement changes there are two placements: the current one, by which clients route, and the next
 one. A server holds the experts of both, so both can be served until no call uses the old one.
@@ -6,16 +7,16 @@ one. A server holds the experts of both, so both can be served until no call use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
+from moesaic.cluster.links import Links
 from moesaic.cluster.member import Member, Stage
 from moesaic.cluster.members import Members
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ServerEntry
 from moesaic.core.placement import Placement
-from moesaic.core.topology import Way
 
 Held = dict[int, list[int]]
 """Layer -> experts, ascending."""
@@ -36,10 +37,8 @@ def union(server: int, placements: Collection[Placement | None]) -> Held:
 class Publisher:
     """Publishes the placement of the members. Only the supervisor's thread uses it."""
 
-    def __init__(
-        self, members: Members, secret: bytes, ways: Callable[[Member], dict[int, Way]] = lambda client: {}
-    ) -> None:
-        """ways: server -> the way from a worker to it."""
+    def __init__(self, members: Members, secret: bytes, links: Links | None = None) -> None:
+        """links: None if all processes are on one host."""
         self.placement: Placement | None = None
         """The current placement."""
         self.coming: Placement | None = None
@@ -47,7 +46,9 @@ class Publisher:
         self.version = 0
         """Version of the directory."""
         self._members = members
-        self._ways = ways
+        self._links = links
+        self._told: dict[tuple[int, int], list[ServerEntry]] = {}
+        """Number and incarnation of each server -> the neighbours that it was told of."""
         self._secret = secret
         self._holds = 0
 
@@ -70,6 +71,8 @@ class Publisher:
     def publish(self) -> None:
         """Sends the directory to every worker."""
         self.version += 1
+        if self._links is not None and self.placement is not None:
+            self._introduce_neighbours(self.directory(self.placement).servers, self._links)
         for member in self._members.clients:
             if member.in_service:
                 self.introduce(member)
@@ -77,8 +80,22 @@ class Publisher:
     def introduce(self, member: Member) -> None:
         """Sends the directory to one worker."""
         if self.placement is not None:
-            directory = replace(self.directory(self.placement), ways=self._ways(member))
+            ways = {} if self._links is None else self._links.ways(member)
+            directory = replace(self.directory(self.placement), ways=ways)
             _send(member, messages.Serving(directory, self._secret))
+
+    def _introduce_neighbours(self, entries: list[ServerEntry], links: Links) -> None:
+        """Tells the servers of each host of each other, if there are several hosts and if it is news."""
+        hosts, several, told = links.server_hosts(), len(links.hosts()) > 1, self._told
+        self._told = {}
+        for member in self._members.servers:
+            key, mine = (member.number, member.incarnation), hosts.get(member.number)
+            if member.stage is not Stage.SERVING or not several:
+                continue
+            found = [one for one in entries if hosts[one.server] == mine and one.server != member.number]
+            self._told[key] = found
+            if told.get(key, []) != found:
+                _send(member, messages.Neighbours(found))
 
     def directory(self, placement: Placement) -> Directory:
         """Returns the directory of the servers that serve now."""

@@ -41,6 +41,7 @@ class Settings:
             schedule=worker.scheduler.schedule,
             queue_policy=worker.scheduler.queue_policy,
             queues=worker.queues,
+            transport=worker.transport,
             log_level=worker.log_level,
             paced=worker.paced,
             policy_file=worker.policy_file,

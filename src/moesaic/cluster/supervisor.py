@@ -91,7 +91,7 @@ class Supervisor:
         self._members = Members(member, router, self._receive, clock, cluster, launcher)
         self._links = Links(self._members, cluster)
         self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, self._links.worth)
-        self._publisher = Publisher(self._members, self._secret, self._links.ways)
+        self._publisher = Publisher(self._members, self._secret, self._links)
         self._suspicion = Suspicion(self._publisher, router)
         self._failures = Failures()
         self._note = self._failures.note

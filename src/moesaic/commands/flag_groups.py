@@ -38,7 +38,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Experts as services": (
         *("--attention-workers", "--prefill-workers", "--expert-servers", "--expert-capacities"),
         "--schedule",
-        *("--inflight-batches", "--combine", "--queue-policy", "--queue-urgency", "--queue-history"),
+        *(
+            "--inflight-batches",
+            "--combine",
+            "--relay",
+            "--queue-policy",
+            "--queue-urgency",
+            "--queue-history",
+        ),
         *(
             "--expert-batch-pairs",
             "--expert-batch-wait",

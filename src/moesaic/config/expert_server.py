@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from moesaic.config.values import KernelName, LogLevel, QueuePolicyName, Schedule
+from moesaic.config.values import HostTransport, KernelName, LogLevel, QueuePolicyName, Schedule
 from moesaic.config.worker import QueueConfig
 from moesaic.core.experts import Activation, ExpertLayout
 
@@ -37,6 +37,8 @@ class ExpertServerConfig:
     schedule: Schedule = "lockstep"
     queue_policy: QueuePolicyName = "defrag"
     queues: QueueConfig = QueueConfig()
+    transport: HostTransport = "shm"
+    """To other servers of its host."""
     log_level: LogLevel = "info"
     trace: str | None = None
     """File for this process's part of a trace. None: no trace."""

@@ -19,6 +19,7 @@ from moesaic.config.values import (
     LogLevel,
     OffloadSchedule,
     QueuePolicyName,
+    RelayUse,
     Schedule,
     at_least,
     check_threads,
@@ -111,6 +112,9 @@ class SchedulerConfig:
     """What expert servers answer. exact: one row for each token and expert, which gives the bits of one
     process. partial: one weighted sum for each token and server, which is fewer bytes and equal up to
     rounding."""
+    relay: RelayUse = "auto"
+    """Whether a row that several expert servers of another host need is sent to one of them, which passes it
+    on. auto: where it pays by the links. always: wherever it saves bytes. off: never."""
     speculative_config: str | None = None
     """Draft tokens and check several of them in a step, as JSON, such as {"method": "ngram",
     "num_speculative_tokens": 4}. ngram also takes prompt_lookup_max and prompt_lookup_min. mtp drafts 1 token
@@ -315,6 +319,7 @@ class WorkerConfig:
         if self.scheduler.speculative_config is not None:
             self._check_speculation(self.scheduler.speculative_config)
         one_of("--combine", self.scheduler.combine, get_args(Combine))
+        one_of("--relay", self.scheduler.relay, get_args(RelayUse))
         one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
         self.queues.check(self.scheduler.schedule, self.scheduler.queue_policy)
         at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)

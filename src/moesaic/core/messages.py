@@ -10,7 +10,7 @@ from collections.abc import Sized
 from dataclasses import dataclass, field
 
 from moesaic.core.endpoint import Endpoint
-from moesaic.core.experts import Directory, ExpertLayout
+from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import ExpertServerStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, TokenLogprob, TokenRoute
 from moesaic.core.worker_info import WorkerInfo
@@ -305,6 +305,13 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Neighbours:
+    """The other servers of this server's host, to which it may pass on parts of requests."""
+
+    servers: list[ServerEntry]
+
+
+@dataclass(frozen=True)
 class Holds:
     """The answer to Hold: the experts are loaded, and clients can use the server."""
 
@@ -362,6 +369,6 @@ ToEngine = (
     | Settled
     | FaultyServer
 )
-ToServer = Hold | Enlisted | Refuse
+ToServer = Hold | Neighbours | Enlisted | Refuse
 FromServer = Enlist | RanksWait | Holds | ServerReport | Digests
 Message = ToWorker | ToEngine | ToServer | FromServer | LinkTest

@@ -42,6 +42,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.paced import LinkModel
 
 FLAG = "--topology"
+UNKNOWN_INSIDE = LinkModel(0.0, 8 * 2**30)
+"""What is assumed of the link between two processes of a host."""
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -72,6 +74,10 @@ class Way:
     link: LinkModel
     near: bool
     """Whether both are on one host."""
+    host: str = ""
+    """Name of the server's host."""
+    inside: LinkModel = UNKNOWN_INSIDE
+    """The link between two servers of that host."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class Topology:
     def way(self, worker: int, server: int) -> Way:
         """The way from a worker to a server."""
         here, there = self.host_of_worker(worker), self.host_of_server(server)
-        return Way(self.link(here, there), here == there)
+        return Way(self.link(here, there), here == there, there, self.inside)
 
     @property
     def workers(self) -> tuple[int, ...]:

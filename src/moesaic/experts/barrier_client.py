@@ -16,8 +16,9 @@ class BarrierClient:
     One server would be enough, but it may be frozen. Every server also learns that this client runs no step.
     """
 
-    def __init__(self, hidden: int) -> None:
-        self._hidden = hidden
+    def __init__(self, hidden: int, worker: int = 0) -> None:
+        """worker: this worker's number in requests."""
+        self._hidden, self._worker = hidden, worker
         self._work: bool | None = None
         """The `work` flag to arrive with. None when the client does not wait at the barrier."""
         self._barrier_calls: list[tuple[ServerConnection, int]] = []
@@ -61,7 +62,7 @@ class BarrierClient:
             size = wire.size(0, 0, self._hidden, False)
             call = end.caller.open(size, 1, 4 * self._hidden)
             if call is not None:
-                wire.arrive(call.request, self._hidden, work)
+                wire.arrive(call.request, self._hidden, work, self._worker)
                 end.caller.post(call)
                 self._barrier_calls.append((end, call.number))
                 end.barrier_calls.add(call.number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from moesaic.experts.client import RequestHandle
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import Replicas, ReplicaStats
 from moesaic.transport.calls import Call, Caller
+
+if TYPE_CHECKING:
+    from moesaic.experts.relaying import RelayedCall
 
 
 @lru_cache(maxsize=64)
@@ -120,6 +124,8 @@ class OpenCall:
     """Pairs without an answer; 1 for an empty call without an answer."""
     _arrived: npt.NDArray[np.bool_] | None = None
     """[p] whether each pair has its answer. None before the first part of the answer."""
+    relayed: RelayedCall | None = None
+    """The call that this one is a part of, if another server passes it on or sends further parts with it."""
 
     def __post_init__(self) -> None:
         self.left = max(1, len(self.pairs))
@@ -173,7 +179,9 @@ class OpenCall:
 
         `release` frees the call's memory. It is called when the answer is no longer needed there.
         """
-        if self.submission.inside is self.call:
+        if self.relayed is not None:
+            self.relayed.end(self)
+        elif self.submission.inside is self.call:
             self.submission.give_back = partial(release, self.call)
         else:
             release(self.call)
@@ -226,8 +234,15 @@ class ServerConnection:
     caller: Caller
     calls: dict[int, OpenCall] = field(default_factory=dict)
     """By the number of the call."""
+    relayed: dict[int, RelayedCall] = field(default_factory=dict)
+    """Calls whose parts this server passes on, by their numbers. Each part is among `calls` of its server."""
     barrier_calls: set[int] = field(default_factory=set)
     """Numbers of the calls that arrive at the server's barrier."""
+
+    def end(self, call: Call) -> None:
+        """A call of `relayed` is over."""
+        del self.relayed[call.number]
+        self.caller.release(call)
 
     @property
     def outstanding(self) -> int:

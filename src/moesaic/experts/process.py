@@ -21,8 +21,10 @@ from moesaic.core.stored import is_native
 from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
+from moesaic.experts.connector import Connector
 from moesaic.experts.keeping import KeptExperts, Loaded
 from moesaic.experts.pacing import Pace, PacedBackend
+from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
 from moesaic.models import fingerprint
@@ -33,6 +35,7 @@ from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerSched
 from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, server_scheduler, start_rule
 from moesaic.trace.track import Track
 from moesaic.transport.authentication import SentAway
+from moesaic.transport.calls import HEAP_BYTES
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
@@ -72,17 +75,18 @@ def serve(
         backend.keep(first.experts)  # before others are loaded, so that memory need not have both
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
-    listener = Listener(config.address, secret or first.secret, remote=config.remote_address)
+    secret, relay = secret or first.secret, _relay(config)
+    listener = Listener(config.address, secret, remote=config.remote_address)
     service = _scheduler(config, backend, first)
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
-    server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
+    server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer, relay)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests)
     loader.change(first)
     ended = threading.Event()
     reports = threading.Thread(target=_report, args=(supervisor, server, pace, residency, ended), daemon=True)
     reports.start()
     try:
-        _serve(supervisor, server, loader, wakeup)
+        _serve(supervisor, server, loader, relay, secret, wakeup)
         return 0
     except ConnectionLost:
         loader.join()  # nobody may change the experts when they are used again
@@ -94,7 +98,14 @@ def serve(
         server.close()
 
 
-def _serve(supervisor: StreamConnection, server: ExpertServer, loader: _ExpertLoader, wakeup: Wakeup) -> None:
+def _serve(
+    supervisor: StreamConnection,
+    server: ExpertServer,
+    loader: _ExpertLoader,
+    relay: Relay,
+    secret: bytes,
+    wakeup: Wakeup,
+) -> None:
     """Serve clients and follow the supervisor's messages, until Shutdown."""
     while True:
         wakeup.clear()
@@ -102,11 +113,19 @@ def _serve(supervisor: StreamConnection, server: ExpertServer, loader: _ExpertLo
             match message:
                 case messages.Hold():
                     loader.change(message)
+                case messages.Neighbours(servers):
+                    relay.update({entry.server: entry for entry in servers}, secret)
                 case messages.Refuse(reason):
                     raise SentAway(f"refused this server: {reason}")
                 case messages.Shutdown():
                     return
         server.turn(None, (wakeup.fileno(),))
+
+
+def _relay(config: ExpertServerConfig) -> Relay:
+    """Passes parts of requests to other servers of this host."""
+    made = Wakeup()
+    return Relay(Connector(HEAP_BYTES, made, config.transport), made, config.layout.hidden)
 
 
 def _scheduler(

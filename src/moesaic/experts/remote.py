@@ -8,17 +8,18 @@ server answered first. Pairs that no server can take wait for one that can.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from moesaic.config import RelayUse
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.messages import FaultyServer
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
-from moesaic.experts import wire
 from moesaic.experts.answer_check import Check, WrongAnswer
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
@@ -28,14 +29,20 @@ from moesaic.experts.outstanding import (
     AnswerMemory,
     CallCounts,
     OpenCall,
-    PartialSumCall,
     ServerConnection,
     Submission,
     every_pair,
 )
+from moesaic.experts.posting import Arrivals, Sender
+from moesaic.experts.relaying import (
+    Relaying,
+    needing,
+    open_calls,
+    waited_for,
+)
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
-from moesaic.policy.fleet.replicas import NOBODY, Replicas
+from moesaic.policy.fleet.replicas import Replicas
 from moesaic.transport.calls import Caller
 from moesaic.transport.waiting import wait, yield_core
 from moesaic.transport.wakeup import Wakeup
@@ -79,9 +86,10 @@ class RemoteExperts:
         put: Put = put,
         observer: ClientObserver | None = None,
         check: Check = lambda call, indices: None,
+        relay: RelayUse = "off",
     ) -> None:
         """wakeup: the one that `connector` rings. put: copies rows of answers.
-        check: of every part of an answer.
+        check: of every part of an answer. relay: whether one server of a host passes rows on to others of it.
 
         portion_rows: keep what comes in for `arrivals`. Requests of more rows are reported portion by
         portion, others when their answer is complete. None: `arrivals` is not used.
@@ -90,16 +98,13 @@ class RemoteExperts:
         """
         self._layout = layout
         self._observer: ClientObserver = UnobservedClient() if observer is None else observer
-        self._portion_rows = portion_rows
+        self._arrivals = Arrivals(portion_rows)
         self._every_server = every_server
-        self._barrier_client = BarrierClient(layout.hidden)
-        self._arrivals: list[tuple[RequestHandle, IntArray]] = []
         self._replicas = replicas
         self._connector = connector
         self._wakeup = wakeup
         self._clock = clock
         self._secret = b""
-        self._version = -1
         self._entries: dict[int, ServerEntry] = {}
         """The servers of the directory."""
         self._connections: dict[int, ServerConnection] = {}
@@ -108,14 +113,16 @@ class RemoteExperts:
         """By the number of the handle."""
         self._submitted = 0
         self._memory = AnswerMemory(put)
-        self._stuck: list[Submission] = []
-        """Submissions with pairs that no server could take."""
         self._check = check
         self._blamed: set[ServerEntry] = set()
         """Processes that gave wrong answers."""
         self._faulty: list[FaultyServer] = []
         """Reports that `faulty` has not returned yet."""
         self._counts = CallCounts(layout.layers, replicas)
+        worker = int.from_bytes(os.urandom(4)) | 1  # the number by which servers know this client
+        self._barrier_client = BarrierClient(layout.hidden, worker)
+        servers = replicas, self._connections, Relaying(relay, replicas, 4 * layout.hidden, worker)
+        self._sender = Sender(*servers, self._counts, clock, worker, self._make_room)
         self._waited = 0.0
 
     # ---- RoutedExperts
@@ -134,9 +141,9 @@ class RemoteExperts:
             self.routes.sent(request.layer, pairs.experts, submission.servers)
         if self._wakeup.rung:  # a connection is ready, perhaps to the own rank's server
             self._progress()
-        self._send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
+        self._sender.send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
         if self._every_server:
-            self._send_empty(submission)
+            self._sender.send_empty(submission, self._connections.keys() & self._entries.keys())
         yield_core()
         self._observer.sent(handle, request, began)
         return handle
@@ -162,7 +169,7 @@ class RemoteExperts:
         """The pairs (row * k + slot) that came in since the last call, by request."""
         began = self._clock()
         self._progress()
-        arrivals, self._arrivals = self._arrivals, []
+        arrivals = self._arrivals.take()
         self._observer.collected(arrivals, began)
         return arrivals
 
@@ -185,11 +192,11 @@ class RemoteExperts:
         versions = (
             call.version for connection in self._connections.values() for call in connection.calls.values()
         )
-        return min(versions, default=self._version)
+        return min(versions, default=self._sender.version)
 
     def update(self, directory: Directory, secret: bytes) -> None:
         known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
-        self._secret, self._version = secret, directory.version
+        self._secret, self._sender.version = secret, directory.version
         self._replicas.place(directory.experts, self._layout.num_experts, directory.suspected, directory.ways)
         for server in set(known) - set(self._entries):
             self._connector.stop(server)
@@ -210,10 +217,10 @@ class RemoteExperts:
     def wait(self, timeout: float | None, wakeup: int) -> bool:
         """Sleep until an answer, a new connection, the file descriptor `wakeup`, or a server's deadline."""
         began = self._clock()
-        deadline = self._replicas.next_deadline()
-        limits = [] if timeout is None else [timeout]
-        if deadline is not None:
-            limits.append(max(0.001, deadline - began))
+        slow = self._replicas.next_slow(waited_for(open_calls(self._connections)))
+        deadlines = [one for one in (self._replicas.next_deadline(), slow) if one is not None]
+        limits = [max(0.001, one - began) for one in deadlines]
+        limits += [] if timeout is None else [timeout]
         callers = [connection.caller for connection in self._connections.values()]
         news = wait(callers, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
         if not self._barrier_client.idle:
@@ -259,6 +266,8 @@ class RemoteExperts:
                 for call, indices in connection.caller.poll():
                     if call.number in connection.calls:
                         self._receive(connection, connection.calls[call.number], indices)
+                    elif call.number in connection.relayed:
+                        self._receive_parts(connection, call.number, indices)
                     else:
                         self._barrier_client.answered(connection, call)
             except DamagedMessage as damage:
@@ -268,10 +277,13 @@ class RemoteExperts:
                 self._blame(connection.entry, str(wrong))
             except ConnectionLost:
                 self._fail(server)
-        for server in self._replicas.late(self._clock()):
+        now, relayed = self._clock(), open_calls(self._connections)
+        for server in self._replicas.slow(waited_for(relayed), now) if relayed else ():
+            self._sender.take_back([part for one in relayed for part in needing(one, server)])
+        for server in self._replicas.late(now):
             self._replicas.mask(server)
             self._fail(server)
-        self._retry()
+        self._sender.retry()
         listed = [one for server, one in self._connections.items() if server in self._entries]
         self._barrier_client.arrive(listed)
 
@@ -291,7 +303,7 @@ class RemoteExperts:
         submission.missing -= fresh
         if submission.servers is not None:
             submission.servers[pairs] = server
-        self._report(submission, pairs, fresh)
+        self._arrivals.add(submission, pairs, fresh)
         self._replicas.answered(server, fresh, self._clock())
         if not call.left:
             del connection.calls[call.call.number]
@@ -299,64 +311,30 @@ class RemoteExperts:
             if server not in self._entries:
                 self._retire()
 
-    def _report(self, submission: Submission, pairs: IntArray, fresh: int) -> None:
-        """Keep for `arrivals` what came in. fresh: how many pairs or empty calls are new."""
-        if self._portion_rows is None:
-            return
-        if len(submission.hidden) > self._portion_rows and not submission.whole:
-            self._arrivals.append((submission.handle, pairs))
-        elif fresh and not submission.missing:
-            every = every_pair(len(submission.experts), submission.top_k)[0]
-            self._arrivals.append((submission.handle, every))
-
-    def _send(self, submission: Submission, pairs: IntArray) -> None:
-        """Send each pair to a server that holds its expert. Pairs that no server can take wait."""
-        for server, share in self._replicas.shares(submission.layer, submission.experts[pairs]):
-            mine = pairs if share is None else pairs[share]
-            if server == NOBODY or not self._post(server, submission, mine):
-                submission.unsent.append(mine)
-        if submission.unsent and submission not in self._stuck:
-            self._stuck.append(submission)
-
-    def _send_empty(self, submission: Submission) -> None:
-        """Send a call without pairs to every other server. Servers that leave wait for no client."""
-        for server in self._connections.keys() & self._entries.keys():
-            calls = self._connections[server].calls.values()
-            called = any(call.submission is submission for call in calls)
-            if not called and self._post(server, submission, NO_PAIRS):
-                submission.missing, submission.whole = submission.missing + 1, True
-
-    def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
-        """Returns False when there is no room for another call to this server, or it is gone."""
-        connection = self._connections[server]
-        hidden, row_of = submission.rows_of(pairs)
-        count, width = hidden.shape
-        partial = submission.gate_weights is not None
-        answers = max(1, count if partial else len(pairs))
-        size = wire.size(count, len(pairs), width, partial)
-        try:
-            call = connection.caller.open(size, answers, 4 * width)
-            if call is None and sum(one.move(self._memory) for one in self._submissions.values()):
-                call = connection.caller.open(size, answers, 4 * width)  # unused answers took the room
-            if call is None:
-                return False
-            contents = submission.experts[pairs], row_of, submission.gate_weights_of(pairs), hidden
-            wire.write(call.request, submission.layer, *contents, submission.attempt)
-            connection.caller.post(call)
-        except ConnectionLost:
-            return False  # `_progress` finds out too and sends again
-        kind = PartialSumCall if partial and len(pairs) else OpenCall
-        connection.calls[call.number] = kind(submission, pairs, call, self._version)
-        owed = max(1, len(pairs))  # an empty call is answered too, unless the server is frozen
-        self._replicas.sent(server, owed, self._clock(), again=submission.attempt > 0)
-        self._counts.add(submission.layer, server, len(pairs), size + answers * 4 * width)
-        return True
+    def _receive_parts(self, relay: ServerConnection, number: int, indices: IntArray) -> None:
+        """Rows of a call with parts came in. A wrong answer is that of the part's server."""
+        relayed = relay.relayed[number]
+        for part, rows in relayed.arrived(indices):
+            if not part.live:
+                continue  # it was taken back with the part before
+            connection, usable = self._connections[part.server], relayed.usable(part, rows)
+            try:
+                if len(usable):
+                    self._receive(connection, part.call, usable)
+                if len(usable) < len(rows):
+                    self._sender.take_back(relayed.live if relayed.summed else [part])
+            except WrongAnswer as wrong:
+                self._blame(connection.entry, str(wrong))
+        if relay.entry.server not in self._entries:
+            self._retire()
 
     def _fail(self, server: int) -> None:
         """Give up a connection and send its unanswered pairs to other servers.
 
         Late answers are lost with the connection and its memory. That is the fence that the paper lacks.
         """
+        calls = open_calls(self._connections)
+        others = [part for one in calls for part in needing(one, server) if part.server != server]
         left = self._drop(server)
         entry = self._entries.get(server)
         if entry is not None and entry not in self._blamed:
@@ -366,10 +344,11 @@ class RemoteExperts:
                 continue
             if not len(call.pairs):
                 call.submission.missing -= 1  # an empty call is not sent again
-                self._report(call.submission, call.pairs, 1)
+                self._arrivals.add(call.submission, call.pairs, 1)
                 continue
             call.submission.attempt += 1
-            self._send(call.submission, call.missing)
+            self._sender.send(call.submission, call.missing)
+        self._sender.take_back(others)
 
     def _blame(self, entry: ServerEntry, reason: str) -> None:
         """Give up a server for good, until another process has its id."""
@@ -385,16 +364,19 @@ class RemoteExperts:
             return []
         self._replicas.lost(server, connection.outstanding)
         connection.caller.close()
+        for relayed in connection.relayed.values():
+            relayed.closed = True
+        for call in connection.calls.values():
+            if call.relayed is not None:
+                call.relayed.end(call)
         return list(connection.calls.values())
 
-    def _retry(self) -> None:
-        stuck, self._stuck = self._stuck, []
-        for submission in [one for one in stuck if not one.released]:
-            unsent, submission.unsent = submission.unsent, []
-            self._send(submission, np.sort(np.concatenate(unsent)))
+    def _make_room(self) -> int:
+        """Free the memory of calls that have whole answers. Returns how many there were."""
+        return sum(one.move(self._memory) for one in self._submissions.values())
 
     def _retire(self) -> None:
         """Close connections to servers that left the directory, once they have no unanswered calls."""
         for server, connection in list(self._connections.items()):
-            if server not in self._entries and not connection.calls:
+            if server not in self._entries and not connection.calls and not connection.relayed:
                 self._drop(server)

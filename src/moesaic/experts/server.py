@@ -20,11 +20,14 @@ from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts import wire
 from moesaic.experts.backend import CallPairs, ExpertBackend
 from moesaic.experts.observer import ServerObserver, UnobservedServer
+from moesaic.experts.relay import Answering, Relay
+from moesaic.experts.workers import Workers
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait, yield_core
+from moesaic.transport.wakeup import Wakeup
 
 LOG = logging.getLogger(__name__)
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
@@ -51,7 +54,7 @@ class Served:
 class _Call:
     """A call that is not fully answered."""
 
-    incoming: Incoming
+    incoming: Answering
     request: wire.Request
     answer: FloatRows
     """[p, h] one row per pair, or [m, h] one row per row of the request when partial."""
@@ -73,17 +76,20 @@ class ExpertServer:
         service: ExpertServerScheduler,
         clock: Callable[[], float],
         observer: ServerObserver | None = None,
+        relay: Relay | None = None,
     ) -> None:
+        """relay: passes parts of requests on. None: they are not computed."""
+        self._relay = Relay(None, Wakeup(), layout.hidden) if relay is None else relay
         self._observer: ServerObserver = observer or UnobservedServer()
         self._layout = layout
         self._backend = backend
         self._listener = listener
         self._service = service
+        self._workers = Workers(service)
         self._barrier = StepBarrier()
         self._clock = clock
         self._ends: dict[int, Answerer] = {}
         self._calls: dict[int, _Call] = {}
-        self._next_client = 0
         self._next_call = 0
         self._index = {layer: index for index, layer in enumerate(layout.layers)}
         self._num_layers = max(layout.layers, default=0) + 1
@@ -92,8 +98,8 @@ class ExpertServer:
 
     @property
     def clients(self) -> int:
-        """Number of connected clients."""
-        return len(self._ends)
+        """Number of connected clients, without relays."""
+        return len(self._ends) - self._workers.relays
 
     @property
     def waiting_pairs(self) -> int:
@@ -109,6 +115,7 @@ class ExpertServer:
         self._accept()
         for client, end in list(self._ends.items()):
             self._collect(client, end)
+        self._relay.poll()
         now = self._clock()
         run = self._service.next_run(now)
         if run is not None:
@@ -117,22 +124,22 @@ class ExpertServer:
             return
         patience = self._service.wait(now)
         limits = [limit for limit in (timeout, patience) if limit is not None]
-        fds = (self._listener.fileno(), *wakeups)
-        wait(list(self._ends.values()), fds, min(limits, default=None), SPIN)
+        fds = (self._listener.fileno(), self._relay.fileno(), *wakeups)
+        wait([*self._ends.values(), *self._relay.callers], fds, min(limits, default=None), SPIN)
 
     def close(self) -> None:
         """Close the connections of all clients. Each client notices at once."""
         self._listener.close()
+        self._relay.close()
         for end in self._ends.values():
             end.close()
         self._ends.clear()
 
     def _accept(self) -> None:
         for end in self._listener.accepted():
-            self._ends[self._next_client] = end
-            self._service.client_joined(self._next_client)
-            self._barrier.joined(self._next_client)
-            self._next_client += 1
+            client = self._workers.connected()
+            self._ends[client] = end
+            self._barrier.joined(client)
 
     def _collect(self, client: int, end: Answerer) -> None:
         try:
@@ -149,27 +156,38 @@ class ExpertServer:
         layout = self._layout
         request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden)
         shape = (request.answer_rows, layout.hidden)
-        known = request.layer in self._index or request.work is not None
+        known = request.layer in self._index or request.work is not None or request.greeting
         if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
             raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
         answer = np.ndarray(shape, np.float32, incoming.answer)
+        if self._workers.of_relay(client) and (request.parts or request.work is not None):
+            raise DamagedMessage("a relay sent what only clients send")
+        if request.greeting:
+            self._workers.is_relay(client)
+            incoming.publish(np.zeros(1, dtype=np.int64))
+            self._open(self._barrier.left(client))
+            return
+        mine: Answering = incoming
+        if request.parts:
+            mine = part = self._relay.take(incoming, request, answer)
+            request, answer = part.request, part.answer
         call, self._next_call = self._next_call, self._next_call + 1
         pairs = len(request.experts)
         rows = answer if request.weights is None else np.empty((pairs, layout.hidden), dtype=np.float32)
-        self._calls[call] = _Call(incoming, request, answer, end, rows, pairs)
+        self._calls[call] = _Call(mine, request, answer, end, rows, pairs)
         self.served.calls += 1
         if request.work is not None:
-            self._service.client_paused(client)  # it runs no step until the barrier opens
+            self._workers.paused(client, request.worker)  # it runs no step until the barrier opens
             self._open(self._barrier.arrived(client, call, request.work))
             return
-        self._service.client_joined(client)  # a run may have begun without it
-        self._service.arrived(call, client, request.layer, request.experts, self._clock())
+        caller = self._workers.caller(client, request.worker)
+        self._service.arrived(call, caller, request.layer, request.experts, self._clock())
         self._observer.queued(self._service.waiting_pairs)
 
     def _forget(self, client: int) -> None:
         end = self._ends.pop(client)
         end.close()
-        self._service.client_left(client)
+        self._workers.left(client)
         self._observer.queued(self._service.waiting_pairs)
         self._open(self._barrier.left(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
@@ -181,8 +199,8 @@ class ExpertServer:
         """
         for number in calls:
             self._answer(number, NO_PAIRS)
-        for client in self._ends if calls else ():
-            self._service.client_joined(client)
+        if calls:
+            self._workers.begin()
 
     def _run(self, run: Run, started: float) -> None:
         """Compute the parts of `run` as one batch and publish each of them in its call."""

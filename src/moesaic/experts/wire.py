@@ -7,12 +7,18 @@ fewer bytes and is equal up to rounding.
 
 A barrier call is a request without pairs. Its sender is at the beginning of a step and waits until all are.
 
-    header | experts int32 [p] | rows int32 [p] | weights float32 [p], if partial | hidden float32 [m, h]
+A request may have parts: pairs that several servers of one host compute (`experts.relay`). The first part is
+that of the server that gets the request, the relay, which passes the other ones on. The pairs of a part stand
+together. The answer is that to a request without parts: with `partial` the sums of all servers are added.
+
+    header | experts int32 [p] | rows int32 [p] | weights float32 [p], if partial
+           | servers int32 [q] | pairs of each part int32 [q] | hidden float32 [m, h]
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +26,25 @@ import numpy as np
 from moesaic.core.errors import DamagedMessage
 from moesaic.core.tokens import FloatRows, IntArray
 
-_HEADER = struct.Struct("<4sHHIIII")  # magic, layer, flags, rows, pairs, hidden size, attempt; 24 bytes
-_MAGIC = b"MOE1"
-_PARTIAL, _BARRIER, _BARRIER_WITH_WORK = 1, 2, 3
+_HEADER = struct.Struct("<4sHBBIIIII")
+"""magic, layer, kind, parts, rows, pairs, hidden size, attempt, worker; 28 bytes"""
+_MAGIC = b"MOE2"
+_EXACT, _PARTIAL, _BARRIER, _BARRIER_WITH_WORK, _GREETING = range(5)
 MOST_ROWS = 1 << 22
 """Maximum rows, and maximum pairs, that the header of a request may name. It bounds damaged headers."""
+MOST_PARTS = 255
+"""Maximum parts of a request."""
+NOT_COMPUTED = 0x7FC0A5A5
+"""Every number of an answer's row has these bits, a NaN that no computation gives, if its part could not be
+passed on."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The pairs of a request that one server computes."""
+
+    server: int
+    pairs: int
 
 
 @dataclass(frozen=True)
@@ -44,16 +64,28 @@ class Request:
     """[m, h] hidden states, a view of the message."""
     work: bool | None = None
     """For a barrier call: whether the sender has rows to compute. None for every other request."""
+    worker: int = 0
+    """A number of the attention worker that wants the answer, also where a relay sends the request."""
+    parts: tuple[Part, ...] = ()
+    """Which server computes which pairs, in their order. Empty: the one that gets the request."""
+    greeting: bool = False
+    """Whether it only says that the sender is a relay."""
 
     @property
     def answer_rows(self) -> int:
         """Rows of the answer. An answer without content still has one row."""
         return max(1, len(self.experts) if self.weights is None else len(self.hidden))
 
+    @property
+    def slices(self) -> list[slice]:
+        """The pairs of each part."""
+        ends = np.cumsum([part.pairs for part in self.parts]).tolist()
+        return [slice(end - part.pairs, end) for part, end in zip(self.parts, ends, strict=True)]
 
-def size(rows: int, pairs: int, hidden: int, partial: bool) -> int:
+
+def size(rows: int, pairs: int, hidden: int, partial: bool, parts: int = 0) -> int:
     """Bytes of a request."""
-    return _HEADER.size + 4 * pairs * (3 if partial else 2) + 4 * rows * hidden
+    return _HEADER.size + 4 * pairs * (3 if partial else 2) + 8 * parts + 4 * rows * hidden
 
 
 def write(
@@ -64,36 +96,48 @@ def write(
     weights: FloatRows | None,
     hidden: FloatRows,
     attempt: int = 0,
+    worker: int = 0,
+    parts: Sequence[Part] = (),
 ) -> None:
     """Write a request into `memory`, which has `size` bytes. The arrays are those of `Request`."""
     (count, width), pairs = hidden.shape, len(experts)
-    flags = 0 if weights is None else _PARTIAL
-    _HEADER.pack_into(memory, 0, _MAGIC, layer, flags, count, pairs, width, attempt)
+    kind = _EXACT if weights is None else _PARTIAL
+    _HEADER.pack_into(memory, 0, _MAGIC, layer, kind, len(parts), count, pairs, width, attempt, worker)
     named = np.frombuffer(memory, np.int32, 2 * pairs, _HEADER.size)
     named[:pairs], named[pairs:] = experts, rows
     at = _HEADER.size + 8 * pairs
     if weights is not None:
         np.frombuffer(memory, np.float32, pairs, at)[:] = weights
         at += 4 * pairs
+    if parts:
+        table = [part.server for part in parts] + [part.pairs for part in parts]
+        np.frombuffer(memory, np.int32, len(table), at)[:] = table
+        at += 4 * len(table)
     np.frombuffer(memory, np.float32, count * width, at).reshape(count, width)[:] = hidden
 
 
-def arrive(memory: memoryview, hidden: int, work: bool) -> None:
+def arrive(memory: memoryview, hidden: int, work: bool, worker: int = 0) -> None:
     """Write a barrier call into `memory`, which has `size(0, 0, hidden, False)` bytes."""
-    _HEADER.pack_into(memory, 0, _MAGIC, 0, _BARRIER_WITH_WORK if work else _BARRIER, 0, 0, hidden, 0)
+    kind = _BARRIER_WITH_WORK if work else _BARRIER
+    _HEADER.pack_into(memory, 0, _MAGIC, 0, kind, 0, 0, 0, hidden, 0, worker)
+
+
+def greet(memory: memoryview, hidden: int) -> None:
+    """Write the first request of a relay into `memory`, which has `size(0, 0, hidden, False)` bytes."""
+    _HEADER.pack_into(memory, 0, _MAGIC, 0, _GREETING, 0, 0, 0, hidden, 0, 0)
 
 
 def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) -> Request:
     """The request in `memory`. Raises DamagedMessage when it is no valid request: the peer is not moesaic."""
     if len(memory) < _HEADER.size:
         raise DamagedMessage(f"a request of {len(memory)} bytes is too short")
-    magic, layer, flags, rows, pairs, width, attempt = _HEADER.unpack_from(memory, 0)
-    partial = flags == _PARTIAL
-    if magic != _MAGIC or flags > _BARRIER_WITH_WORK or layer >= num_layers or width != hidden:
+    magic, layer, kind, count, rows, pairs, width, attempt, worker = _HEADER.unpack_from(memory, 0)
+    partial = kind == _PARTIAL
+    if magic != _MAGIC or kind > _GREETING or layer >= num_layers or width != hidden:
         raise DamagedMessage("a request has a damaged header or is meant for another model")
-    if flags >= _BARRIER and (rows or pairs):
-        raise DamagedMessage(f"a barrier call claims {rows} rows and {pairs} pairs")
-    if max(rows, pairs) > MOST_ROWS or len(memory) != size(rows, pairs, hidden, partial):
+    if kind >= _BARRIER and (rows or pairs or count):
+        raise DamagedMessage(f"a call without pairs claims {rows} rows, {pairs} pairs and {count} parts")
+    if max(rows, pairs) > MOST_ROWS or len(memory) != size(rows, pairs, hidden, partial, count):
         raise DamagedMessage(f"a request of {len(memory)} bytes claims {rows} rows and {pairs} pairs")
     at = _HEADER.size
     # Copy the ids, because a hostile client could change shared memory after the checks.
@@ -105,6 +149,19 @@ def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) ->
     at += 8 * pairs
     weights = np.frombuffer(memory, np.float32, pairs, at) if partial else None
     at += 4 * pairs if partial else 0
-    values = np.frombuffer(memory, np.float32, rows * hidden, at).reshape(rows, hidden)
-    work = flags == _BARRIER_WITH_WORK if flags >= _BARRIER else None
-    return Request(layer, attempt, experts, places, weights, values, work)
+    parts = _parts(memory, at, count, pairs)
+    values = np.frombuffer(memory, np.float32, rows * hidden, at + 8 * count).reshape(rows, hidden)
+    work = kind == _BARRIER_WITH_WORK if kind in (_BARRIER, _BARRIER_WITH_WORK) else None
+    found = layer, attempt, experts, places, weights, values, work, worker, parts
+    return Request(*found, greeting=kind == _GREETING)
+
+
+def _parts(memory: memoryview, at: int, count: int, pairs: int) -> tuple[Part, ...]:
+    """The parts of a request from byte `at` on."""
+    table = np.frombuffer(memory, np.int32, 2 * count, at).tolist()
+    parts = tuple(map(Part, table[:count], table[count:]))
+    whole = sum(part.pairs for part in parts) == pairs and all(part.pairs > 0 for part in parts)
+    distinct = len({part.server for part in parts}) == count and all(part.server >= 0 for part in parts)
+    if count and not (whole and distinct):
+        raise DamagedMessage(f"a request of {pairs} pairs has the parts {table}")
+    return parts

@@ -238,4 +238,5 @@ def _remote(
         put=loaded.kernels.put,
         observer=observer,
         check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),
+        relay=config.scheduler.relay if pacing is None else "off",
     )

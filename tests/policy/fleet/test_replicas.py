@@ -404,7 +404,7 @@ class Forgetful(Replicas):
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["sent", "answered", "lost", "joined", "mask", "late", "suspect"]),
+        st.sampled_from(["sent", "answered", "taken", "lost", "joined", "mask", "late", "suspect"]),
         st.integers(0, 2),
         st.floats(0, 1),
     ),
@@ -426,17 +426,48 @@ def test_nothing_that_is_remembered_changes_an_answer(
     for what, server, seconds in steps:
         now += seconds
         there = server in both[0].connected
-        if (what == "answered" and not outstanding[server]) or (what == "sent" and not there):
+        if (what in ("answered", "taken") and not outstanding[server]) or (what == "sent" and not there):
             continue
         if what in ("lost", "mask", "joined"):
             outstanding[server] = 0
-        outstanding[server] += {"sent": 2, "answered": -2}.get(what, 0)
+        outstanding[server] += {"sent": 2, "answered": -2, "taken": -2}.get(what, 0)
         for one in both:
             if what in ("sent", "answered"):
                 getattr(one, what)(server, 2, now)
+            elif what == "taken":
+                one.taken_back(server, 2)
             elif what == "suspect":
                 one.place(held, 3, suspected=[server])
             elif what != "late":
                 getattr(one, what)(server)
         answers = [(one.late(now), one.next_deadline(), one.connected, one.stats) for one in both]
         assert answers[0] == answers[1]
+
+
+# ---- what is taken back
+
+
+def test_soon_late() -> None:
+    """Both servers were asked at 0 and have 3 seconds. One of them answers."""
+    subject = replicas(BOTH, 2)
+    subject.sent(0, 4, 0.0)
+    subject.sent(1, 4, 0.0)
+    assert subject.slow({0, 1}, 2.25) == [] and subject.next_slow({0, 1}) == 2.25
+    assert subject.slow({0, 1}, 2.3) == [0, 1] and subject.slow({1, 7}, 2.3) == [1]
+    subject.answered(1, 4, 1.0)
+    assert subject.slow({0, 1}, 2.3) == [0]
+    assert subject.next_slow({1}) is None
+    subject.lost(1)
+    assert subject.slow({0}, 9.0) == [], "nobody else has its experts"
+
+
+def test_pairs_that_are_sent_again_keep_the_clock() -> None:
+    subject = replicas(BOTH, 2)
+    subject.sent(0, 4, 0.0)
+    subject.sent(0, 4, 2.0, again=True)
+    subject.taken_back(0, 4)
+    assert subject.late(2.9) == [] and subject.late(3.1) == [0]
+    subject.taken_back(0, 4)
+    subject.sent(0, 1, 5.0)
+    assert subject.late(7.9) == [] and subject.late(8.1) == [0]
+    subject.taken_back(9, 4)

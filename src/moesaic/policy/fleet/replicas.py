@@ -52,6 +52,8 @@ class ReplicaTimeout:
     """Maximum timeout in seconds, for a server that never answered after a long silence."""
     unknown: float = 0.8
     """Timeout in seconds of a server that never answered. It may have to read its weights first."""
+    relayed: float = 0.75
+    """Share of the timeout after which pairs that go through a relay are sent directly."""
     memory: float = 0.9
     """Factor by which each answer decays the longest known silence."""
 
@@ -161,6 +163,11 @@ class Replicas:
     def far(self, server: int) -> bool:
         """Whether the server is on another host than this client, as far as that is known."""
         return server in self._ways and not self._ways[server].near
+
+    @property
+    def ways(self) -> Mapping[int, Way]:
+        """Server -> the link from this client to it, where links are known."""
+        return self._ways
 
     @property
     def connected(self) -> frozenset[int]:
@@ -283,6 +290,30 @@ class Replicas:
         state.pace = pace if state.pace is None else max(pace, 0.9 * state.pace + 0.1 * pace)
         state.outstanding -= pairs
         state.since = now
+
+    def taken_back(self, server: int, pairs: int) -> None:
+        """Record that `server` need not answer these pairs any more. The clock of its others goes on.
+
+        If they are sent to it again, call `sent` before: then its clock goes on for them, too.
+        """
+        if server in self._servers:
+            self._servers[server].outstanding -= pairs
+
+    def slow(self, servers: Collection[int], now: float) -> list[int]:
+        """Those of the servers that will soon be late, and that others could replace."""
+        return [server for server, end in self._soon_late(servers) if now > end]
+
+    def next_slow(self, servers: Collection[int]) -> float | None:
+        """The time at which `slow` may name the next of these servers."""
+        return min((end for _, end in self._soon_late(servers)), default=None)
+
+    def _soon_late(self, servers: Collection[int]) -> list[tuple[int, float]]:
+        known = [(server, self._servers[server]) for server in servers if server in self._servers]
+        return [
+            (server, state.since + self._patience.relayed * self._allowed(server, state))
+            for server, state in known
+            if state.outstanding and self._is_spare(server)
+        ]
 
     def late(self, now: float) -> list[int]:
         """Servers that were silent for too long, or that are suspected.

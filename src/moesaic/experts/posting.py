@@ -1,0 +1,177 @@
+"""Sends the pairs of submissions to servers, and keeps what came in for clients that use parts of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.tokens import IntArray
+from moesaic.experts import wire
+from moesaic.experts.client import RequestHandle
+from moesaic.experts.outstanding import (
+    CallCounts,
+    OpenCall,
+    PartialSumCall,
+    ServerConnection,
+    Submission,
+    every_pair,
+)
+from moesaic.experts.relaying import RelayedPart, Relaying, Shares
+from moesaic.policy.fleet.replicas import NOBODY, Replicas
+
+NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
+
+
+def post_call(
+    connection: ServerConnection,
+    submission: Submission,
+    pairs: IntArray,
+    version: int,
+    worker: int,
+    make_room: Callable[[], int],
+) -> tuple[OpenCall, int] | None:
+    """Send these pairs. Returns the call, and the bytes of request and answer.
+
+    version: of the directory. worker: its number in requests. make_room: frees memory of calls, and says
+    whether there was any to free. None if there is no room for another call, or the server is gone.
+    """
+    hidden, row_of = submission.rows_of(pairs)
+    count, width = hidden.shape
+    partial = submission.gate_weights is not None
+    answers = max(1, count if partial else len(pairs))
+    size = wire.size(count, len(pairs), width, partial)
+    try:
+        call = connection.caller.open(size, answers, 4 * width)
+        if call is None and make_room():
+            call = connection.caller.open(size, answers, 4 * width)  # unused answers took the room
+        if call is None:
+            return None
+        contents = submission.experts[pairs], row_of, submission.gate_weights_of(pairs), hidden
+        wire.write(call.request, submission.layer, *contents, submission.attempt, worker)
+        connection.caller.post(call)
+    except ConnectionLost:
+        return None  # the next poll of this connection reports it, and the pairs are sent again
+    kind = PartialSumCall if partial and len(pairs) else OpenCall
+    return kind(submission, pairs, call, version), size + answers * 4 * width
+
+
+class Sender:
+    """Sends pairs to the servers that `Replicas` chooses. Pairs that no server can take wait for one."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        connections: Mapping[int, ServerConnection],
+        relaying: Relaying,
+        counts: CallCounts,
+        clock: Callable[[], float],
+        worker: int,
+        make_room: Callable[[], int],
+    ) -> None:
+        """connections: by server, kept by the caller. worker, make_room: as of `post_call`."""
+        self.version = -1
+        """Version of the directory."""
+        self._replicas, self._connections, self._relaying = replicas, connections, relaying
+        self._counts, self._clock, self._worker, self._make_room = counts, clock, worker, make_room
+        self._stuck: list[Submission] = []
+        """Submissions with pairs that no server could take."""
+
+    def send(self, submission: Submission, pairs: IntArray) -> None:
+        """Send each pair to a server that holds its expert. Pairs that no server can take wait."""
+        shares = [
+            (server, pairs if share is None else pairs[share])
+            for server, share in self._replicas.shares(submission.layer, submission.experts[pairs])
+        ]
+        for group in self._relaying.groups(submission, shares, self._clock()):
+            if len(group) > 1 and self._post_parts(submission, group):
+                continue
+            for server, mine in group:
+                if server == NOBODY or not self._post(server, submission, mine):
+                    submission.unsent.append(mine)
+        if submission.unsent and submission not in self._stuck:
+            self._stuck.append(submission)
+
+    def send_empty(self, submission: Submission, servers: Collection[int]) -> None:
+        """Send a call without pairs to every other one of these servers."""
+        for server in servers:
+            calls = self._connections[server].calls.values()
+            called = any(call.submission is submission for call in calls)
+            if not called and self._post(server, submission, NO_PAIRS):
+                submission.missing, submission.whole = submission.missing + 1, True
+
+    def retry(self) -> None:
+        """Send pairs that no server could take."""
+        stuck, self._stuck = self._stuck, []
+        for submission in [one for one in stuck if not one.released]:
+            unsent, submission.unsent = submission.unsent, []
+            self.send(submission, np.sort(np.concatenate(unsent)))
+
+    def take_back(self, parts: Sequence[RelayedPart]) -> None:
+        """Send what these parts lack directly. What still comes in for them is ignored."""
+        for part in [one for one in parts if one.live]:
+            call = part.call
+            assert call.relayed is not None
+            del self._connections[part.server].calls[call.call.number]
+            self._relaying.rest(call.relayed, self._clock())
+            call.relayed.end(call)
+            if not call.submission.released:
+                call.submission.attempt += 1
+                self.send(call.submission, call.missing)
+            self._replicas.taken_back(part.server, call.left)
+
+    def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
+        """Returns False when there is no room for another call to this server, or it is gone."""
+        connection = self._connections[server]
+        posted = post_call(connection, submission, pairs, self.version, self._worker, self._make_room)
+        if posted is None:
+            return False
+        call, size = posted
+        self._sent(server, call)
+        self._counts.add(submission.layer, server, len(pairs), size)
+        return True
+
+    def _post_parts(self, submission: Submission, shares: Shares) -> bool:
+        """Send the shares as the parts of one call to the server of the first share. As `_post`."""
+        relay = shares[0][0]
+        relayed = self._relaying.post(self._connections[relay], submission, shares, self.version)
+        if relayed is None:
+            return False
+        for part in relayed.parts:
+            self._sent(part.server, part.call)
+        pairs = sum(len(share) for _, share in shares)
+        self._counts.add(submission.layer, relay, pairs, relayed.size)
+        return True
+
+    def _sent(self, server: int, call: OpenCall) -> None:
+        self._connections[server].calls[call.call.number] = call
+        owed = max(1, len(call.pairs))  # an empty call is answered too, unless the server is frozen
+        self._replicas.sent(server, owed, self._clock(), again=call.submission.attempt > 0)
+
+
+class Arrivals:
+    """What came in, for a client that uses parts of answers (`RemoteExperts.arrivals`)."""
+
+    def __init__(self, portion_rows: int | None) -> None:
+        """portion_rows: as of `RemoteExperts`. None: nothing is kept."""
+        self._portion_rows = portion_rows
+        self._kept: list[tuple[RequestHandle, IntArray]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def take(self) -> list[tuple[RequestHandle, IntArray]]:
+        """The pairs that came in since the last call, by request."""
+        kept, self._kept = self._kept, []
+        return kept
+
+    def add(self, submission: Submission, pairs: IntArray, fresh: int) -> None:
+        """These pairs came in. fresh: how many pairs or empty calls are new."""
+        if self._portion_rows is None:
+            return
+        if len(submission.hidden) > self._portion_rows and not submission.whole:
+            self._kept.append((submission.handle, pairs))
+        elif fresh and not submission.missing:
+            every = every_pair(len(submission.experts), submission.top_k)[0]
+            self._kept.append((submission.handle, every))

@@ -1,0 +1,267 @@
+"""The client's side of relays: calls with parts that one server passes on to others of its host.
+
+Each part is an `OpenCall` of the server that computes it. So timeouts, replicas and blame are those of calls
+that are sent directly. The whole call belongs to the connection to the relay. Parts that come to nothing are
+taken back and sent again, directly (`RemoteExperts`):
+
+| event | taken back |
+|---|---|
+| the relay cannot pass a part on, and says so | this part |
+| the relay, or the server of a part, is soon late (`Replicas.slow`) | the part, or those of the relay |
+| the relay is lost | the parts of its other servers |
+| a sum of several servers is not finite, and no server is known to be at fault | the parts of the sum |
+
+If a part of a sum is taken back, the sum's other parts are as well: nothing else would answer their pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moesaic.config import RelayUse
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.experts import wire
+from moesaic.experts.outstanding import AnswerMemory, OpenCall, ServerConnection, Submission
+from moesaic.policy.fleet import relays
+from moesaic.policy.fleet.relays import Share
+from moesaic.policy.fleet.replicas import Replicas
+from moesaic.transport.calls import Call
+
+Shares = list[tuple[int, IntArray]]
+"""[(server, its pairs), ...]"""
+
+
+@dataclass(eq=False)
+class PartOfCall:
+    """The part of a call that one server answers, as a call of its own. It has no request."""
+
+    number: int
+    """Below 0, so that it is no number of the server's connection."""
+    rows: int
+    row_bytes: int
+    answer: memoryview
+    request: memoryview = field(default_factory=lambda: memoryview(b""))
+
+
+class HostSum(OpenCall):
+    """The part of one server in sums that the relay adds up. All parts have their answer at once.
+
+    The first pair of each row gets the sum, whichever part has it. The others get zeros.
+    """
+
+    firsts: tuple[IntArray, IntArray]
+    """Pairs of this part that are the first of their rows, and these rows in the answer."""
+
+    def receive(self, indices: IntArray, memory: AnswerMemory) -> tuple[IntArray, int]:
+        fresh = self._mark(np.arange(len(self.pairs)))
+        if self.submission.released:
+            return self.pairs[:0], fresh
+        out, (pairs, rows) = self.submission.answer_memory(memory), self.firsts
+        out[self.pairs] = 0
+        memory.put(out, pairs, self._answer, rows)
+        return self.pairs, fresh
+
+    def not_finite(self, indices: IntArray) -> None:
+        """`RelayedCall.usable` looks for such sums. Here it is not known which server would be at fault."""
+
+
+@dataclass(eq=False)
+class RelayedPart:
+    """A part of a call that is under way."""
+
+    server: int
+    call: OpenCall
+    first: int
+    """Its first row in the whole answer."""
+    live: bool = True
+    """Whether its answer is awaited."""
+
+
+@dataclass(eq=False)
+class RelayedCall:
+    """A call with parts. `call` is that of the connection to the relay."""
+
+    relay: int
+    host: str
+    call: Call
+    hidden: FloatRows
+    """[m, h] the rows that were sent."""
+    release: Callable[[Call], None]
+    summed: bool
+    parts: list[RelayedPart]
+    closed: bool = False
+    """Whether the connection to the relay is closed."""
+    _came: int = 0
+    """Rows of the answer so far."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the request and the answer."""
+        return len(self.call.request) + self.call.rows * self.call.row_bytes
+
+    @property
+    def live(self) -> list[RelayedPart]:
+        """The parts whose answers are awaited."""
+        return [part for part in self.parts if part.live]
+
+    def end(self, call: OpenCall) -> None:
+        """This part is complete, or it is taken back."""
+        for part in self.parts:
+            part.live &= part.call is not call
+        if not self.live and not self.closed:
+            self.closed = True
+            self.release(self.call)
+
+    def arrived(self, indices: IntArray) -> list[tuple[RelayedPart, IntArray]]:
+        """The parts of which these rows of the whole answer are, with the rows of each. Sums come at once."""
+        self._came += len(indices)
+        if self.summed:
+            return [(part, indices) for part in self.live] if self._came == self.call.rows else []
+        found = []
+        for part in self.live:
+            rows = indices - part.first
+            rows = rows[(rows >= 0) & (rows < part.call.call.rows)]
+            if len(rows):
+                found.append((part, rows))
+        return found
+
+    def usable(self, part: RelayedPart, rows: IntArray) -> IntArray:
+        """Those of the part's rows that were computed. For sums: all or none."""
+        answer = np.frombuffer(part.call.call.answer, np.float32).reshape(-1, self.hidden.shape[1])
+        marked = answer.view(np.uint32)[rows, 0] == wire.NOT_COMPUTED
+        if marked.any():
+            marked[marked] = (answer.view(np.uint32)[rows[marked]] == wire.NOT_COMPUTED).all(axis=1)
+        if not self.summed:
+            usable: IntArray = rows[~marked]
+            return usable
+        wrong = ~np.isfinite(answer).all(axis=1) & np.isfinite(self.hidden).all(axis=1)
+        return rows[:0] if marked.any() or wrong.any() else rows
+
+
+class Relaying:
+    """Decides which calls have parts, and sends them."""
+
+    def __init__(self, use: RelayUse, replicas: Replicas, row_bytes: int, worker: int) -> None:
+        """row_bytes: of a hidden state. worker: this worker's number in requests."""
+        self._use, self._replicas, self._row_bytes, self._worker = use, replicas, row_bytes, worker
+        self._resting = relays.Resting()
+        self._number = 0
+
+    def groups(self, submission: Submission, shares: Shares, now: float) -> list[Shares]:
+        """The shares, with those together that are sent as the parts of one call. The relay is the first."""
+        ways = self._replicas.ways
+        if self._use == "off" or len(shares) < 2 or not ways:
+            return [[share] for share in shares]
+        pairs, found = dict(shares), []
+        for servers in relays.by_host(list(pairs), ways):
+            way = ways[servers[0]]
+            if self._resting.rests(way.host, now) or len(servers) > wire.MOST_PARTS:
+                continue
+            rows = {server: pairs[server] // submission.top_k for server in servers}
+            known = [Share(one, len(pairs[one]), len(np.unique(rows[one]))) for one in servers]
+            distinct = len(np.unique(np.concatenate(list(rows.values()))))
+            partial = submission.gate_weights is not None
+            saved = relays.saved_bytes(known, distinct, self._row_bytes, partial)
+            alike = known, distinct, self._row_bytes, partial, partial, way
+            if saved and (self._use == "always" or relays.pays(*alike)):
+                relay = relays.relay_of(known)
+                order = sorted(servers, key=lambda server: (server != relay, server))
+                found.append([(server, pairs.pop(server)) for server in order])
+        return found + [[share] for share in pairs.items()]
+
+    def post(
+        self, connection: ServerConnection, submission: Submission, shares: Shares, version: int
+    ) -> RelayedCall | None:
+        """Send the shares as one call to the relay. None if there is no room for it, or it is gone."""
+        layer, top_k, width = submission.layer, submission.top_k, submission.hidden.shape[1]
+        pairs = np.concatenate([share for _, share in shares])
+        used, row_of = np.unique(pairs // top_k, return_inverse=True)
+        hidden, weights = submission.hidden[used], submission.gate_weights_of(pairs)
+        summed = weights is not None
+        answers = len(hidden) if summed else len(pairs)
+        parts = [wire.Part(server, len(share)) for server, share in shares]
+        try:
+            size = wire.size(len(hidden), len(pairs), width, summed, len(parts))
+            call = connection.caller.open(size, answers, 4 * width)
+            if call is None:
+                return None
+            contents = submission.experts[pairs], row_of, weights, hidden, submission.attempt, self._worker
+            wire.write(call.request, layer, *contents, parts)
+            connection.caller.post(call)
+        except ConnectionLost:
+            return None
+        host = self._replicas.ways[shares[0][0]].host
+        relayed = RelayedCall(connection.entry.server, host, call, hidden, connection.end, summed, [])
+        first = 0
+        for server, share in shares:
+            part = self._part(relayed, submission, share, first, version)
+            relayed.parts.append(RelayedPart(server, part, first))
+            first += 0 if summed else len(share)
+        if summed:
+            _place_sums(relayed)
+        connection.relayed[call.number] = relayed
+        return relayed
+
+    def rest(self, relayed: RelayedCall, now: float) -> None:
+        """Send no parts to this host for a while."""
+        self._resting.begin(relayed.host, now)
+
+    def _part(
+        self, relayed: RelayedCall, submission: Submission, pairs: IntArray, first: int, version: int
+    ) -> OpenCall:
+        whole, row_bytes = relayed.call, relayed.call.row_bytes
+        rows = whole.rows if relayed.summed else len(pairs)
+        answer = whole.answer[first * row_bytes : (first + rows) * row_bytes]
+        self._number -= 1
+        kind = HostSum if relayed.summed else OpenCall
+        part = kind(submission, pairs, PartOfCall(self._number, rows, row_bytes, answer), version)
+        part.relayed = relayed
+        return part
+
+
+def _place_sums(relayed: RelayedCall) -> None:
+    """Say for each part which of its pairs get sums."""
+    pairs = np.concatenate([part.call.pairs for part in relayed.parts])
+    owner = np.repeat(np.arange(len(relayed.parts)), [len(part.call.pairs) for part in relayed.parts])
+    order = np.argsort(pairs)
+    top_k = relayed.parts[0].call.submission.top_k
+    _, first = np.unique(pairs[order] // top_k, return_index=True)  # [m] rows ascend
+    chosen = order[first]
+    for index, part in enumerate(relayed.parts):
+        assert isinstance(part.call, HostSum)
+        rows = np.flatnonzero(owner[chosen] == index)
+        part.call.firsts = pairs[chosen[rows]], rows
+
+
+def needing(relayed: RelayedCall, server: int) -> list[RelayedPart]:
+    """The parts that are of no use, or have to be sent in another way, if this server is lost or slow.
+
+    Example: server 1 passes on parts for servers 2 and 3. If 1 is slow these are the parts of 2 and 3, and if
+    2 is slow it is its own part. Of sums it is each part in both cases.
+    """
+    live = relayed.live
+    if relayed.summed:
+        return live if server in [relayed.relay, *(part.server for part in live)] else []
+    if relayed.relay == server:
+        return [part for part in live if part.server != server]
+    return [part for part in live if part.server == server]
+
+
+def open_calls(connections: Mapping[int, ServerConnection]) -> list[RelayedCall]:
+    """The calls with parts that are under way."""
+    return [relayed for one in connections.values() for relayed in one.relayed.values() if relayed.live]
+
+
+def waited_for(calls: Sequence[RelayedCall]) -> set[int]:
+    """The servers whose parts would be taken back if they were slow."""
+    return {
+        server
+        for relayed in calls
+        for part in relayed.live
+        for server in (relayed.relay, part.server)
+        if relayed.summed or part.server != relayed.relay
+    }

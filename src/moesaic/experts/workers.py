@@ -1,0 +1,93 @@
+"""Which attention workers a server's scheduler waits for, and by which connections their calls come."""
+
+from __future__ import annotations
+
+from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler
+
+
+class Workers:
+    """Gives the scheduler's clients their numbers.
+
+    A worker has a connection of its own. Some of its calls may come through relays (`experts.relay`), and
+    these have a number for each relay and worker. So the calls of a relay that dies go without others. The
+    scheduler waits for one number of each worker at a time: that of its last call.
+    """
+
+    def __init__(self, service: ExpertServerScheduler) -> None:
+        self._service = service
+        self._next = 0
+        self._direct: dict[int, int] = {}
+        """Number of each connection -> the worker, 0 before its first call."""
+        self._relayed: dict[int, dict[int, int]] = {}
+        """Number of each relay's connection -> worker -> number of the calls that come through it."""
+
+    @property
+    def relays(self) -> int:
+        """Connections of relays."""
+        return len(self._relayed)
+
+    def connected(self) -> int:
+        """The number of a new connection. The scheduler waits for its calls."""
+        number, self._next = self._next, self._next + 1
+        self._direct[number] = 0
+        self._service.client_joined(number)
+        return number
+
+    def of_relay(self, number: int) -> bool:
+        """Whether this connection belongs to a relay."""
+        return number in self._relayed
+
+    def is_relay(self, number: int) -> None:
+        """This connection belongs to a relay, so nobody waits for it."""
+        self._direct.pop(number, None)
+        self._relayed.setdefault(number, {})
+        self._service.client_left(number)
+
+    def caller(self, connection: int, worker: int) -> int:
+        """The number of a call that comes now. The scheduler waits for this worker by this number.
+
+        A worker without a connection of its own here is not waited for.
+        """
+        if connection in self._direct:
+            self._direct[connection] = worker
+            self._pause(worker)
+            self._service.client_joined(connection)  # a run may have begun without it
+            return connection
+        numbers = self._relayed[connection]
+        if worker not in numbers:
+            numbers[worker], self._next = self._next, self._next + 1
+        if worker in self._direct.values():
+            self._pause(worker)
+            self._service.client_joined(numbers[worker])
+        return numbers[worker]
+
+    def paused(self, connection: int, worker: int) -> None:
+        """Wait for no call of this worker until it calls or a step begins."""
+        if connection in self._direct:
+            self._direct[connection] = worker
+            self._service.client_paused(connection)
+            self._pause(worker)
+
+    def begin(self) -> None:
+        """All workers begin a step, so runs wait for all of them."""
+        for number in self._direct:
+            self._service.client_joined(number)
+
+    def left(self, connection: int) -> None:
+        """The connection is closed. Its calls are dropped, also those that came through it as a relay."""
+        for number in self._relayed.pop(connection, {}).values():
+            self._service.client_left(number)
+        worker = self._direct.pop(connection, 0)
+        self._pause(worker)
+        self._service.client_left(connection)
+
+    def _pause(self, worker: int) -> None:
+        """Wait for no call of this worker, whichever way it comes."""
+        if not worker:
+            return
+        for number, known in self._direct.items():
+            if known == worker:
+                self._service.client_paused(number)
+        for numbers in self._relayed.values():
+            if worker in numbers:
+                self._service.client_paused(numbers[worker])
