@@ -95,13 +95,16 @@ def _context(
     job = Job(arguments.micro_batch, arguments.micro_batches, context, steps + 1, rows)
     token = int(sizes.layers * sizes.cache(1, FLOAT32))
     sizes = replace(sizes, routing=routing(str(path), job, token, sizes.experts))
+    workload = Workload(context, job.generate, FLOAT32)
     speeds = [1e9 * speed for speed in arguments.links]
     with Progress(console=Console(stderr=True), auto_refresh=False) as progress:  # no thread beside lanes
         task = progress.add_task(f"context {context}", total=(steps + 1) * len(arguments.schedules))
         middle = speeds[len(speeds) // 2]
         sessions, prompts = [], {}
+        split = priced(sizes, machine, workload, middle).durations.split_prices()
         for schedule in arguments.schedules:
-            sessions.append(Session.begin(str(path), job.policy(schedule), job, middle, token))
+            prices = split if schedule == "split" else None
+            sessions.append(Session.begin(str(path), job.policy(schedule), job, middle, token, prices))
             prompts[schedule] = sessions[-1].step()
             progress.update(task, advance=1, refresh=True)
         taken: dict[tuple[Schedule, float], list[Pass]] = defaultdict(list)
@@ -111,7 +114,6 @@ def _context(
             progress.update(task, advance=len(made), refresh=True)
     answers = {session.policy.schedule: session.finish() for session in sessions}
     whole = in_memory(str(path), job, token)
-    workload = Workload(context, job.generate, FLOAT32)
     return {
         "context": context,
         "requests": job.requests,

@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "attention": ("#1a7f37", (Kind.ATTENTION,)),
     "post-attention": (
         "#0969da",
-        (Kind.POST_WITH_EXPERTS, Kind.POST_WITHOUT_EXPERTS, Kind.PROMPT, Kind.HEAD),
+        (Kind.POST_WITH_EXPERTS, Kind.POST_WITHOUT_EXPERTS, Kind.SPLIT, Kind.PROMPT, Kind.HEAD),
     ),
     "experts alone": ("#54aeff", (Kind.EXPERTS,)),
     "weights": ("#bc4c00", (Kind.LOAD_PAGE, Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.STAGE_PAGE)),

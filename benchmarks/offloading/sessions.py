@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moesaic import LLM, RequestOutput, SamplingParams
-from moesaic.core.offload import Offload
+from moesaic.core.offload import Offload, SplitPrices
 from moesaic.core.routing import Rows
 from moesaic.cost.routing import Routing
 from moesaic.policy.offloading.pipeline import Schedule
@@ -64,8 +64,8 @@ class Job:
         }
 
 
-def offload(policy: Policy, job: Job, speed: float) -> Offload:
-    """The policy as a worker carries it out, with one core for each level."""
+def offload(policy: Policy, job: Job, speed: float, prices: SplitPrices | None = None) -> Offload:
+    """The policy as a worker carries it out, with one core for each level. prices: of split."""
     return Offload(
         fast_memory=1 << 40,
         schedule=policy.schedule,
@@ -77,6 +77,7 @@ def offload(policy: Policy, job: Job, speed: float) -> Offload:
         slow_cache=policy.slow_cache,
         fast_residual=policy.fast_residual,
         link=speed,
+        prices=prices,
     )
 
 
@@ -99,9 +100,17 @@ class Session:
     _batch: Any = None
 
     @classmethod
-    def begin(cls, model: str, policy: Policy, job: Job, speed: float, token_bytes: int) -> Session:
+    def begin(
+        cls,
+        model: str,
+        policy: Policy,
+        job: Job,
+        speed: float,
+        token_bytes: int,
+        prices: SplitPrices | None = None,
+    ) -> Session:
         settings = job.settings(token_bytes)
-        llm = LLM(model, threads=1, offload=offload(policy, job, speed), **settings)
+        llm = LLM(model, threads=1, offload=offload(policy, job, speed, prices), **settings)
         session = cls(policy, llm, job)
         session._made.observe = lambda tasks, times: session.passes.append(Pass(tasks, times))
         session._batch = llm._submit(list(job.prompts), sampling(job))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support import model_configs, pairs, tiny_models
+from tests.support.drafting import Oracle
 from tests.support.gpu_graphs import Graph, graphs, record
 from tests.support.gpu_sanitizer import WAITS, sanitized
 from tests.support.triton_kernels import INTERPRETED
@@ -57,6 +58,34 @@ def test_recorded_steps_give_the_tokens_of_the_reference(
     found = answers(tmp_path, counts, kernels="triton", device="cuda")
     assert made == [(4, 1024), (2, 1024)], "three rows are padded to four; then there are two"
     assert found == answers(tmp_path, counts, kernels="reference", device="cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "recorded"), [("deepseek-full", True), pytest.param("lfm2", False, marks=pairs.REST)]
+)
+def test_steps_with_drafted_tokens_are_recorded_as_rows_of_their_own(
+    tmp_path: Path, family: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences have one to three rows a step. Steps of a model with states are not recorded."""
+    replayed: list[tuple[int, int]] = []
+    run = module.GraphRunner._run
+
+    def seen(self: Any, batch: Any, memory: Any) -> Any:
+        replayed.append((batch.num_rows, batch.num_sequences))
+        return run(self, batch, memory)
+
+    monkeypatch.setattr(module.GraphRunner, "_run", seen)
+    byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
+    counts = [4, 3, 4]
+    wanted = answers(tmp_path, counts, kernels="reference", device="cpu")
+    oracle = Oracle(zip(PROMPTS, wanted, strict=True), right=0.7, seed=1)
+    monkeypatch.setattr("moesaic.runtime.drafting.drafter_of", lambda config: oracle)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    found = answers(tmp_path, counts, kernels="triton", device="cuda", speculative_config=drafts)
+    assert found == wanted
+    drafted = [rows for rows, sequences in replayed if rows > sequences]
+    assert bool(drafted) == recorded, replayed
 
 
 # ---- the stand-in's graphs

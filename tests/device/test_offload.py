@@ -18,8 +18,9 @@ from tests.support.model_configs import VOCAB
 
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.config import ModelConfig, OffloadConfig, OffloadSchedule, WorkerConfig
+from moesaic.core.curves import Curve
 from moesaic.core.errors import ConfigError
-from moesaic.core.offload import Offload
+from moesaic.core.offload import Offload, SplitPrices
 from moesaic.cost.machines import MACHINES
 from moesaic.planning import USABLE, Job, plan
 from moesaic.policy.offloading.pricing import Pricing
@@ -33,6 +34,9 @@ BESIDE = replace(STAYS, slow_cache=1.0)
 PADDED = 64
 CPU = replace(BESIDE, slow_attention=True)
 """The CPU attends to it."""
+EVEN = SplitPrices(1.0, Curve(((1, 0.1),)), Curve(((1, 0.8), (4, 1.5))))
+"""Some of the experts that are not on the GPU are loaded."""
+SLOW_LINK = SplitPrices(3.0, Curve(((1, 0.1),)), Curve(((1, 0.4), (4, 2.0))))
 POLICIES = {
     "the cache stays": STAYS,
     "the cache stays, some experts too": replace(STAYS, static_experts=2, micro_batch=3),
@@ -53,6 +57,12 @@ POLICIES = {
     "the cache stays, padded": replace(STAYS, padded=PADDED, prefill_rows=2 * PADDED),
     "the cache moves, padded": replace(BESIDE, padded=PADDED, prefill_rows=PADDED, static_experts=1),
     "the CPU attends, padded": replace(CPU, padded=PADDED, prefill_rows=PADDED),
+    "the cache stays, hot experts": replace(
+        STAYS, schedule="on-demand", static_experts=3, likely_experts=1, hot=True
+    ),
+    "the cache stays, split": replace(STAYS, schedule="split", static_experts=2, prices=EVEN, hot=True),
+    "the cache moves, split, most on the CPU": replace(BESIDE, schedule="split", prices=SLOW_LINK),
+    "the CPU attends, split": replace(CPU, schedule="split", static_experts=1, prices=EVEN),
     "the CPU attends, one by one": replace(CPU, micro_batch=1, micro_batches=8, prefill_rows=5),
 }
 CASES = pairs.params(
@@ -111,6 +121,10 @@ def test_tokens_are_those_of_the_model_in_memory(
     [
         (replace(CPU, link=1e9), "--device: got 'cuda'; allowed: cpu with a link between two cores"),
         (replace(CPU, schedule="s4"), "slow_attention: got True; allowed: False with s4"),
+        (
+            replace(STAYS, schedule="split"),
+            "prices: got None; allowed: prices with split, and nothing with others",
+        ),
         (replace(BESIDE, schedule="s2"), "slow_attention: got False; allowed: True with s2"),
     ],
 )
@@ -147,7 +161,7 @@ WIDE_CACHE = {"num_key_value_heads": 6, "head_dim": 64}
 JOB = Job(requests=9, prompt=30, generate=NEW, longest=80)
 
 
-SCHEDULES = ("auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial")
+SCHEDULES = ("auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial", "split")
 
 
 PLANNED = [

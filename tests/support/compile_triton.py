@@ -102,6 +102,7 @@ def main() -> None:
         experts.experts(weights(dtype, biased=dtype is torch.bfloat16), one, ids)
     for kind in QUANTIZED:
         experts.experts(quantised(kind), one, ids)
+    experts.experts(weights(torch.bfloat16, biased=True), one, ids, torch.zeros(3, 2, 128))
         matrix = QuantizedMatrix(torch.zeros(64, row_bytes(kind, 128), dtype=torch.uint8), 128, kind)
         dense.linear(one, matrix)
         dense.embed(matrix, ids[0])

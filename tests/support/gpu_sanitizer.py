@@ -232,12 +232,13 @@ class Event:
 
     def __init__(self, blocking: bool = False) -> None:
         """blocking: who waits sleeps."""
+        self._stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
         self._stream = stream
 
     def synchronize(self) -> None:
-        if self._stream.waiting:
+        if self._stream is not None and self._stream.waiting:
             self._stream.synchronize()
 
 

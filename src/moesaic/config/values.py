@@ -37,7 +37,7 @@ KernelName = Literal[
     "reference",
     "triton",
 ]
-OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"]
+OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "split", "s2", "s3", "s4", "serial"]
 MetricsPrefix = Literal["moesaic:", "vllm:"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 HostTransport = Literal["shm", "socket"]

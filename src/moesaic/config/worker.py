@@ -196,8 +196,8 @@ class OffloadConfig:
     each expert is chosen. None: the plan takes all experts to be equally likely."""
     offload_schedule: OffloadSchedule = "auto"
     """With --fast-memory: cgopipe loads the next layer's experts in pages; on-demand loads only the chosen
-    experts; s4 and serial are baselines. On a GPU also: in-place (the CPU computes the experts in RAM), s2
-    and s3. auto: the fastest for this job."""
+    experts; s4 and serial are baselines. On a GPU also: in-place (the CPU computes the experts in RAM), split
+    (GPU and CPU share the chosen experts by price), s2 and s3. auto: the fastest for this job."""
     micro_batch_size: int | None = None
     """With --fast-memory: requests in a micro-batch. None: as planned."""
     micro_batches: int | None = None

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.core.curves import Curve
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -27,6 +29,27 @@ class Load:
     requests: int
     context: int
     """Mean tokens that a request has in the cache."""
+
+
+@dataclass(frozen=True)
+class SplitPrices:
+    """What the experts of a layer cost on either level. By it they are split between two processors."""
+
+    load: float
+    """Seconds to bring one expert to the fast level."""
+    fast: Curve
+    """Seconds in which the fast processor computes an expert, by its rows."""
+    slow: Curve
+    """The same of the slow processor."""
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any]) -> SplitPrices:
+        """Prices from parsed JSON."""
+        fast, slow = (parts[level] for level in ("fast", "slow"))
+        return cls(
+            parts["load"],
+            *(Curve(tuple(map(tuple, one["points"])), one["per_expert"]) for one in (fast, slow)),
+        )
 
 
 @dataclass(frozen=True)
@@ -66,6 +89,8 @@ class Offload:
     """Speed of the link in bytes/s in each direction, or None."""
     hot: bool = False
     """Whether an expert that is chosen often takes the place of one that stays and is chosen less often."""
+    prices: SplitPrices | None = None
+    """By which `split` decides who computes an expert. The other schedules have none."""
     loads: tuple[Load, ...] = ()
     """The loads for which `choices` have prices. Empty: all decode steps are computed as above."""
     choices: tuple[Choice, ...] = ()
@@ -76,7 +101,8 @@ class Offload:
         """Settings from parsed JSON."""
         loads = tuple(Load(**one) for one in parts["loads"])
         choices = tuple(Choice(**one | {"seconds": tuple(one["seconds"])}) for one in parts["choices"])
-        return cls(**{**parts, "loads": loads, "choices": choices})
+        prices = None if parts["prices"] is None else SplitPrices.of(parts["prices"])
+        return cls(**{**parts, "loads": loads, "choices": choices, "prices": prices})
 
     @property
     def batch(self) -> int:

@@ -124,6 +124,12 @@ def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
     return Work(2 * pairs * model.expert, read * model.expert_bytes, 0.0, wide * model.row_number)
 
 
+def one_expert(model: ModelSizes, rows: float) -> Work:
+    """One routed expert with so many rows."""
+    wide = rows * (2 * model.hidden + 2 * model.expert_width)
+    return Work(2 * rows * model.expert, model.expert_bytes, 0.0, wide * model.row_number)
+
+
 def shared(model: ModelSizes, rows: float) -> Work:
     """The shared experts. Each token of a layer with routed experts passes them."""
     return _gated(model, rows, model.shared_width)

@@ -181,6 +181,8 @@ class Kernels:
     """True if experts may be compressed (`core.stored.COMPRESSED`)."""
     integer: bool = False
     """True if these kernels are chosen for weights in integers, whose rows they round."""
+    spares: bool = False
+    """True if `experts` leaves rows of `out` as they are where an expert is not held. Otherwise it raises."""
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
@@ -289,7 +291,7 @@ def _triton(kind: str) -> Kernels:
         allowed = "auto, reference and the instruction sets on a CPU; triton on a GPU"
         raise ConfigError.field("--kernels", "triton", allowed)
     make = GraphRecorder if kind == "cuda" else None
-    return replace(REFERENCE, name="triton", packed=True, recorder=make, **OPERATIONS)
+    return replace(REFERENCE, name="triton", packed=True, spares=True, recorder=make, **OPERATIONS)
 
 
 def _natively(name: str) -> Kernels:

@@ -79,6 +79,9 @@ class ExpertWeights:
     activation: Activation = field(default=SILU, kw_only=True)
     packed: str = field(default=COMPRESSED, kw_only=True)
     """Type of experts that are uint8: one for which `core.stored.is_packed` holds."""
+    pages: DeviceTable | None = field(default=None, kw_only=True)
+    """A table on a GPU that has these experts, and that gets others when they take their places. None:
+    `on_device` makes one."""
 
     @classmethod
     def of_held(
@@ -145,8 +148,7 @@ class ExpertWeights:
     def table(self) -> PointerTable:
         """The table of pointers, made once. Raises TypeError if the experts differ in shape or dtype, or
         are not dense."""
-        lines = [[0 if one is None else one.data_ptr() for one in part] for part in self.parts]
-        held = [self.of(expert) for expert in self.held]
+        lines, held = self.addresses, [self.of(expert) for expert in self.held]
         if not held:
             return PointerTable(torch.tensor(lines), 0, 0, 0)
         width, hidden, dtype = len(held[0][0]), len(held[0][2]), held[0][0].dtype
@@ -165,14 +167,25 @@ class ExpertWeights:
     @cached_property
     def on_device(self) -> DeviceTable:
         """The table of pointers on the experts' device, made once. Raises KeyError if none is held."""
+        if self.pages is not None:
+            return self.pages
         if not self.held:
             raise KeyError("no expert of the layer is held here")
+        device = self.of(self.held[0])[0].device
+        return self.table_over(torch.tensor(self.addresses, device=device))
+
+    def table_over(self, addresses: torch.Tensor) -> DeviceTable:
+        """A table for experts like these, of which at least one is held. addresses: see DeviceTable."""
         gate, _, down = self.of(self.held[0])
         name = str(gate.dtype).removeprefix("torch.")
         kinds = of_matrices(self.packed) if gate.dtype is torch.uint8 else (name, name)
-        lines = [[0 if one is None else one.data_ptr() for one in part] for part in self.parts]
         strides = gate.stride(0) * gate.element_size(), down.stride(0) * down.element_size()
-        return DeviceTable(torch.tensor(lines, device=gate.device), len(down), len(gate), kinds, *strides)
+        return DeviceTable(addresses, len(down), len(gate), kinds, *strides)
+
+    @property
+    def addresses(self) -> list[list[int]]:
+        """The address of each tensor of `parts`, 0 for one of an expert that is not held."""
+        return [[0 if one is None else one.data_ptr() for one in part] for part in self.parts]
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -42,7 +42,7 @@ class ConvertingReader:
     def sizes(plan: Plan, layout: ExpertLayout) -> tuple[int, int]:
         """Bytes of a place for any expert, and of the memory that experts pass through."""
         staging = max((Arrangement(parts).size for parts in plan.places.values()), default=0)
-        return _size(layout), staging
+        return dense_size(layout), staging
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
         """Reads one expert and converts it to its place. Returns the bytes read."""
@@ -53,7 +53,7 @@ class ConvertingReader:
 
     def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
         """The tensors of an expert in this place."""
-        return _expert(place, self._layout, layer)
+        return dense_expert(place, self._layout, layer)
 
     def put(self, layer: int, expert: int, place: torch.Tensor) -> None:
         """Converts an expert that has been read to its place."""
@@ -84,7 +84,7 @@ class StreamedConverted(StreamedByExpert):
         return memory_of(plan, layout, *ConvertingReader.sizes(plan, layout))
 
     def _made_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
-        return ConvertingReader(self._plan, layout, self._files, self._staging), _size(layout)
+        return ConvertingReader(self._plan, layout, self._files, self._staging), dense_size(layout)
 
 
 def repeated(path: Path, layout: ExpertLayout, layer: int) -> Callable[[], object]:
@@ -163,13 +163,13 @@ def _numbers(place: Place, stored: Stored) -> torch.Tensor:
     return torch.from_numpy(stored(place)).view(NUMBERS[place.dtype]).view(place.shape)
 
 
-def _size(layout: ExpertLayout) -> int:
+def dense_size(layout: ExpertLayout) -> int:
     """Bytes of the memory of one expert as the kernels read it, in the layer where experts are largest."""
     types = {layout.dtype_of(layer) for layer in layout.layers}
     return max(sum(map(aligned, layout.bytes_of(dtype))) for dtype in types)
 
 
-def _expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:
+def dense_expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:
     """The tensors of an expert of this layer in its memory."""
     width, hidden, dtype = layout.width, layout.hidden, layout.dtype_of(layer)
     inner, outer = (DTYPES[one] for one in of_matrices(dtype))

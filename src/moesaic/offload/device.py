@@ -48,13 +48,13 @@ class DeviceLink(Link):
     def down(self, source: torch.Tensor) -> torch.Tensor:
         """Returns a copy in the device's memory."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        held = source if source.is_pinned() else _pinned(source.shape, source.dtype).copy_(source)
+        held = source if source.is_pinned() else pinned_memory(source.shape, source.dtype).copy_(source)
         self.send(target, held)
         return target
 
     def up(self, source: torch.Tensor) -> torch.Tensor:
         """Returns a copy in pinned memory. The copy is complete when this returns."""
-        target = _pinned(source.shape, source.dtype)
+        target = pinned_memory(source.shape, source.dtype)
         target.copy_(source, non_blocking=True)
         self.finish()
         self.moved += target.nbytes
@@ -66,7 +66,7 @@ class DeviceLink(Link):
 
     def gather(self, target: torch.Tensor, source: torch.Tensor, chosen: torch.Tensor) -> None:
         """Copies source[chosen] [c, ...] from RAM to target [c, ...] on the device."""
-        held = _pinned(target.shape, target.dtype)
+        held = pinned_memory(target.shape, target.dtype)
         self.send(target, torch.index_select(source, 0, chosen, out=held))
 
     def send(self, target: torch.Tensor, pinned: torch.Tensor) -> None:
@@ -77,9 +77,18 @@ class DeviceLink(Link):
 
     def finish(self) -> None:
         """Waits until the device has done this thread's work. It sleeps, since other work needs the cores."""
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self._device))
+        done = self.event()
+        self.record(done)
         done.synchronize()
+
+    def event(self) -> torch.cuda.Event:
+        """An event. Its `synchronize` sleeps until what was submitted before `record` is done."""
+        made: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return made
+
+    def record(self, event: torch.cuda.Event) -> None:
+        """Let the event stand for all that this thread has submitted so far."""
+        event.record(torch.cuda.current_stream(self._device))
 
 
 class Staged(Streamed):
@@ -102,7 +111,7 @@ class Staged(Streamed):
     ) -> None:
         super().__init__(path, layout, static, memory, link=Link(), owned=owned)
         self._down = down
-        self._pinned = _pinned((self.memory.slot or min(self.memory.static, PIECE),), torch.uint8)
+        self._pinned = pinned_memory((self.memory.slot or min(self.memory.static, PIECE),), torch.uint8)
 
     def load_static(self) -> int:
         size, total = len(self._pinned), self.memory.static
@@ -152,7 +161,7 @@ def stream_of(device: torch.device) -> AbstractContextManager[object]:
     return made
 
 
-def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns uninitialized pinned memory. Raises ConfigError if RAM cannot pin that much."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)

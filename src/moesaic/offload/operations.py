@@ -15,6 +15,7 @@ from moesaic.offload.caches import Cache
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
 from moesaic.offload.post_attention import Do, PostAttention
+from moesaic.offload.splitting import Splitting
 from moesaic.policy.offloading.prefetch import ExpertPrefetch
 from moesaic.policy.offloading.residency import HotExperts
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
@@ -57,21 +58,22 @@ class Operations:
         slow_blocks: Sequence[Block] = (),
         likely: int = 0,
         exchanges: Exchanges | None = None,
+        splitting: Splitting | None = None,
     ) -> None:
         """static: layer -> experts that stay on the fast level now. likely: maximum number of a layer's
         experts that are loaded before its gate has chosen. slow_blocks: the model's blocks with the slow
         processor's kernels, for attention there; empty means the blocks of the fast processor. exchanges:
-        changes which experts stay; None: always the same stay.
+        changes which experts stay; None: always the same stay. splitting: for the schedule `split`.
         """
         self._model = model
         self._experts, self._static = experts, static
-        self._down, self._up = down, up
-        self._after = after
+        self._down, self._up, self._after = down, up, after
         self._slow_blocks = slow_blocks or model.blocks
         self._parts: Sequence[Part] = ()
         self._cache: Cache | None = None
         self.most_likely, self._likely = likely, ExpertPrefetch(model.spec.num_experts)
         self._exchanges, self._hot = exchanges, HotExperts(model.spec.num_experts)
+        self._splitting = splitting
         self._prefetched: tuple[int, Sequence[int]] = NOTHING_PREFETCHED
         """The turn of a layer, and its experts that were loaded before its gate had chosen."""
         self._first_layer_turn = 0
@@ -111,6 +113,8 @@ class Operations:
                 self._experts.stage_page(task.layer % len(self._model.blocks), task.micro_batch, self._pages)
             elif task.kind is Kind.LOAD_PAGE:
                 self._load_page(task.layer, task.micro_batch)
+            elif task.kind is Kind.SPLIT:
+                self._split(task.layer)
             elif task.kind is Kind.LOAD_CHOSEN:
                 self._load_chosen(task.layer)
             elif task.kind is Kind.LOAD_LIKELY:
@@ -129,6 +133,11 @@ class Operations:
             self._first_layer_turn + layer, layer % layers, page, self._pages
         )
 
+    def _split(self, layer: int) -> None:
+        if self._model.blocks[layer].routed:
+            assert self._splitting is not None
+            self._splitting.split(layer, self._parts, self._hot.of(layer))
+
     def _load_chosen(self, layer: int) -> None:
         if not self._model.blocks[layer].routed:
             return
@@ -142,6 +151,8 @@ class Operations:
         wanted = [expert for expert in chosen if expert not in here]
         self.chosen += len(chosen)
         self.hits += len(chosen) - len(wanted)
+        if self._splitting is not None:
+            wanted = self._splitting.loaded
         if self._exchanges is not None:
             wanted = self._exchanged(layer, pairs, chosen, wanted)
         self.loaded += self._experts.load_chosen(self._first_layer_turn + layer, layer, wanted)

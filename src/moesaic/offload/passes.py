@@ -169,7 +169,7 @@ class Passes:
         context = int(asked.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))
         busy = {lane.name.lower(): sum(one.busy[lane] for one in times) for lane in Lane}
-        self.decode_steps[self._settings.policy.schedule != "on-demand"] += not key[0]
+        self.decode_steps[self._settings.policy.schedule not in ("on-demand", "split")] += not key[0]
         self._stats[key] = replace(
             old,
             passes=old.passes + 1,

@@ -52,6 +52,9 @@ class SlowExperts:
     weights: Mapping[int, ExpertWeights]
     """Layer -> its experts."""
     kernels: Kernels
+    by_price: bool = False
+    """True: who computes an expert is decided when all gates of the layer have run, by `divide`. False: the
+    slow processor computes all experts that are not on the fast level."""
 
 
 class LocalPostAttention:
@@ -107,11 +110,15 @@ class LocalPostAttention:
         part.gated = block.gate(part.hidden, block.output_projection(attended))
         part.attended = None
         part.dense = block.dense(part.gated.normed)
-        if part.gated.expert_ids is not None and task.layer in self._slow.weights and not self._prefill:
-            here = sorted(self._static[task.layer])
-            part.chosen = part.gated.expert_ids.cpu()
-            part.away = np.flatnonzero(~np.isin(part.chosen.numpy(), here))
-            part.answers = self._answers(part)
+        divided = task.layer in self._slow.weights and not self._slow.by_price and not self._prefill
+        if part.gated.expert_ids is not None and divided:
+            self.divide(part, part.gated.expert_ids.cpu(), sorted(self._static[task.layer]))
+
+    def divide(self, part: Part, chosen: torch.Tensor, here: Sequence[int]) -> None:
+        """Leave the pairs of other experts than `here` to the slow processor. chosen: [n, k] on the CPU."""
+        part.chosen = chosen
+        part.away = np.flatnonzero(~np.isin(chosen.numpy(), here))
+        part.answers = self._answers(part)
 
     def _answers(self, part: Part) -> torch.Tensor:
         """Returns [n, k, h] memory for expert outputs, the largest tensor that lives between a layer's tasks.
@@ -143,8 +150,9 @@ class LocalPostAttention:
     def _compute(self, task: Task, part: Part) -> None:
         """Computes the experts of one level.
 
-        With in-place execution each level computes the experts that it stores. Otherwise the fast level
-        computes all of them.
+        With in-place execution each level computes the experts that it stores, and with split also those
+        that were loaded. Otherwise the fast level computes all of them. Kernels that read a page table leave
+        out what is not there, so nothing is gathered for them.
         """
         if part.away is None:
             if task.lane is Lane.FAST:
@@ -155,9 +163,12 @@ class LocalPostAttention:
             part.sent = _pairs(kernels, weights, part.chosen, part.sent, part.away)
         else:
             assert part.gated is not None and part.answers is not None and part.gated.expert_ids is not None
-            here = np.setdiff1d(np.arange(part.answers.shape[0] * part.answers.shape[1]), part.away)
             weights = self._experts.experts(self._first_layer_turn + task.layer, task.layer)
             ids, kernels = part.gated.expert_ids, self._model.kernels
+            if kernels.spares and weights.pages is not None:
+                kernels.experts(weights, part.gated.normed, ids, part.answers)
+                return
+            here = np.setdiff1d(np.arange(part.answers.shape[0] * part.answers.shape[1]), part.away)
             answers = _pairs(kernels, weights, ids, part.gated.normed, here)
             part.answers.view(-1, answers.shape[1])[torch.from_numpy(here)] = answers
 

@@ -35,12 +35,14 @@ NEAR = 0.01
 limit."""
 OVER_DISK: tuple[Schedule, ...] = ("cgopipe", "on-demand")
 """Schedules that work with a disk as the slow level, in the order of the search."""
-OVER_RAM: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
+OVER_RAM: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand", "split")
 """Schedules for a GPU over RAM, where the CPU can compute."""
-COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "s2", "s3")
+COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "split", "s2", "s3")
 """Schedules in which the CPU computes."""
-GATED_FIRST: tuple[Schedule, ...] = ("on-demand", "in-place")
+GATED_FIRST: tuple[Schedule, ...] = ("on-demand", "in-place", "split")
 """Schedules that compute a layer's gates before they load any of its experts."""
+EXCHANGING: tuple[Schedule, ...] = ("on-demand", "split")
+"""Schedules in which experts on a GPU that are chosen often take the places of others."""
 OF_A_GROUP: tuple[Schedule, ...] = ("cgopipe",)
 """Schedules for a group of processes.
 
@@ -225,6 +227,8 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
         slow_cache=policy.slow_cache,
         fast_residual=policy.fast_residual,
         logit_rows=max(1, int(price.fast["workspace"] / logits)),
+        hot=pricing.hardware.slow.processor is not None and policy.schedule in EXCHANGING,
+        prices=pricing.durations.split_prices() if policy.schedule == "split" else None,
     )
     scheduler = replace(
         worker.scheduler,

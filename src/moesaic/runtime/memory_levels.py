@@ -34,6 +34,7 @@ from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Exchanges
+from moesaic.offload.paged import PagedByExpert
 from moesaic.offload.weights import Streamed
 from moesaic.policy.offloading.tasks import Lane
 from moesaic.runtime.machine import allowed_cpus, stay_on
@@ -43,6 +44,8 @@ Core = Callable[[], AbstractContextManager[None]]
 """A context in which the calling thread computes on one core."""
 Owned = Mapping[int, Sequence[int]]
 """Layer -> the experts of one process, ascending."""
+CHOSEN = ("on-demand", "in-place", "split")
+"""Schedules in which decode steps load chosen experts or none. On a GPU each expert then has a place."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,12 @@ def levels(
     static = {layer: frozenset(experts) for layer, experts in kept.items()}
     if loaded.device.type == "cuda":
         down, up = DeviceLink(loaded.device), DeviceLink(loaded.device)
+        if offload.schedule in CHOSEN:
+            paged = PagedByExpert(path, layout, kept, DeviceMemory(loaded.device), down, owned)
+            paged.load_static()
+            down.finish()
+            exchanges = paged if offload.hot else None
+            return Levels(paged, paged.static, down, up, slow_kernels(config, loaded), exchanges)
         staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down, owned)
         staged.load_static()
         return Levels(staged, static, down, up, slow_kernels(config, loaded), staged=True)
@@ -115,10 +124,14 @@ def levels(
 
 
 def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
-    """The CPU's kernels, with the number of threads that the model was loaded with."""
+    """The CPU's kernels, with the number of threads that the model was loaded with.
+
+    Beside Triton's kernels they are the fastest of the CPU.
+    """
     if loaded.device.type == "cpu":
         return loaded.kernels
-    kernels = table.pick("cpu", config.model.kernels)
+    wanted = config.model.kernels
+    kernels = table.pick("cpu", "auto" if wanted == "triton" else wanted)
     kernels.set_threads(loaded.threads, False)
     return kernels
 

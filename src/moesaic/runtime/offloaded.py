@@ -30,6 +30,7 @@ from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padd
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, PassSettings
 from moesaic.offload.post_attention import LocalPostAttention, PostAttention, SlowExperts
+from moesaic.offload.splitting import Splitting
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES, Schedule
 from moesaic.policy.offloading.policies import Policy
 from moesaic.policy.offloading.revising import Revising
@@ -77,6 +78,8 @@ def check(config: WorkerConfig) -> None:
 
 def _check_attention(offload: Offload) -> None:
     """Raises ConfigError where the schedule decides who computes attention and `slow_attention` differs."""
+    if (offload.schedule == "split") != (offload.prices is not None):
+        raise ConfigError.field("prices", offload.prices, "prices with split, and nothing with others")
     forced = FORCED.get(_policy(offload).schedule, offload.slow_attention)
     if forced != offload.slow_attention:
         raise ConfigError.field("slow_attention", offload.slow_attention, f"{forced} with {offload.schedule}")
@@ -268,11 +271,14 @@ def join(
     path = files.resolve(config.model.model, config.model.revision)
     memory = levels(config, offload, loaded, layout)
     slow = None
-    if offload.schedule == "in-place":
+    split = offload.schedule == "split"
+    if split or offload.schedule == "in-place":
         every = {layer: range(layout.num_experts) for layer in layout.layers}
-        slow = SlowExperts(registry.load_experts(path, memory.slow, every, dtype=layout.dtype), memory.slow)
+        there = registry.load_experts(path, memory.slow, every, dtype=layout.dtype)
+        slow = SlowExperts(there, memory.slow, by_price=split)
     after = LocalPostAttention(loaded.model, memory.experts, memory.static, memory.down, memory.up, slow)
-    parts = PassParts(loaded, memory, after, layout.num_experts, caches)
+    splitting = Splitting(offload.prices, memory.static, after) if split and offload.prices else None
+    parts = PassParts(loaded, memory, after, layout.num_experts, caches, splitting)
     passes = passes_over(config, offload, parts, observe)
     return OffloadedRunner(passes, cores_of(offload, loaded.kernels)[0], layout.expert_bytes)
 
@@ -287,6 +293,7 @@ class PassParts:
     experts: int
     """See PassSettings."""
     caches: Caches
+    splitting: Splitting | None = None
 
 
 def passes_over(
@@ -303,7 +310,7 @@ def passes_over(
     )
     likely = offload.likely_experts
     both = memory.experts, memory.static, memory.down, memory.up
-    operations = Operations(model, *both, after, slow_blocks, likely, memory.exchanges)
+    operations = Operations(model, *both, after, slow_blocks, likely, memory.exchanges, parts.splitting)
     padded = offload.padded
     resident: Cache = ResidentCache(kv, size) if padded is None else PaddedResidentCache(kv, size)
     moving: Cache = resident

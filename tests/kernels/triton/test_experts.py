@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -76,6 +78,36 @@ def test_only_experts_that_are_held_and_asked_for_are_read() -> None:
     ids = torch.tensor([[1, 2], [0, 1], [1, 1]], device=DEVICE)
     lost = TRITON.experts(moved(weights), hidden.to(DEVICE), ids).isnan().cpu()
     assert lost.all(-1).equal(ids.cpu() != 1) and lost.any(-1).equal(ids.cpu() != 1)
+
+
+@given(
+    st.integers(1, 30), st.integers(1, 3), st.integers(1, 9), st.sampled_from(((6, 10), (70, 33))), st.data()
+)
+@settings(max_examples=10)
+def test_a_page_table_says_which_experts_are_there(
+    tokens: int, top_k: int, experts: int, size: tuple[int, int], data: st.DataObject
+) -> None:
+    """Rows of the others stay as they are, for whoever computes them. The table changes in its place."""
+    ids = torch.tensor([data.draw(st.lists(st.integers(0, experts - 1), min_size=top_k, max_size=top_k))
+                        for _ in range(tokens)])  # fmt: skip
+    width, hidden = size
+    shapes = (size, size, (hidden, width))
+    every = moved(ExpertWeights(*(floats(experts, *shape, torch.float32) for shape in shapes)))
+    plain = every.with_parts(
+        [tuple(None if one is None else one.cpu() for one in part) for part in every.parts]
+    )
+    rows = torch.randn(tokens, hidden)
+    wanted = experts_plain(plain, rows, ids)
+    table = torch.zeros(3, experts, dtype=torch.int64, device=DEVICE)
+    pages = every.table_over(table)
+    for there in data.draw(st.lists(st.sets(st.integers(0, experts - 1)), min_size=1, max_size=3)):
+        weights = replace(every.only(there), pages=pages)
+        table.copy_(torch.tensor(weights.addresses))
+        out = torch.full((tokens, top_k, hidden), 7.0, device=DEVICE)
+        found = TRITON.experts(weights, rows.to(DEVICE), ids.to(DEVICE), out)
+        assert found.data_ptr() == out.data_ptr()
+        here = torch.isin(ids, torch.tensor(sorted(there), dtype=torch.int64))[:, :, None]
+        close(out, torch.where(here, wanted, torch.tensor(7.0)))
 
 
 def test_pairs_are_grouped_by_expert_in_their_order() -> None:

@@ -158,12 +158,18 @@ def test_no_schedule_breaks_an_order_that_the_model_needs(
                 else (Kind.POST_WITHOUT_EXPERTS,)
             ):
                 follows(task, kind, layer, part)
-            follows(task, Kind.LOAD_CHOSEN, layer, 0)
+            follows(task, Kind.SPLIT, layer, 0)
+            if task.lane is Lane.FAST:
+                follows(task, Kind.LOAD_CHOSEN, layer, 0)
+        elif task.kind in (Kind.SAVE_ROWS, Kind.SPLIT):
+            for other in range(shape.micro_batches) if task.kind is Kind.SPLIT else (part,):
+                follows(task, Kind.POST_WITHOUT_EXPERTS, layer, other)
         elif task.kind is Kind.LOAD_LIKELY:
             follows(task, Kind.LOAD_CHOSEN, layer - 1, 0)
             for other in range(shape.micro_batches):
                 follows(task, Kind.EXPERTS, layer - 2, other)
         elif task.kind is Kind.LOAD_CHOSEN:
+            follows(task, Kind.SPLIT, layer, 0)
             follows(task, Kind.LOAD_LIKELY, layer, 0)
         elif task.kind is Kind.LOAD_PAGE:
             follows(task, Kind.STAGE_PAGE, layer, part)

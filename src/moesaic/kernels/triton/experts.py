@@ -3,7 +3,8 @@
 Nothing is read back: the host knows neither how many rows an expert has nor which experts have any. Each
 product's grid has room for the most tiles that the pairs can need, and programs beyond the last tile end at
 once. So experts without rows cost nothing: the "group-shrink" of Expert-as-a-Service. Weights are read
-through a table of pointers, so they may lie anywhere that the device can read.
+through a table of pointers, so they may lie anywhere that the device can read. An expert with an address of 0
+costs nothing either: with a table that changes (`ExpertWeights.pages`) each layer has what is there now.
 """
 
 from __future__ import annotations
@@ -136,11 +137,12 @@ def _down(
     line,
     KIND: tl.constexpr,
     BIASED: tl.constexpr,
+    SPARED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """out [pairs, size] in the order of the pairs, NaN for an expert that is not held."""
+    """out [pairs, size] in the order of the pairs. Of an expert that is not held it is NaN, or spared."""
     tile = tiles + tl.program_id(0) * 3
     expert, begin, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if begin < end:
@@ -162,7 +164,8 @@ def _down(
         total = tl.where(held, total, float("nan"))
         pair = tl.load(order + lines, mask=lines < end, other=0)
         to = out + pair[:, None].to(tl.int64) * size + columns[None, :]
-        tl.store(to, total, mask=(lines < end)[:, None] & (columns < size)[None, :])
+        written = columns < (tl.where(held, size, 0) if SPARED else size)
+        tl.store(to, total, mask=(lines < end)[:, None] & written[None, :])
 
 
 def experts(
@@ -171,7 +174,9 @@ def experts(
     expert_ids: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `reference.experts.experts`. But rows of an expert that is not held are NaN, since nobody looks."""
+    """As `reference.experts.experts`. But nothing is raised for an expert that is not held: its rows of `out`
+    stay as they are, for whoever computes them. Without `out` they are NaN, since nobody looks.
+    """
     tokens, top_k = expert_ids.shape
     hidden, table = hidden.contiguous(), weights.on_device
     pairs, size, width = tokens * top_k, table.hidden, table.width
@@ -192,6 +197,7 @@ def experts(
             rows,
             *lines,
             KIND=table.kinds[1],
+            SPARED=out is not None,
             STEP=step_of(table.kinds[1]),
             **common,
         )

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import math
 
+from moesaic.core.curves import Curve
+from moesaic.core.offload import SplitPrices
 from moesaic.cost import ops
 from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.ops import Work
 from moesaic.cost.roofline import attention_seconds, seconds, seconds_with_experts
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.offloading.policies import Policy, Workload
+from moesaic.policy.offloading.splitting import experts_to_load
 from moesaic.policy.offloading.tasks import LANES, Kind, Lane
 
 NOTHING = Work()
 Table = dict[tuple[Kind, Lane], float]
 TENSORS = {Kind.SAVE_QKV: 3, Kind.LOAD_CACHE: 2, Kind.SAVE_CACHE: 2}
 """Number of transfers of tasks that have several: query, key and value; or key and value."""
+PRICED_ROWS = tuple(2**power for power in range(13))
+"""Numbers of rows at which an expert is priced."""
 
 
 class Durations:
@@ -27,6 +32,7 @@ class Durations:
     def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
         self._model, self._hardware, self._workload = model, hardware, workload
         self._token = model.cache(1, workload.cache_number)
+        self._splits: dict[tuple[int, int], float] = {}
 
     def decode(self, policy: Policy, dense: bool = False) -> Table:
         """Durations of a micro-batch's tasks in one layer of a decode step, at the mean context.
@@ -38,13 +44,13 @@ class Durations:
         context = self._workload.prompt + self._workload.generate / 2
         attended = ops.attention(model, rows, context, self._workload.cache_number)
         projected = ops.output_projection(model, rows)
-        static = policy.static_experts / model.experts
         fast, slow = self._hardware.fast, self._hardware.slow
         rest = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
         everything = NOTHING if dense else ops.routed(model, rows)
-        here = ops.routed(model, rows, static if policy.in_place else 1.0)
+        away = self._share_there(policy)
+        here = ops.routed(model, rows, 1 - away if policy.computes_there else 1.0)
         # One row for each pair: the sum then has the same bits wherever an expert is computed.
-        answers = rows * model.top_k * (1 - static)
+        answers = rows * model.top_k * away
         table = {
             (Kind.PRE, Lane.FAST): self._computed(fast, ops.query_key_value(model, rows)),
             (Kind.ATTENTION, Lane.FAST): _launched(attention_seconds(attended, fast), fast),
@@ -53,19 +59,20 @@ class Durations:
             (Kind.EXPERTS, Lane.FAST): self._computed(fast, NOTHING, here, rows),
             **_fast(Kind.HEAD, ops.head(model, rows), fast),
             (Kind.SYNC, Lane.FAST): 0.0,
+            (Kind.SPLIT, Lane.FAST): 0.0,
             **self._move(Kind.SAVE_QKV, rows * (wide.query + wide.cached) * model.row_number),
             **self._move(Kind.LOAD_ROWS, rows * wide.output * model.row_number),
             **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
             **self._move(Kind.LOAD_ANSWERS, answers * model.hidden * model.row_number),
             **self._gathered(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
-            **self._load(Kind.LOAD_CHOSEN, self._chosen(policy)),
+            **self._load(Kind.LOAD_CHOSEN, self._loaded(policy)),
             **self._load(Kind.LOAD_LIKELY, policy.likely_experts),
             **self._pages(policy, policy.pages),
         }
         if slow.processor is not None:
             table[Kind.ATTENTION, Lane.SLOW] = _launched(attention_seconds(attended, slow), slow)
-            there = ops.routed(model, rows, 1 - static)
+            there = ops.routed(model, rows, away)
             table[Kind.EXPERTS, Lane.SLOW] = self._computed(slow, NOTHING, there, rows)
         return table
 
@@ -115,8 +122,8 @@ class Durations:
         read = 0.0
         if policy.slow_attention:
             read += ops.attention(model, rows, context, self._workload.cache_number).bytes
-        if policy.in_place:
-            read += ops.routed(model, rows, 1 - policy.static_experts / model.experts).bytes
+        if policy.computes_there:
+            read += ops.routed(model, rows, self._share_there(policy)).bytes
         return policy.micro_batches * read / level.bandwidth
 
     def likely_experts(self, policy: Policy) -> int:
@@ -143,6 +150,46 @@ class Durations:
         model = self._model
         away = 1 - (policy.static_experts + policy.likely_experts) / model.experts
         return ops.distinct(model, policy.batch) * away
+
+    def split_prices(self) -> SplitPrices:
+        """What an expert costs on either level, for the schedule that splits by it. Both must compute."""
+        return SplitPrices(
+            self._expert_seconds + self._hardware.link.latency,
+            self._curve(self._hardware.fast),
+            self._curve(self._hardware.slow),
+        )
+
+    def _curve(self, level: Level) -> Curve:
+        """Seconds of one expert by its rows, without a launch, which all experts of a task share."""
+        stored = self._model.quantized
+        works = [(rows, ops.one_expert(self._model, rows)) for rows in PRICED_ROWS]
+        return Curve(
+            tuple(
+                (rows, seconds_with_experts(NOTHING, work, rows, level, 1.0, stored)) for rows, work in works
+            )
+        )
+
+    def _loaded(self, policy: Policy) -> float:
+        """Expected number of experts that a layer of a decode step loads, once its gates have chosen."""
+        chosen = self._chosen(policy)
+        return chosen * self._split(policy) if policy.schedule == "split" else chosen
+
+    def _share_there(self, policy: Policy) -> float:
+        """Share of the choices of a decode step that the slow processor computes if it computes any."""
+        away = 1 - policy.static_experts / self._model.experts
+        return away * (1 - self._split(policy)) if policy.schedule == "split" else away
+
+    def _split(self, policy: Policy) -> float:
+        """Share of the chosen experts that are not on the fast level that `split` loads."""
+        key = policy.batch, policy.static_experts
+        if key not in self._splits:
+            missing = round(self._chosen(policy))
+            rows = round(ops.rows_each(self._model, policy.batch))
+            held = round(ops.distinct(self._model, policy.batch)) - missing
+            each = dict.fromkeys(range(missing), rows)
+            loaded = len(experts_to_load(self.split_prices(), each, [rows] * held))
+            self._splits[key] = loaded / max(missing, 1)
+        return self._splits[key]
 
     @property
     def _expert_seconds(self) -> float:

@@ -51,7 +51,7 @@ class Footprint:
 
     def slow(self, policy: Policy) -> dict[str, float]:
         """Maximum bytes on the slow level, by content."""
-        model, expert = self.model, self._expert if policy.in_place else self.model.read_bytes
+        model, expert = self.model, self._expert if policy.computes_there else self.model.read_bytes
         away = (model.experts - policy.static_experts) * expert
         cache = self.workload.held * self._token * policy.slow_cache
         rows = 0 if policy.fast_residual else policy.batch * self.workload.prompt

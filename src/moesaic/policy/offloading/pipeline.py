@@ -15,12 +15,14 @@ the executor runs the same list. These schedules are from MoE-Lightning (section
 - s4 (FlexGen, attention on the fast processor): lockstep. Meanwhile the next micro-batch's cache is loaded.
 - serial: one task after another, as a baseline without overlap.
 
-Two more schedules compute where the data is, or load only chosen experts:
+Three more schedules compute where the data is, or load only chosen experts:
 
 - in-place: no weights move. The processor of the level that has an expert computes it. The paper advises
   this below P1 (section 3.3).
 - on-demand: first all gates of a layer run. Then the union of the chosen experts is loaded and computed.
   During that time and the next layer's gates, experts that the next layer chose in recent steps are loaded.
+- split: both together. Once all gates of a layer have run, the chosen experts that are not on the fast level
+  are split by price: some are loaded, and meanwhile the slow processor computes the others.
 
 Tasks of layer `layers` load the first layer of the next step. So a step finds its own first layer loaded.
 """
@@ -33,7 +35,7 @@ from typing import Literal, get_args
 
 from moesaic.policy.offloading.tasks import Key, Kind, Lane, Shape, Task, TaskList, name
 
-Schedule = Literal["cgopipe", "s2", "s3", "s4", "serial", "in-place", "on-demand"]
+Schedule = Literal["cgopipe", "s2", "s3", "s4", "serial", "in-place", "on-demand", "split"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FORCED: dict[Schedule, bool] = {"s2": True, "s3": True, "s4": False}
 """Schedules that fix the processor of attention: True for the slow one, False for the fast one."""
@@ -57,6 +59,7 @@ def decode(schedule: Schedule, shape: Shape) -> list[Task]:
         "serial": _serial,
         "in-place": _in_place,
         "on-demand": _on_demand,
+        "split": _split,
     }
     whole = shape.pages if schedule == "cgopipe" else min(shape.pages, 1)
     slow = FORCED.get(schedule, shape.slow_attention)
@@ -321,4 +324,26 @@ def _on_demand(parts: _Parts) -> list[Task]:
         for part in range(parts.count):
             done = parts.list.add(Kind.EXPERTS, layer, part, [gates[part], chosen])
             parts.head(layer, part, [done])
+    return parts.list.tasks
+
+
+def _split(parts: _Parts) -> list[Task]:
+    for layer in range(parts.layers):
+        for part in range(parts.count):
+            parts.cache(layer, part)
+            parts.attend(layer, part)
+        gates = [
+            parts.list.add(Kind.POST_WITHOUT_EXPERTS, layer, part, parts.rows(layer, part))
+            for part in range(parts.count)
+        ]
+        split = parts.list.add(Kind.SPLIT, layer, 0, gates)
+        chosen = parts.list.add(Kind.LOAD_CHOSEN, layer, 0, [split])
+        for part in range(parts.count):
+            ended = []
+            if parts.shape.slow_experts:
+                saved = parts.list.add(Kind.SAVE_ROWS, layer, part, [split])
+                slow = parts.list.add(Kind.EXPERTS, layer, part, [saved], Lane.SLOW)
+                ended.append(parts.list.add(Kind.LOAD_ANSWERS, layer, part, [slow]))
+            ended.append(parts.list.add(Kind.EXPERTS, layer, part, [split, chosen]))
+            parts.head(layer, part, ended)
     return parts.list.tasks

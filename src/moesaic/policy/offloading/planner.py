@@ -119,7 +119,7 @@ def candidates(pricing: Pricing, limits: SearchLimits) -> Iterator[Policy]:
     """Every policy of the grid that fits, with as much as possible on the fast level."""
     slow = [True, False] if pricing.hardware.slow.processor is not None else [False]
     for schedule in limits.schedules:
-        if schedule == "in-place" and not slow[0]:
+        if schedule in ("in-place", "split") and not slow[0]:
             continue
         for slow_attention in (one for one in slow if one is FORCED.get(schedule, one)):
             for mu in _sizes(limits):
@@ -193,7 +193,7 @@ def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
     """
     for fitting in _filled(_footprint(pricing), replace(policy, schedule=SEARCHED[0])):
         one = replace(fitting, schedule=policy.schedule)
-        if not (one.in_place and one.static_experts == pricing.model.experts):
+        if not (one.computes_there and one.static_experts == pricing.model.experts):
             yield one
 
 

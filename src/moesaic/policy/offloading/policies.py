@@ -87,6 +87,11 @@ class Policy:
         return self.schedule == "in-place"
 
     @property
+    def computes_there(self) -> bool:
+        """True if the slow processor computes experts in decode, all on its level or some."""
+        return self.schedule in ("in-place", "split")
+
+    @property
     def pages(self) -> int:
         """Number of pages of a layer's streamed weights: one for each micro-batch with CGOPipe, otherwise
         one."""
@@ -100,7 +105,7 @@ def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: boo
     page.
     """
     away = experts - policy.static_experts
-    streams = away > 0 and (prompts or policy.schedule not in ("in-place", "on-demand"))
+    streams = away > 0 and (prompts or policy.schedule not in ("in-place", "on-demand", "split"))
     paged = count if prompts or policy.schedule == "cgopipe" else 1
     return Shape(
         layers=layers,

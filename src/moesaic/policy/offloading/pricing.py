@@ -182,7 +182,7 @@ class Pricing:
 
 
 Order = Schedule | Literal["prefill", "prefill, rows move"]
-ROUTED = (Kind.LOAD_PAGE, Kind.STAGE_PAGE, Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.EXPERTS)
+ROUTED = (Kind.LOAD_PAGE, Kind.STAGE_PAGE, Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.EXPERTS, Kind.SPLIT)
 """Kinds of tasks that a dense layer does not have."""
 
 

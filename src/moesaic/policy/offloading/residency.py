@@ -7,7 +7,7 @@ It changes only how much is read, never an answer.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from moesaic.core.tokens import IntArray
 from moesaic.policy.offloading.prefetch import ExpertPrefetch
@@ -37,6 +37,11 @@ class HotExperts:
     def learn(self, layer: int, chosen: IntArray) -> None:
         """Counts the choices of one step. chosen: [p] experts."""
         self._counts.learn(layer, chosen)
+
+    def of(self, layer: int) -> Sequence[float]:
+        """[E] how often each expert of a layer was chosen lately."""
+        found: list[float] = self._counts.of(layer).tolist()
+        return found
 
     def exchanges(
         self, layer: int, stays: Collection[int], coming: Iterable[int], chosen: Collection[int]

@@ -50,6 +50,8 @@ class Kind(Enum):
     """Load the answers of the experts on the slow level. In prefill: load the residual."""
     STAGE_PAGE = "stage page"
     LOAD_PAGE = "load page"
+    SPLIT = "split experts"
+    """Decide which processor computes which of the chosen experts."""
     LOAD_CHOSEN = "load chosen experts"
     LOAD_LIKELY = "load likely experts"
     """Load experts before the layer's gate has chosen."""
@@ -91,9 +93,9 @@ class Shape:
     cache_moves: bool = False
     """True: the fast processor's attention reads a cache on the slow level."""
     slow_experts: bool = False
-    """True: with in-place, some routed experts are on the slow level."""
+    """True: with in-place and split, some routed experts are on the slow level."""
     fast_experts: bool = True
-    """True: with in-place, some routed experts are on the fast level."""
+    """True: with in-place and split, some routed experts are on the fast level."""
     cut: bool = False
     """True: in prefill, a micro-batch may continue the prompt of the one before, and attends to its cache."""
     guesses: bool = False

@@ -11,7 +11,7 @@ at each merge, as the parts of `recorded.py` do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,14 +22,8 @@ from moesaic.experts.client import ExpertRequest
 from moesaic.kernels.batch import AttentionBatch, Sequences, slots_of
 from moesaic.kernels.moving import pinned
 from moesaic.kernels.table import OperationRecorder, Recording
-from moesaic.runtime.step.eager import EagerRunner
-from moesaic.runtime.step.running_step import (
-    PendingMerge,
-    RunningStep,
-    StepDropped,
-    StepGenerator,
-    StepResult,
-)
+from moesaic.runtime.step.recordings import Item, RecordingRunner, SharedMemory, next_item
+from moesaic.runtime.step.running_step import PendingMerge, StepGenerator, StepResult
 
 MOST_ROWS = 256
 """Steps of more rows are not recorded: their launches take less time than what they compute."""
@@ -40,9 +34,6 @@ CONTEXT_STEP = 1024
 longer contexts among more programs."""
 NOWHERE = -1
 """Slot and seat of a padded row."""
-
-_Item = ExpertRequest | PendingMerge | StepResult | None
-"""What a StepGenerator yields or returns."""
 
 
 def bucket(rows: int) -> int:
@@ -59,50 +50,26 @@ def _longest(contexts: int) -> int:
     return CONTEXT_STEP << (-(-contexts // CONTEXT_STEP) - 1).bit_length()
 
 
-class GraphRunner:
-    """Replays decode steps of next tokens, and runs every other step operation by operation.
+class GraphRunner(RecordingRunner["_RecordedStep"]):
+    """Replays decode steps and runs every other step operation by operation.
 
-    Steps with drafted tokens are not recorded: how many rows a sequence has changes from step to step.
+    A row of drafted tokens is replayed as a sequence of one row: its context ends with itself, and the rows
+    before it are in the cache when attention reads that. With states a sequence's rows are one after another,
+    so steps with drafted tokens are not recorded for models that have some.
     """
 
-    def __init__(
-        self,
-        eager: EagerRunner,
-        make_recorder: Callable[[], OperationRecorder],
-        table_width: int,
-        direct: bool,
-    ) -> None:
-        """See `RecordedRunner`."""
-        self._eager = eager
-        self._make_recorder = make_recorder
-        self._table_width = table_width
-        self._direct = direct
-        self._free: list[_SharedMemory] = []
-        """Recordings that no step under way uses: two steps must not share memory."""
-
-    def begin(self, batch: TokenBatch) -> RunningStep:
-        """Begin a step. The first one of each bucket of rows and contexts is recorded."""
+    def _is_recorded(self, batch: TokenBatch) -> bool:
+        """A decode step is one whose rows all give logits: those of next tokens, and of drafted ones."""
         rows = batch.num_rows
-        if not (0 < rows == batch.num_sequences == len(batch.logit_rows) and rows <= MOST_ROWS):
-            return self._eager.begin(batch)
-        memory = self._free.pop() if self._free else _SharedMemory(self._make_recorder())
-        return RunningStep(self._eager.experts, self._decode(batch, memory))
+        single = rows == batch.num_sequences or self._eager.stages.model.spec.states is None
+        return 0 < rows == len(batch.logit_rows) and rows <= MOST_ROWS and single
 
-    def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
-        """See `SegmentRunner`. These steps are not recorded."""
-        return self._eager.begin_at_segment(segment, batch, hidden)
-
-    def _decode(self, batch: TokenBatch, memory: _SharedMemory) -> StepGenerator:
+    def _run(self, batch: TokenBatch, memory: SharedMemory[_RecordedStep]) -> StepGenerator:
+        """There is a recording for each bucket of rows and contexts."""
         key = bucket(batch.num_rows), _longest(int(batch.context_lens.max()))
         if key not in memory.steps:
             memory.steps[key] = self._record(*key, memory.recorder)
-        try:
-            result = yield from memory.steps[key].replay(batch)
-        except StepDropped:
-            self._free.append(memory)
-            raise
-        self._free.append(memory)  # not after another error: its rows may be sent once more
-        return result
+        return memory.steps[key].replay(batch)
 
     def _record(self, rows: int, longest: int, recorder: OperationRecorder) -> _RecordedStep:
         """A recording of padded rows. The same launches ran once before it."""
@@ -111,9 +78,7 @@ class GraphRunner:
         spec = stages.model.spec
         answers = torch.zeros(rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
         for make in (_unrecorded, recorder):
-            generator = stages.run(inputs.token_ids, inputs.positions, inputs.attention)
-            if self._direct:
-                generator = _uninterrupted(RunningStep(self._eager.experts, generator))
+            generator = self._whole(stages.run(inputs.token_ids, inputs.positions, inputs.attention))
             parts = _parts(generator, answers, make)
         return _RecordedStep(inputs, parts)
 
@@ -121,45 +86,31 @@ class GraphRunner:
 class _Unrecorded:
     """A part of a step that ran once."""
 
-    def __init__(self, step: Callable[[], _Item]) -> None:
+    def __init__(self, step: Callable[[], Item]) -> None:
         self.result = step()
 
-    def run(self, given: torch.Tensor | None = None) -> _Item:
+    def run(self, given: torch.Tensor | None = None) -> Item:
         """Nothing runs twice."""
         return self.result
 
 
-def _unrecorded(step: Callable[[], _Item], given: torch.Tensor | None = None) -> _Unrecorded:
+def _unrecorded(step: Callable[[], Item], given: torch.Tensor | None = None) -> _Unrecorded:
     """Takes the place of a recorder, to run the step without one."""
     return _Unrecorded(step)
 
 
 def _parts(
-    generator: StepGenerator, answers: torch.Tensor, make: Callable[..., Recording[_Item]]
-) -> list[Recording[_Item]]:
+    generator: StepGenerator, answers: torch.Tensor, make: Callable[..., Recording[Item]]
+) -> list[Recording[Item]]:
     """A step, made part by part. answers: [n, k, h] in place of what experts answer."""
-    parts: list[Recording[_Item]] = []
+    parts: list[Recording[Item]] = []
     given: torch.Tensor | None = None
     while True:
-        parts.append(make(partial(_next_item, generator, given), given))
+        parts.append(make(partial(next_item, generator, given), given))
         item = parts[-1].result
         if isinstance(item, StepResult):
             return parts
         given = answers if isinstance(item, PendingMerge) else None
-
-
-def _next_item(generator: StepGenerator, answer: torch.Tensor | None) -> _Item:
-    try:
-        return generator.send(answer)
-    except StopIteration as end:
-        result: StepResult = end.value
-        return result
-
-
-def _uninterrupted(step: RunningStep) -> StepGenerator:
-    """A whole step, whose experts answer at once, as a generator that yields nothing."""
-    yield from ()
-    return step.finish()
 
 
 @dataclass(frozen=True)
@@ -167,7 +118,7 @@ class _RecordedStep:
     """A recorded decode step and the arrays that it reads."""
 
     inputs: _Inputs
-    parts: list[Recording[_Item]]
+    parts: list[Recording[Item]]
     """Each part ends at a request, at a merge, or at the end of the step."""
 
     def replay(self, batch: TokenBatch) -> StepGenerator:
@@ -224,14 +175,15 @@ class _Inputs:
 
     def fill(self, batch: TokenBatch) -> None:
         """Bring the rows of a step to the device."""
-        rows = batch.num_rows
+        rows, counts = batch.num_rows, np.diff(batch.query_starts)
         if self._copied is not None:
             self._copied.synchronize()  # of an earlier step, so it was there long ago
         self._token_ids[:rows] = batch.token_ids
         self._positions[:rows] = batch.positions
-        self._slots[:rows] = slots_of(batch, np.diff(batch.query_starts), self.attention.block_size)
-        self._contexts[:rows] = batch.context_lens
-        self._tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables
+        self._slots[:rows] = slots_of(batch, counts, self.attention.block_size)
+        self._contexts[:rows] = batch.positions + 1
+        tables = batch.block_tables if rows == len(counts) else np.repeat(batch.block_tables, counts, axis=0)
+        self._tables[:rows, : tables.shape[1]] = tables
         self._states[: len(batch.states)] = batch.states
         self._fill(rows)
 
@@ -242,12 +194,3 @@ class _Inputs:
         self._there.copy_(self._here, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record(torch.cuda.current_stream(self._there.device))
-
-
-@dataclass(frozen=True)
-class _SharedMemory:
-    """Recorded steps that share their memory, so that one of them runs at a time."""
-
-    recorder: OperationRecorder
-    steps: dict[tuple[int, int], _RecordedStep] = field(default_factory=dict)
-    """By rows and longest context."""

@@ -1,0 +1,118 @@
+"""Routed experts in a GPU's memory, each in a place of its own, over files in RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from moesaic.core.experts import PARTS, ExpertLayout
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.offload.by_expert import Expert, Reader, StreamedByExpert, memory_of
+from moesaic.offload.converted import dense_expert, dense_size
+from moesaic.offload.device import DeviceLink, DeviceMemory, pinned_memory
+from moesaic.offload.link import Link
+from moesaic.offload.page_table import PageTable
+from moesaic.offload.weights import Files, Memory, Plan
+
+BUFFERS = 2
+"""Experts in pinned memory: one is copied to the device while the next one is read."""
+
+
+class PagedByExpert(StreamedByExpert):
+    """As StreamedByExpert, on a device. `experts` has those that are there, with a page table.
+
+    Raises the same errors as Streamed.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layout: ExpertLayout,
+        static: Mapping[int, Sequence[int]],
+        memory: DeviceMemory,
+        down: DeviceLink,
+        owned: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self._down = down
+        self._loaded: list[tuple[tuple[int, int], set[int]]] = [((-1, -1), set()), ((-1, -1), set())]
+        """Of each slot: the turn and layer that were loaded to it last, and their experts that are there."""
+        super().__init__(path, layout, static, memory, link=Link(), owned=owned)
+        device = self._slots[0].device
+        self._tables = {
+            key: PageTable(layout.num_experts, PARTS[layout.form], device) for key in self._experts
+        }
+
+    def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
+        wanted = [int(expert) for expert in experts]
+        key, there = self._loaded[count % 2]
+        if key != (count, layer):
+            there = set()
+            self._loaded[count % 2] = (count, layer), there
+        there.difference_update(wanted)  # until they have been loaded
+        size = super().load_chosen(count, layer, wanted)
+        there.update(wanted)
+        return size
+
+    def take_place(self, layer: int, out: int, new: int) -> int:
+        for (_, of), there in self._loaded:
+            if of == layer:
+                there -= {out, new}  # `out` gets the places of `new`
+        return super().take_place(layer, out, new)
+
+    def experts(self, count: int, layer: int) -> ExpertWeights:
+        """Those of a layer that are there at its turn `count`. Only the fast processor's thread may ask."""
+        key, there = self._loaded[count % 2]
+        held = self.static[layer].union(there if key == (count, layer) else ())
+        slot = layer, count % 2
+        return self._tables[slot].show(self._experts[slot], held)
+
+    @staticmethod
+    def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
+        return memory_of(plan, layout, dense_size(layout), 0)
+
+    def _made_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
+        size = dense_size(layout)
+        return PinningReader(MappedReader(self._plan, layout, self._files), size, self._down), size
+
+
+class MappedReader:
+    """Reads experts that are stored as the kernels read them from files in memory, their tensors together."""
+
+    def __init__(self, plan: Plan, layout: ExpertLayout, files: Files) -> None:
+        self._plan, self._layout, self._files = plan, layout, files
+
+    def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
+        """See `Reader`."""
+        tensors = self.tensors(layer, expert, place)
+        parts = zip(self._plan.places[layer, expert], tensors, strict=True)
+        return sum(self._files.copy(part, into.view(-1).view(torch.uint8)) for part, into in parts)
+
+    def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
+        """See `Reader`."""
+        return dense_expert(place, self._layout, layer)
+
+
+class PinningReader:
+    """Reads experts to places on a device, by way of pinned memory."""
+
+    def __init__(self, reader: Reader, size: int, down: DeviceLink) -> None:
+        """size: bytes of a place. Raises ConfigError if RAM cannot pin the buffers."""
+        self._reader, self._down = reader, down
+        self._buffers = [(pinned_memory((size,), torch.uint8), down.event()) for _ in range(BUFFERS)]
+        self._next = 0
+
+    def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
+        """Submits the copy to the device. `DeviceLink.finish` waits for it."""
+        buffer, copied = self._buffers[self._next]
+        self._next = (self._next + 1) % BUFFERS
+        copied.synchronize()
+        size = self._reader.load(layer, expert, buffer)
+        self._down.send(place, buffer)
+        self._down.record(copied)
+        return size
+
+    def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
+        """See `Reader`."""
+        return self._reader.tensors(layer, expert, place)
