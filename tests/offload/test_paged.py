@@ -40,7 +40,7 @@ def there(case: Case, paged: PagedByExpert, count: int, layer: int, wanted: Iter
     DeviceLink(THERE).finish()
     weights = paged.experts(count, layer)
     assert weights.on_device is weights.pages
-    table = weights.on_device.addresses.tolist()
+    table = weights.on_device.addresses.cpu().tolist()
     wanted = sorted(wanted)
     held = list(weights.held) == wanted and same(case, layer, weights, wanted)
     return held and table == weights.addresses

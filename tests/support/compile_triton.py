@@ -102,10 +102,10 @@ def main() -> None:
         experts.experts(weights(dtype, biased=dtype is torch.bfloat16), one, ids)
     for kind in QUANTIZED:
         experts.experts(quantised(kind), one, ids)
-    experts.experts(weights(torch.bfloat16, biased=True), one, ids, torch.zeros(3, 2, 128))
         matrix = QuantizedMatrix(torch.zeros(64, row_bytes(kind, 128), dtype=torch.uint8), 128, kind)
         dense.linear(one, matrix)
         dense.embed(matrix, ids[0])
+    experts.experts(weights(torch.bfloat16, biased=True), one, ids, torch.zeros(3, 2, 128))
     dense.gated_mlp(one, torch.zeros(64, 128), torch.zeros(64, 128), torch.zeros(128, 64))
     rows.rms_norm(one, one[0], 1e-6)
     rows.add_norm(one, one, one[0], 1e-6)

@@ -66,6 +66,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Hold(2, {1: [0, 3]}, b"secret"),
     messages.Holds(2, Endpoint("tcp:127.0.0.1:80"), "native", 1, "a.b.c"),
     messages.Digests({1: {0: "ab", 3: "cd"}}),
+    messages.Neighbours([ServerEntry(0, 2, Endpoint("unix:/a", "", "one"))]),
     messages.Refuse("other weights"),
     messages.FaultyServer(2, 1, "answered NaN"),
     messages.ServerReport(ExpertServerStats(clients=1), [[1, 2]]),

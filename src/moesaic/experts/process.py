@@ -57,7 +57,6 @@ def serve(
     wakeup: rung at each message of the supervisor.
     secret: what clients must prove to know. If it is empty, the first Hold message contains the secret.
     kept: has the experts that were loaded for the last supervisor, and gets those of this one.
-
     Raises ConnectionLost when the supervisor is gone.
     """
     first = supervisor.receive(None)

@@ -181,11 +181,9 @@ class ExpertServerScheduler:
         apart: Apart = every_queue_apart,
     ) -> None:
         """groups: queues of a layer, 1 or the number of experts. apart: whether one of them runs alone."""
-        self._apart = apart
+        self._apart, self._policy, self._rule = apart, policy, rule
         self._layers = tuple(layers)
         self._index = {layer: index for index, layer in enumerate(self._layers)}
-        self._policy = policy
-        self._rule = rule
         self._shape = len(self._layers), groups
         self._queues: dict[tuple[int, int], _Queue] = {}
         """The queues that are not empty, by (index of the layer, group)."""
