@@ -19,6 +19,7 @@ from moesaic.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfi
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import FinishReason, Request, SamplingParams
+from moesaic.runtime.group.meeting import RankPlace
 from moesaic.transport.stream import StreamConnection, stream_pair
 
 DEMO = WorkerConfig(ModelConfig("demo", threads=1))
@@ -171,12 +172,15 @@ def test_a_worker_dies_with_its_parent_in_the_middle_of_a_request() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [b"", b"@nobody " + b"00" * 32 + b"\n"], ids=["nothing", "where to meet"])
-def test_a_rank_ends_with_a_first_rank_that_was_killed(told: bytes) -> None:
+@pytest.mark.parametrize(
+    "told", ["", RankPlace("@nobody", "00" * 32, 1, 2).to_line()], ids=["nothing", "where to meet"]
+)
+def test_a_rank_ends_with_a_first_rank_that_was_killed(told: str) -> None:
     """Whatever the first rank had told it by then."""
     config = replace(DEMO, parallel=ParallelConfig(2)).to_json()
     process = subprocess.run(
         [sys.executable, "-m", "moesaic.runtime.group", "--rank", "1", "--config", config],
-        input=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=worker_environment(), timeout=60,
+        input=told, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=worker_environment(),
+        timeout=60,
     )  # fmt: skip
     assert process.returncode == 0 and not process.stderr

@@ -50,14 +50,14 @@ class Workers:
         """
         if connection in self._direct:
             self._direct[connection] = worker
-            self._pause(worker)
+            self._pause(worker, but=connection)
             self._service.client_joined(connection)  # a run may have begun without it
             return connection
         numbers = self._relayed[connection]
         if worker not in numbers:
             numbers[worker], self._next = self._next, self._next + 1
         if worker in self._direct.values():
-            self._pause(worker)
+            self._pause(worker, but=numbers[worker])
             self._service.client_joined(numbers[worker])
         return numbers[worker]
 
@@ -66,7 +66,7 @@ class Workers:
         if connection in self._direct:
             self._direct[connection] = worker
             self._service.client_paused(connection)
-            self._pause(worker)
+            self._pause(worker, but=connection)
 
     def begin(self) -> None:
         """All workers begin a step, so runs wait for all of them."""
@@ -81,13 +81,12 @@ class Workers:
         self._pause(worker)
         self._service.client_left(connection)
 
-    def _pause(self, worker: int) -> None:
-        """Wait for no call of this worker, whichever way it comes."""
+    def _pause(self, worker: int, but: int | None = None) -> None:
+        """Wait for no call of this worker that has another number than `but`."""
         if not worker:
             return
-        for number, known in self._direct.items():
-            if known == worker:
+        direct = [number for number, known in self._direct.items() if known == worker]
+        relayed = [numbers[worker] for numbers in self._relayed.values() if worker in numbers]
+        for number in direct + relayed:
+            if number != but:
                 self._service.client_paused(number)
-        for numbers in self._relayed.values():
-            if worker in numbers:
-                self._service.client_paused(numbers[worker])

@@ -32,7 +32,10 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine decides when its workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    place = RankPlace.from_line(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:
+        return 0  # the first rank has ended
+    place = RankPlace.from_line(line)
     threading.Thread(target=_end_with_first_rank, daemon=True).start()
     threading.Thread(target=_send_alive, daemon=True).start()
     config = WorkerConfig.from_json(arguments.config)
