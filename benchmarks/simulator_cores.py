@@ -4,12 +4,13 @@
         --routing uniform alternating --schedule barrier "lockstep 1" "async defrag" auto --json two.json
     python benchmarks/simulator_cores.py two.json --checkpoints /tmp/two --shape mixtral-0.75b
 
-The first command measures two ranks on two cores. The second one measures one rank on one core, with lockstep
-and some numbers of requests. From those it takes the curves of a device: what lies between the experts of two
-layers by rows, and a run of experts by its pairs and by the experts whose weights it reads. Then it simulates
-the two ranks with these curves, the experts that the checkpoint chooses, and no time on links.
+The first command measures two ranks on two cores. The second one measures a cluster of one rank on one core,
+with lockstep and some numbers of requests. Another such cluster is busy on the other core meanwhile, since
+both read from the same memory. From that it takes the curves of a device: what lies between the experts of
+two layers by rows, and a run of experts by its pairs and by the experts whose weights it reads. Then it
+simulates two ranks with these curves, the experts that the checkpoint chooses, and no time on links.
 
-So nothing of what is compared was fitted: not the second rank, nor the schedules, nor the skew.
+So nothing of what is compared was fitted: not how two ranks work together, nor the schedules, nor the skew.
 
     ratio   simulated / real tokens/s
     order   whether both have the same fastest schedule, of those that differ by more than 3 %
@@ -20,14 +21,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from disaggregated import colocated
-from disaggregated.serving import halves, layout_of, random_prompts, serving, temporary
+from disaggregated.serving import Served, halves, layout_of, random_prompts, serving, temporary
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -67,30 +70,55 @@ class Step:
 def one_rank(model: str, rounds: int) -> list[Step]:
     """Measure one rank on one core. The shortest of some rounds counts, since other work only adds."""
     shape = ClusterConfig(attention_workers=1, expert_servers=1, rebalance_interval=0)
-    layers, found = layout_of(model).layers, []
-    with serving("one rank", model, 1, shape, max_num_seqs=max(REQUESTS)) as served:
-        served.pin([0])
-        served.measured(random_prompts(8, 1, 1000), 4)
+    layers, found = len(layout_of(model).layers), []
+    with ExitStack() as stack:
+        served, other = (
+            stack.enter_context(serving(name, model, 1, shape, max_num_seqs=max(REQUESTS)))
+            for name in ("one rank", "the other core")
+        )
+        for core, one in enumerate((served, other)):
+            one.pin([core])
+            one.measured(random_prompts(8, 1, 1000), 4)
         for requests in track(REQUESTS, "one rank", console=Console(stderr=True)):
-            tried = []
-            for number in range(rounds):
-                before = served.counters()
-                run, took = served.measured(random_prompts(requests, 1, 1000, number), NEW)
-                after = served.counters()
-                steps = after.worker.steps - before.worker.steps
-                runs = sum(b.runs - a.runs for a, b in zip(before.servers, after.servers, strict=True))
-                seconds = max(one[-1] for one in run.times) - sum(took.server_busy)
-                tried.append(
-                    Step(
-                        requests * NEW / steps,
-                        took.pairs / runs,
-                        took.expert_runs / runs,
-                        seconds / (steps * len(layers)),
-                        sum(took.server_busy) / runs,
-                    )
-                )
+            with busy(other, requests):
+                tried = [step(served, requests, layers, seed) for seed in range(rounds)]
             found.append(min(tried, key=lambda step: step.attention + step.run))
     return found
+
+
+@contextmanager
+def busy(served: Served, requests: int) -> Iterator[None]:
+    """This cluster answers so many requests at a time, again and again."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            served.run(random_prompts(requests, 1, 1000), NEW)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def step(served: Served, requests: int, layers: int, seed: int) -> Step:
+    """Measure one round of so many requests."""
+    before = served.counters()
+    run, took = served.measured(random_prompts(requests, 1, 1000, seed), NEW)
+    after = served.counters()
+    steps = after.worker.steps - before.worker.steps
+    runs = sum(b.runs - a.runs for a, b in zip(before.servers, after.servers, strict=True))
+    seconds = max(one[-1] for one in run.times) - sum(took.server_busy)
+    return Step(
+        requests * NEW / steps,
+        took.pairs / runs,
+        took.expert_runs / runs,
+        seconds / (steps * layers),
+        sum(took.server_busy) / runs,
+    )
 
 
 def curves(steps: Sequence[Step]) -> dict[str, Any]:
