@@ -50,7 +50,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import Figure, Row, main
+from figures import Figure, Row, main
 
 from moesaic.cost import ops, roofline
 from moesaic.cost.machines import MACHINES

@@ -45,7 +45,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from common import Figure, Row, main
+from figures import Figure, Row, main
 
 from moesaic.cost.sizes import KNOWN
 from moesaic.sim.cluster import SimulatedCluster

@@ -33,7 +33,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from common import Figure, Row, main
+from figures import Figure, Row, main
 
 from moesaic.core.errors import ConfigError
 from moesaic.cost import ops, roofline

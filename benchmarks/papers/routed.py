@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import common
+import figures
 import numpy as np
 import routings
 from placements import trial
@@ -34,7 +34,7 @@ def routing(experts: int, layers: int = 4, requests: int = 800, seed: int = 0) -
 
 
 @lru_cache(maxsize=32)
-def solved(solver: str, experts: int, ranks: int) -> common.Row:
+def solved(solver: str, experts: int, ranks: int) -> figures.Row:
     """A solver's rates, as `placements.trial`, and "unshuffled": the rate where tokens are on any rank."""
     learned, others = held_out.split(routing(experts), SHARE, 0)
     found = trial(solver, learned, others, ranks, 0)

@@ -32,7 +32,7 @@ from itertools import product
 import numpy as np
 import routed
 import serving
-from common import Figure, Row, main
+from figures import Figure, Row, main
 from placements import by_topic, carried_over
 from prices import RANKS, Layer, Links, layer, prompts
 

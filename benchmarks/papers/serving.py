@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import routed
-from common import Row
+from figures import Row
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement

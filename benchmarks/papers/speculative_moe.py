@@ -36,7 +36,7 @@ from functools import partial
 from itertools import product
 
 import routed
-from common import Figure, Row, main
+from figures import Figure, Row, main
 from prices import RANKS, Form, Layer, Links, answers, layer, prompts
 
 from moesaic.cost.machines import MACHINES

@@ -308,15 +308,20 @@ def _in_place(parts: _Parts) -> list[Task]:
     return parts.list.tasks
 
 
+def _gates(parts: _Parts, layer: int) -> list[Key]:
+    """A layer up to the gates of all parts, before any of its experts."""
+    for part in range(parts.count):
+        parts.cache(layer, part)
+        parts.attend(layer, part)
+    return [
+        parts.list.add(Kind.POST_WITHOUT_EXPERTS, layer, part, parts.rows(layer, part))
+        for part in range(parts.count)
+    ]
+
+
 def _on_demand(parts: _Parts) -> list[Task]:
     for layer in range(parts.layers):
-        for part in range(parts.count):
-            parts.cache(layer, part)
-            parts.attend(layer, part)
-        gates = [
-            parts.list.add(Kind.POST_WITHOUT_EXPERTS, layer, part, parts.rows(layer, part))
-            for part in range(parts.count)
-        ]
+        gates = _gates(parts, layer)
         chosen = parts.list.add(Kind.LOAD_CHOSEN, layer, 0, gates)
         if parts.shape.guesses and (layer + 1) % parts.layers not in parts.shape.dense:
             # It need not wait for a slot: gates come after the layer's experts.
@@ -329,13 +334,7 @@ def _on_demand(parts: _Parts) -> list[Task]:
 
 def _split(parts: _Parts) -> list[Task]:
     for layer in range(parts.layers):
-        for part in range(parts.count):
-            parts.cache(layer, part)
-            parts.attend(layer, part)
-        gates = [
-            parts.list.add(Kind.POST_WITHOUT_EXPERTS, layer, part, parts.rows(layer, part))
-            for part in range(parts.count)
-        ]
+        gates = _gates(parts, layer)
         split = parts.list.add(Kind.SPLIT, layer, 0, gates)
         chosen = parts.list.add(Kind.LOAD_CHOSEN, layer, 0, [split])
         for part in range(parts.count):
