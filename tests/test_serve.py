@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,28 @@ class Server:
     def url(self) -> str:
         return str(self.info["url"])
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, until: Callable[[dict[str, float]], bool] | None = None) -> dict[str, float]:
+        """What /metrics says once it fulfils `until`, or after twenty seconds.
+
+        A worker sends its counts after its tokens, so that a client can be ahead of them.
+        """
+        deadline = time.monotonic() + 20
+        found = self._metrics()
+        while until is not None and not until(found) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            found = self._metrics()
+        return found
+
+    def _metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name.replace('model_name="demo"', ""): float(value) for name, value in pairs}
+
+
+def idle(found: dict[str, float]) -> bool:
+    """Whether no request runs or waits."""
+    return not found["moesaic:num_requests_running{}"] and not found["moesaic:num_requests_waiting{}"]
 
 
 def start(*flags: str, model: str = "demo") -> Server:
@@ -103,12 +120,7 @@ def test_64_streams_with_random_cancellations_leave_no_block_behind(server: Serv
     assert [texts[index] for index in stayed] == alone
     assert all(texts[index] is None for index in set(range(STREAMS)) - set(stayed))
 
-    before = server.metrics()
-    for _ in range(200):  # the last cancellations may still be on their way
-        if not before["moesaic:num_requests_running{}"] and not before["moesaic:num_requests_waiting{}"]:
-            break
-        time.sleep(0.05)
-        before = server.metrics()
+    before = server.metrics(until=idle)  # the last cancellations may still be on their way
     states = {state: before[f'moesaic:kv_blocks{{,state="{state}"}}'] for state in ("free", "cached", "used")}
     assert states["used"] == 0
     assert states["free"] + states["cached"] == server.info["num_blocks"]
