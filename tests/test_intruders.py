@@ -26,7 +26,7 @@ def test_no_answer_changes_while_intruders_work() -> None:
     assert any(name.startswith("kills") for name in findings.counts)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_different_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = intruders.expected
 

@@ -63,7 +63,7 @@ def test_a_server_answers(environment: dict[str, str], wanted: str, flags: tuple
     assert process.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_batch_runs(environment: dict[str, str], wanted: str, tmp_path: Path) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ASK}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))

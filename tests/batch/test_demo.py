@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.support.fake_batch_server import results
 from tests.support.processes import all_children, children, gone
 
 pytestmark = pytest.mark.slow
+FULL = partial(pytest.param, marks=pytest.mark.full)
 
 LINES = 24
 
@@ -123,9 +125,9 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     ("flags", "victim"),
     [
-        (("--attention-workers", "2", "--expert-servers", "2", "--schedule", "async"), "moesaic.experts"),
+        FULL(("--attention-workers", "2", "--expert-servers", "2", "--schedule", "async"), "moesaic.experts"),
         (("--attention-workers", "2", "--expert-servers", "1"), "moesaic.runtime"),
-        (("--tensor-parallel-size", "2"), "moesaic.runtime"),
+        FULL(("--tensor-parallel-size", "2"), "moesaic.runtime"),
     ],
 )
 def test_a_batch_on_a_cluster_survives_what_dies_in_it(files, alone, flags, victim):

@@ -26,6 +26,7 @@ needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no nativ
 
 
 @needs_native
+@pytest.mark.full
 def test_schedules_run_side_by_side_and_agree(tmp_path: Path) -> None:
     model, found = tmp_path / "model", tmp_path / "found.json"
     _script("make_checkpoint.py", "qwen3-moe-0.01b", str(model))

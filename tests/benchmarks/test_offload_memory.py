@@ -58,7 +58,7 @@ def test_a_table_of_what_was_run_and_refused() -> None:
         assert text in said.getvalue(), text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
 def test_a_worker_is_measured_and_a_cap_refused(tmp_path: Path) -> None:
     make_checkpoint.write("qwen3-moe-0.01b", tmp_path / "model")

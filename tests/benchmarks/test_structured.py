@@ -28,7 +28,7 @@ def measured(*line: str) -> Any:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_instances_and_answers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "maximum.json").write_text(json.dumps(SUITE), encoding="utf-8")
     found = measured("suite", str(tmp_path))

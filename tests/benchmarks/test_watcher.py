@@ -30,7 +30,7 @@ def test_cpu_time_of_a_process() -> None:
     assert watcher.cpu_seconds(os.getpid()) - before > 0.03  # it is brought up to date at each tick
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_with_and_without_a_reader(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "demo --rounds 1 --requests 4 --concurrency 4 --new 8 --idle 0.1 --port 8747 --json"
     watcher.main(flags.split())

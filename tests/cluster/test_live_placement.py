@@ -28,6 +28,7 @@ from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
 from tests.cluster.test_identity import workload
 from tests.cluster.test_placements import RANKS, Alone, shuffled, write
+from tests.support import pairs
 from tests.support.cluster_driver import Cluster, cluster
 from tests.support.processes import gone
 
@@ -103,11 +104,10 @@ def test_a_placement_follows_live_routing(
     assert (tmp_path / "routing.npz").stat().st_size, "the recording is kept as well"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [("expert server 1", "_move"), ("attention worker 0", "_move"), ("expert server 0", "_settle")],
-)
+DEATHS = [("expert server 1", "_move"), ("attention worker 0", "_move"), ("expert server 0", "_settle")]
+
+
+@pytest.mark.parametrize(("name", "step"), pairs.some(DEATHS, DEATHS[:1]))
 def test_a_death_during_the_swap(
     name: str,
     step: str,

@@ -43,7 +43,7 @@ SHAPES = [
     ("async", 1, "partial"),
     ("auto", 1, "exact"),
 ]
-NOW = [("barrier", 1, "exact"), ("lockstep", 2, "partial")]
+NOW = [("lockstep", 2, "partial")]
 needs_hosts = pytest.mark.skipif(bool(missing()), reason=missing())
 
 

@@ -126,7 +126,7 @@ def code(tmp_path: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_calibration_loses_less_than_rounding_to_nearest(
     tmp_path: Path, code: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

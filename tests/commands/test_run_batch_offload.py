@@ -296,7 +296,7 @@ def worker_of(process: subprocess.Popen[str]) -> int:
 @pytest.mark.parametrize(
     ("what", "code"),
     [
-        ("worker", 1),
+        pytest.param("worker", 1, marks=pytest.mark.full),
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
         ("shard", 1),
     ],  # see batch/test_kill

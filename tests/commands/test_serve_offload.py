@@ -150,15 +150,15 @@ def test_streams_are_whole_while_others_are_aborted(saved: Saved) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--attention-workers", "2"], "--attention-workers: got 2; allowed: 1 with --fast-memory"),
-        (["--devices", "0"], "--devices: got .0.; allowed: nothing with --fast-memory"),
+        FULL(["--attention-workers", "2"], "--attention-workers: got 2; allowed: 1 with --fast-memory"),
+        FULL(["--devices", "0"], "--devices: got .0.; allowed: nothing with --fast-memory"),
         (
             ["--distributed-executor-backend", "ray"],
             "--distributed-executor-backend: got .ray.; allowed: local with --fast-memory",
         ),
         (["--pad"], "--pad: got 'true'; allowed: false in serve"),
         FULL(["--kv-cache-memory", "1MiB"], "--kv-cache-memory: got .1MiB.; allowed: nothing with"),
-        (["--inflight-batches", "2"], "--inflight-batches: got 2; allowed: 1 with --fast-memory"),
+        FULL(["--inflight-batches", "2"], "--inflight-batches: got 2; allowed: 1 with --fast-memory"),
         FULL(["--record-routing", "r.npz"], "--record-routing: got 'r.npz'; allowed: nothing with"),
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
          "--speculative-config: got .*; allowed: nothing with --fast-memory"),

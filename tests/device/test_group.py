@@ -73,7 +73,7 @@ CASES = [
     ),
     pytest.param("mixtral", None, "reduce-scatter", 4, marks=pytest.mark.slow),
     pytest.param("mixtral", "the CPU attends", "deepspeed", 4, marks=pytest.mark.slow),
-    pytest.param("qwen3", "the cache moves, s4", "all-reduce", 4, marks=pytest.mark.slow),
+    pytest.param("qwen3", "the cache moves, s4", "all-reduce", 4, marks=pairs.REST),
 ]  # fmt: skip
 
 
