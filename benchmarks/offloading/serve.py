@@ -7,8 +7,9 @@ Then each number of --clients asks it at once, outside of the group. Shown are m
 in ms until the first and the last token, `charged` is the most memory of the group in MiB, and `read` the
 bytes that moesaic read of experts per generated token.
 
-llama-cpp-python's server (--llama) computes one request at a time. A llama-server of llama.cpp
-(--llama-server) computes as many as there are clients. Random weights hardly ever end an answer early.
+llama-cpp-python's server (--llama) computes one request at a time. By default it locks the whole file in
+memory and keeps logits of all tokens; both are off here. A llama-server of llama.cpp (--llama-server)
+computes as many as there are clients. Random weights hardly ever end an answer early.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def contenders(arguments: argparse.Namespace, hardware: Path) -> list[Contender]
     command = [
         *(python, "-m", "llama_cpp.server", "--model", str(file), "--port", "{port}", "--use_mmap", "true"),
         *("--n_threads", threads, "--n_ctx", str(length), "--model_alias", NAME, "--verbose", "false"),
-        *("--interrupt_requests", "false"),
+        *("--interrupt_requests", "false", "--use_mlock", "false", "--logits_all", "false"),
     ]
     return [*found, Contender("llama-cpp-python mmap", command, file)]
 
