@@ -1,4 +1,4 @@
-"""Seeded rounds of hosts that die, are cut off and are slowed down while requests go on. For `make full`."""
+"""Seeded hosts that die, are cut off and are slowed down while requests go on. For `make full`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.hosts import Host, Hosts, missing
 from tests.support.joined_cluster import PREFILL, SERVER, WORKER, JoinedCluster, joined_cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=missing())]
-ROUNDS, FAULTS = 12, 4
+CLUSTERS, FAULTS = 50, 4
 WORK = workload(8, 48)
 KINDS = ("kill", "cut", "blip", "slow", "lossy")
 """A blip is a cut that may be too short to give anybody up."""
@@ -83,7 +83,7 @@ def expected() -> list[Answer]:
     return alone(*WORK)
 
 
-@pytest.mark.parametrize("number", range(ROUNDS))
+@pytest.mark.parametrize("number", range(CLUSTERS))
 def test_no_token_differs_and_nothing_is_left(
     number: int, hosts: Hosts, shared: Path, expected: list[Answer]
 ) -> None:
