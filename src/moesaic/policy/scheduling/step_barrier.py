@@ -62,10 +62,8 @@ class StepBarrier:
         return self._try()
 
     def _try(self) -> list[int]:
-        arrivals = self._clients.values()
-        if any(arrive is None for arrive in arrivals) or not any(
-            arrive and arrive.work for arrive in arrivals
-        ):
+        arrived = [arrive for arrive in self._clients.values() if arrive is not None]
+        if len(arrived) < len(self._clients) or not any(arrive.work for arrive in arrived):
             return []
         return self._open()
 
