@@ -11,6 +11,7 @@ import pytest
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ServerEntry
+from moesaic.experts import wire
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.outstanding import ServerConnection
 
@@ -28,13 +29,25 @@ class Recording:
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Any:
         if self.dead:
             raise ConnectionLost("it is gone")
-        return SimpleNamespace(number=len(self.posted), request=memoryview(bytearray(request_bytes)))
+        request, answer = memoryview(bytearray(request_bytes)), memoryview(bytearray(rows * row_bytes))
+        return SimpleNamespace(number=len(self.posted), request=request, answer=answer)
 
     def post(self, call: Any) -> None:
         self.posted.append(call)
 
     def release(self, call: Any) -> None:
         self.released.append(call.number)
+
+
+def answered(subject: BarrierClient, gate: ServerConnection, call: Any, step: int = 1) -> None:
+    """The gate has opened for this step."""
+    wire.write_begun(call.answer, step)
+    subject.answered(gate, call)
+
+
+def steps(asked: Recording) -> list[int]:
+    """The step of each arrival."""
+    return [wire.parse(call.request, 1, 1, HIDDEN).step for call in asked.posted]
 
 
 def end(server: int = 0, incarnation: int = 1) -> tuple[ServerConnection, Recording]:
@@ -52,7 +65,7 @@ def test_it_knocks_once_at_every_server_and_is_let_in_by_one(first: int) -> None
     assert [len(asked.posted) for _, asked in made] == [1, 1, 1]
     assert barrier_client.waiting and not barrier_client.entered()
     gate, asked = made[first]
-    barrier_client.answered(gate, asked.posted[0])
+    answered(barrier_client, gate, asked.posted[0])
     assert asked.released == [0]
     assert barrier_client.entered() and not barrier_client.waiting
 
@@ -63,14 +76,14 @@ def test_a_late_answer_does_not_let_it_into_the_next_step() -> None:
     barrier_client = BarrierClient(HIDDEN)
     barrier_client.enter(True)
     barrier_client.arrive([first, second])
-    barrier_client.answered(first, asked.posted[0])
+    answered(barrier_client, first, asked.posted[0])
     assert barrier_client.entered()
     barrier_client.enter(True)
     barrier_client.arrive([first, second])
-    barrier_client.answered(second, slow.posted[0])
+    answered(barrier_client, second, slow.posted[0])
     assert slow.released == [0] and not barrier_client.entered()
-    barrier_client.answered(second, slow.posted[1])
-    assert barrier_client.entered()
+    answered(barrier_client, second, slow.posted[1], 2)
+    assert barrier_client.entered() and steps(slow) == [1, 2]
 
 
 def test_a_server_that_was_started_again_is_knocked_at_anew() -> None:
@@ -82,23 +95,34 @@ def test_a_server_that_was_started_again_is_knocked_at_anew() -> None:
     barrier_client.arrive([])
     barrier_client.arrive([after])
     assert len(asked.posted) == 1
-    barrier_client.answered(before, lost.posted[0])
-    assert not barrier_client.entered(), "that arrival is void"
-    barrier_client.answered(after, asked.posted[0])
-    assert barrier_client.entered()
+    answered(barrier_client, after, asked.posted[0])
+    assert barrier_client.entered() and len(lost.posted) == 1
 
 
-def test_a_knock_before_work_came_is_void() -> None:
+def test_a_knock_before_work_came_is_for_the_same_step() -> None:
     gate, asked = end()
     barrier_client = BarrierClient(HIDDEN)
     barrier_client.enter(False)
     barrier_client.arrive([gate])
     barrier_client.enter(True)
     barrier_client.arrive([gate])
-    barrier_client.answered(gate, asked.posted[0])
-    assert not barrier_client.entered()
-    barrier_client.answered(gate, asked.posted[1])
+    assert steps(asked) == [1, 1]
+    answered(barrier_client, gate, asked.posted[0])
     assert barrier_client.entered()
+    barrier_client.enter(True)
+    answered(barrier_client, gate, asked.posted[1])
+    assert not barrier_client.entered(), "that was the same step"
+
+
+def test_a_new_client_learns_the_number_of_the_step() -> None:
+    gate, asked = end()
+    barrier_client = BarrierClient(HIDDEN)
+    for step in (40, 41):
+        barrier_client.enter(False)
+        barrier_client.arrive([gate])
+        answered(barrier_client, gate, asked.posted[-1], step)
+        assert barrier_client.entered()
+    assert steps(asked) == [1, 41]
 
 
 @pytest.mark.parametrize("work", [False, True])
@@ -126,5 +150,5 @@ def test_an_answer_that_is_told_twice_is_released_once() -> None:
     barrier_client.enter(True)
     barrier_client.arrive([gate])
     for _ in range(2):
-        barrier_client.answered(gate, asked.posted[0])
+        answered(barrier_client, gate, asked.posted[0])
     assert asked.released == [0]

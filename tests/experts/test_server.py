@@ -68,10 +68,10 @@ class Client:
         return call
 
     def arrive(self, hidden: int, work: bool) -> Call:
-        """At the gate of a step."""
-        call = self.caller.open(wire.size(0, 0, hidden, False), 1, 4 * hidden)
+        """At the gate of the first step."""
+        call = self.caller.open(wire.ARRIVAL_BYTES, 1, 4 * hidden)
         assert call is not None
-        wire.arrive(call.request, hidden, work)
+        wire.arrive(call.request, hidden, work, 1)
         self.caller.post(call)
         self.found[call.number] = []
         return call

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.experts import wire
 
 LAYERS, EXPERTS, HIDDEN = 3, 5, 4
@@ -19,7 +19,7 @@ def parse(data: bytes) -> wire.Request:
 
 
 def header(
-    magic: bytes = b"MOE2",
+    magic: bytes = b"MOE3",
     layer: int = 0,
     kind: int = 0,
     parts: int = 0,
@@ -163,8 +163,24 @@ def test_any_damaged_byte(at: int, byte: int) -> None:
 
 @pytest.mark.parametrize("work", [True, False])
 def test_a_knock_says_whether_there_is_work(work: bool) -> None:
-    memory = bytearray(wire.size(0, 0, HIDDEN, False))
-    wire.arrive(memoryview(memory), HIDDEN, work)
+    memory = bytearray(wire.ARRIVAL_BYTES)
+    wire.arrive(memoryview(memory), HIDDEN, work, 1 << 40, worker=3)
     request = parse(bytes(memory))
     assert request.work is work and request.answer_rows == 1 and not len(request.experts)
-    assert parse(GOOD).work is None
+    assert (request.step, request.worker) == (1 << 40, 3)
+    assert parse(GOOD).work is None and parse(GOOD).step == 0
+
+
+def test_a_step_that_cannot_be_is_refused() -> None:
+    memory = bytearray(wire.ARRIVAL_BYTES)
+    wire.arrive(memoryview(memory), HIDDEN, True, wire.MOST_STEPS + 1)
+    with pytest.raises(DamagedMessage, match="step 4611686018427387905"):
+        parse(bytes(memory))
+    with pytest.raises(DamagedMessage, match="is the last one"):
+        wire.read_begun(memoryview(b"\xff" * 4 * HIDDEN))
+
+
+def test_the_answer_to_a_knock_says_which_step_began() -> None:
+    answer = memoryview(bytearray(4 * HIDDEN))
+    wire.write_begun(answer, 12)
+    assert wire.read_begun(answer) == 12

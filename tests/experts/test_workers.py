@@ -64,6 +64,12 @@ def test_the_barrier(service: Service) -> None:
     assert service.waited == {0, 1}, "relays take no part"
 
 
+def test_the_connection_of_a_worker_whose_call_came_through_a_relay(service: Service) -> None:
+    made = workers(service)
+    assert [made.own_connection(at, ANNA) for at in (0, 2, 3)] == [0, 0, 0]
+    assert made.own_connection(2, BERT) == 1 and made.own_connection(2, 73) is None
+
+
 def test_calls_of_a_relay_that_goes_are_dropped(service: Service) -> None:
     made = workers(service)
     numbers = {made.caller(2, ANNA), made.caller(2, BERT)}

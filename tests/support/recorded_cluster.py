@@ -21,6 +21,7 @@ from moesaic.experts.server import ExpertServer
 from moesaic.experts.torch_backend import TorchBackend
 from moesaic.kernels import table
 from moesaic.models import registry
+from moesaic.policy.fleet.replicas import ReplicaTimeout
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.microqueue import policy_named
 from moesaic.policy.scheduling.schedulers.actions import Action, Event
@@ -128,6 +129,8 @@ def record(schedule: str, rule: StartRule, servers: int = 2, requests: int = 12,
         config, theirs, time.monotonic, journal=lambda *entry: journal.append(entry), wakeup=wakeup
     )
     worker, info = build_worker(context)
+    replicas = worker._servers._replicas  # type: ignore[attr-defined]
+    replicas._patience = ReplicaTimeout(floor=1e9, unknown=1e9)  # a machine that is busy loses no server
     gather = getattr(worker._scheduler, "_gather", None)
     found = Recorded(layout, context.limits, info.num_blocks, gather, journal)
 

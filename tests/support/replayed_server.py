@@ -64,10 +64,11 @@ def replay(recorded: RecordedService, fresh: RecordedService, experts: int) -> l
     connection = Connection(0, client, server)
     client.take = lambda connection, news: None  # type: ignore[method-assign]
     server.take(connection, Hello())
-    computing = False
+    computing, step = False, 1
     for now, calls, run in found:
         for taken in calls:
-            message = AtBarrier(taken[1], 0) if len(taken) == 2 else _call(connection, taken)
+            message = AtBarrier(taken[1], step) if len(taken) == 2 else _call(connection, taken)
+            step += len(taken) == 2 and taken[1]
             timeline.at(now - EARLIER if computing else now, partial(server.take, connection, message))
         computing = run is not None
     timeline.run()

@@ -19,13 +19,17 @@ class BarrierClient:
     def __init__(self, hidden: int, worker: int = 0) -> None:
         """worker: this worker's number in requests."""
         self._hidden, self._worker = hidden, worker
+        self._step = 1
+        """Number of the step that it begins next.
+
+        A client that is newer than its servers begins a step at once, and learns its number from the answer.
+        """
         self._work: bool | None = None
         """The `work` flag to arrive with. None when the client does not wait at the barrier."""
-        self._barrier_calls: list[tuple[ServerConnection, int]] = []
-        """Connections and numbers of the calls that count.
+        self._told: list[ServerConnection] = []
+        """Connections on which it has arrived with this flag.
 
-        Arriving again makes earlier calls void. A server that was started again has a new connection, and
-        does not know of a call on the old one.
+        A server that was started again has a new connection, and does not know of a call on the old one.
         """
         self._passed = False
 
@@ -41,7 +45,7 @@ class BarrierClient:
 
     def enter(self, work: bool) -> None:
         """Wait at the barrier, with rows to compute or without. Call it again when that changes."""
-        self._work, self._barrier_calls = work, []
+        self._work, self._told = work, []
 
     def entered(self) -> bool:
         """Returns True once after the barrier opened."""
@@ -52,19 +56,17 @@ class BarrierClient:
         """Arrive at the barrier of each of these servers, unless it has done so already."""
         if self._work is None:
             return
-        self._barrier_calls = [call for call in self._barrier_calls if any(call[0] is end for end in ends)]
         for end in ends:
-            if not any(arrived is end for arrived, _ in self._barrier_calls):
+            if not any(told is end for told in self._told):
                 self._arrive(end, self._work)
 
     def _arrive(self, end: ServerConnection, work: bool) -> None:
         try:
-            size = wire.size(0, 0, self._hidden, False)
-            call = end.caller.open(size, 1, 4 * self._hidden)
+            call = end.caller.open(wire.ARRIVAL_BYTES, 1, 4 * self._hidden)
             if call is not None:
-                wire.arrive(call.request, self._hidden, work, self._worker)
+                wire.arrive(call.request, self._hidden, work, self._step, self._worker)
                 end.caller.post(call)
-                self._barrier_calls.append((end, call.number))
+                self._told.append(end)
                 end.barrier_calls.add(call.number)
         except ConnectionLost:
             pass  # the next poll of this connection reports it
@@ -73,11 +75,12 @@ class BarrierClient:
         """Handle the answer to a call that has no request for experts.
 
         If the call did not arrive at a barrier either, it is an old call that was answered twice. It is
-        ignored.
+        ignored. So is the answer of a barrier that opens late, for a step that this client has begun before.
         """
         if call.number not in end.barrier_calls:
             return
         end.barrier_calls.discard(call.number)
+        begun = wire.read_begun(call.answer)
         end.caller.release(call)
-        if any(at is end and number == call.number for at, number in self._barrier_calls):
-            self._work, self._barrier_calls, self._passed = None, [], True
+        if self._work is not None and begun >= self._step:
+            self._work, self._told, self._passed, self._step = None, [], True, begun + 1

@@ -177,12 +177,27 @@ class ExpertServer:
         self._calls[call] = _Call(mine, request, answer, end, rows, pairs)
         self.served.calls += 1
         if request.work is not None:
-            self._workers.paused(client, request.worker)  # it runs no step until the barrier opens
-            self._open(self._barrier.arrived(client, call, request.work))
+            self._arrive(client, call, request)
             return
+        own = self._workers.own_connection(client, request.worker)
+        self._open([] if own is None else self._barrier.computes(own))
         caller = self._workers.caller(client, request.worker)
         self._service.arrived(call, caller, request.layer, request.experts, self._clock())
         self._observer.queued(self._service.waiting_pairs)
+
+    def _arrive(self, client: int, call: int, request: wire.Request) -> None:
+        """A client is at the barrier. It runs no step until this or another server's barrier opens."""
+        assert request.work is not None
+        if self._barrier.has_begun(request.step):
+            self._begin(call)
+            return
+        self._workers.paused(client, request.worker)
+        self._open(self._barrier.arrived(client, call, request.work, request.step))
+
+    def _begin(self, call: int) -> None:
+        """Answer a call that arrived at the barrier."""
+        wire.write_begun(self._calls[call].answer.data.cast("B"), self._barrier.step - 1)
+        self._answer(call, NO_PAIRS)
 
     def _forget(self, client: int) -> None:
         end = self._ends.pop(client)
@@ -198,7 +213,7 @@ class ExpertServer:
         All begin a step, so its runs wait for all.
         """
         for number in calls:
-            self._answer(number, NO_PAIRS)
+            self._begin(number)
         if calls:
             self._workers.begin()
 

@@ -6,6 +6,7 @@ rows: the sum of that row's pairs here times their weights. This is the form of 
 fewer bytes and is equal up to rounding.
 
 A barrier call is a request without pairs. Its sender is at the beginning of a step and waits until all are.
+It has the number of that step, and so has its answer. See `policy.scheduling.step_barrier`.
 
 A request may have parts: pairs that several servers of one host compute (`experts.relay`). The first part is
 that of the server that gets the request, the relay, which passes the other ones on. The pairs of a part stand
@@ -28,10 +29,16 @@ from moesaic.core.tokens import FloatRows, IntArray
 
 _HEADER = struct.Struct("<4sHBBIIIII")
 """magic, layer, kind, parts, rows, pairs, hidden size, attempt, worker; 28 bytes"""
-_MAGIC = b"MOE2"
+_MAGIC = b"MOE3"
+_STEP = struct.Struct("<Q")
+"""The number of a step: behind the header of a barrier call, and at the begin of its answer."""
+ARRIVAL_BYTES = _HEADER.size + _STEP.size
+"""Bytes of a barrier call."""
 _EXACT, _PARTIAL, _BARRIER, _BARRIER_WITH_WORK, _GREETING = range(5)
 MOST_ROWS = 1 << 22
 """Maximum rows, and maximum pairs, that the header of a request may name. It bounds damaged headers."""
+MOST_STEPS = 1 << 62
+"""Maximum number of a step. It bounds damaged messages."""
 MOST_PARTS = 255
 """Maximum parts of a request."""
 NOT_COMPUTED = 0x7FC0A5A5
@@ -64,6 +71,8 @@ class Request:
     """[m, h] hidden states, a view of the message."""
     work: bool | None = None
     """For a barrier call: whether the sender has rows to compute. None for every other request."""
+    step: int = 0
+    """For a barrier call: the number of the step. 0 for every other request."""
     worker: int = 0
     """A number of the attention worker that wants the answer, also where a relay sends the request."""
     parts: tuple[Part, ...] = ()
@@ -116,10 +125,31 @@ def write(
     np.frombuffer(memory, np.float32, count * width, at).reshape(count, width)[:] = hidden
 
 
-def arrive(memory: memoryview, hidden: int, work: bool, worker: int = 0) -> None:
-    """Write a barrier call into `memory`, which has `size(0, 0, hidden, False)` bytes."""
+def arrive(memory: memoryview, hidden: int, work: bool, step: int, worker: int = 0) -> None:
+    """Write a barrier call into `memory`, which has ARRIVAL_BYTES."""
     kind = _BARRIER_WITH_WORK if work else _BARRIER
     _HEADER.pack_into(memory, 0, _MAGIC, 0, kind, 0, 0, 0, hidden, 0, worker)
+    _STEP.pack_into(memory, _HEADER.size, step)
+
+
+def write_begun(answer: memoryview, step: int) -> None:
+    """Write into the answer to a barrier call which step has begun."""
+    _STEP.pack_into(answer, 0, step)
+
+
+def read_begun(answer: memoryview) -> int:
+    """The number of the step that has begun, by the answer to a barrier call.
+
+    Raises DamagedMessage for a number above MOST_STEPS.
+    """
+    return _step(answer, 0)
+
+
+def _step(memory: memoryview, at: int) -> int:
+    step: int = _STEP.unpack_from(memory, at)[0]
+    if step > MOST_STEPS:
+        raise DamagedMessage(f"a barrier call is for step {step}, and {MOST_STEPS} is the last one")
+    return step
 
 
 def greet(memory: memoryview, hidden: int) -> None:
@@ -137,7 +167,9 @@ def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) ->
         raise DamagedMessage("a request has a damaged header or is meant for another model")
     if kind >= _BARRIER and (rows or pairs or count):
         raise DamagedMessage(f"a call without pairs claims {rows} rows, {pairs} pairs and {count} parts")
-    if max(rows, pairs) > MOST_ROWS or len(memory) != size(rows, pairs, hidden, partial, count):
+    at_barrier = kind in (_BARRIER, _BARRIER_WITH_WORK)
+    expected = ARRIVAL_BYTES if at_barrier else size(rows, pairs, hidden, partial, count)
+    if max(rows, pairs) > MOST_ROWS or len(memory) != expected:
         raise DamagedMessage(f"a request of {len(memory)} bytes claims {rows} rows and {pairs} pairs")
     at = _HEADER.size
     # Copy the ids, because a hostile client could change shared memory after the checks.
@@ -151,8 +183,10 @@ def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) ->
     at += 4 * pairs if partial else 0
     parts = _parts(memory, at, count, pairs)
     values = np.frombuffer(memory, np.float32, rows * hidden, at + 8 * count).reshape(rows, hidden)
-    work = kind == _BARRIER_WITH_WORK if kind in (_BARRIER, _BARRIER_WITH_WORK) else None
-    found = layer, attempt, experts, places, weights, values, work, worker, parts
+    work, step = None, 0
+    if at_barrier:
+        work, step = kind == _BARRIER_WITH_WORK, _step(memory, _HEADER.size)
+    found = layer, attempt, experts, places, weights, values, work, step, worker, parts
     return Request(*found, greeting=kind == _GREETING)
 
 

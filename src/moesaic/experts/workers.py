@@ -61,6 +61,12 @@ class Workers:
             self._service.client_joined(numbers[worker])
         return numbers[worker]
 
+    def own_connection(self, connection: int, worker: int) -> int | None:
+        """The connection of the worker whose call came by this one. None: it has no connection of its own."""
+        if connection in self._direct:
+            return connection
+        return next((number for number, known in self._direct.items() if known == worker), None)
+
     def paused(self, connection: int, worker: int) -> None:
         """Wait for no call of this worker until it calls or a step begins."""
         if connection in self._direct:

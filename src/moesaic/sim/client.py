@@ -70,7 +70,8 @@ class SimulatedExperts:
         self._work: bool | None = None
         """The `work` flag to arrive at the barrier with. None: it does not wait there."""
         self._at_barrier: set[Connection] = set()
-        self._arrival = 0
+        self._step = 1
+        """Number of the step that it begins next."""
         self._passed = False
 
     # ---- what a step asks for
@@ -160,7 +161,6 @@ class SimulatedExperts:
     def enter_barrier(self, work: bool) -> None:
         """Wait at the barrier, with rows to compute or without. Call it again when that changes."""
         self._work, self._at_barrier = work, set()
-        self._arrival += 1
 
     def passed_barrier(self) -> bool:
         """True once after `enter_barrier`, when all workers begin the step."""
@@ -177,17 +177,17 @@ class SimulatedExperts:
             return "barrier" if self._work else "requests"
         return "experts" if self._open else "requests"
 
-    def opened(self, arrival: int) -> None:
-        """A server's barrier has opened for this arrival. Earlier arrivals are void."""
-        if self._work is not None and arrival == self._arrival:
-            self._work, self._passed = None, True
+    def opened(self, step: int) -> None:
+        """A server's barrier has opened for this step. The worker may have begun it before."""
+        if self._work is not None and step >= self._step:
+            self._work, self._passed, self._step = None, True, step + 1
 
     def _arrive(self) -> None:
         assert self._work is not None
         for server, connection in self._connections.items():
             if server in self._entries and connection not in self._at_barrier:
                 self._at_barrier.add(connection)
-                connection.send(AtBarrier(self._work, self._arrival), 0)
+                connection.send(AtBarrier(self._work, self._step), 0)
 
     # ---- calls
 

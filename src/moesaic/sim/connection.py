@@ -84,10 +84,10 @@ class Goodbye:
 
 @dataclass(frozen=True)
 class AtBarrier:
-    """A worker is at the beginning of a step. arrival: number of this arrival at its worker."""
+    """A worker is at the beginning of a step, with this number."""
 
     work: bool
-    arrival: int
+    step: int
 
 
 Message = Hello | Goodbye | AtBarrier | Call

@@ -64,7 +64,8 @@ class SimulatedServer:
         self._clients: dict[Connection, int] = {}
         self._calls: dict[int, tuple[Connection, Call, int]] = {}
         """Number here -> the connection, the call, and how many pairs were not computed."""
-        self._arrivals: dict[int, tuple[Connection, int]] = {}
+        self._arrivals: dict[int, Connection] = {}
+        """Number of each call at the barrier -> the connection."""
         self._next_client = self._next_call = 0
         self._counted = timeline.now
         self._process = Process(timeline, self._run())
@@ -157,17 +158,23 @@ class SimulatedServer:
     def _at_barrier(self, connection: Connection, message: AtBarrier) -> None:
         client = self._clients[connection]
         number, self._next_call = self._next_call, self._next_call + 1
-        self._arrivals[number] = connection, message.arrival
+        self._arrivals[number] = connection
+        if self._barrier.has_begun(message.step):
+            self._begin(number)
+            return
         self._service.client_paused(client)
-        self._open(self._barrier.arrived(client, number, message.work))
+        self._open(self._barrier.arrived(client, number, message.work, message.step))
+
+    def _begin(self, number: int) -> None:
+        connection = self._arrivals.pop(number)
+        if connection in self._clients:
+            end = connection.client_end
+            assert isinstance(end, SimulatedExperts)
+            connection.answer(partial(end.opened, self._barrier.step - 1), 0)
 
     def _open(self, numbers: list[int]) -> None:
         for number in numbers:
-            connection, arrival = self._arrivals.pop(number)
-            if connection in self._clients:
-                end = connection.client_end
-                assert isinstance(end, SimulatedExperts)
-                connection.answer(partial(end.opened, arrival), 0)
+            self._begin(number)
         for client in self._clients.values() if numbers else ():
             self._service.client_joined(client)
 
@@ -176,6 +183,7 @@ class SimulatedServer:
             return
         number, self._next_call = self._next_call, self._next_call + 1
         client, now = self._clients[connection], self._timeline.now
+        self._open(self._barrier.computes(client))
         self._calls[number] = connection, call, len(call.pairs)
         self._service.client_joined(client)
         self._service.arrived(number, client, call.submission.layer, call.experts, now)

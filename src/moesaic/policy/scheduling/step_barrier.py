@@ -1,4 +1,10 @@
-"""The barrier at which all clients of an expert server begin a step together (barrier schedule)."""
+"""The barrier at which all clients of an expert server begin a step together (barrier schedule).
+
+Each server has such a barrier, and a client arrives at all of them. It begins the step when the first one
+opens. Messages take different times to different servers, so steps have numbers. Without numbers a server
+could take an arrival for a step that it has begun as one for the next step. Then servers would not wait for
+the same clients, and two of them could each wait for the client that the other one keeps waiting.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +22,18 @@ class StepBarrier:
 
     Example: clients 0 and 1 arrive without work, in calls 5 and 6. Nothing happens. Then client 0 gets a
     request and arrives again, in call 7. Now calls 5, 7 and 6 are answered.
+
+    A client that computes shows that another server's barrier has opened. Then this one opens as well.
     """
 
     def __init__(self) -> None:
+        self.step = 1
+        """Number of the step that begins when the barrier opens next."""
         self._clients: dict[int, _Arrival | None] = {}
+
+    def has_begun(self, step: int) -> bool:
+        """Whether the barrier was opened for this step. A client that arrives for it may begin at once."""
+        return step < self.step
 
     def joined(self, client: int) -> None:
         """Add a client. From now on the barrier waits for it."""
@@ -30,11 +44,17 @@ class StepBarrier:
         self._clients.pop(client, None)
         return self._try()
 
-    def arrived(self, client: int, call: int, work: bool) -> list[int]:
-        """Record that a client arrived. Returns the calls to answer now.
+    def computes(self, client: int) -> list[int]:
+        """Record that a client asked for experts. Returns the calls to answer now."""
+        return [] if self._clients.get(client) is None else self._open()
 
-        work: whether the client has rows to compute.
+    def arrived(self, client: int, call: int, work: bool, step: int) -> list[int]:
+        """Record that a client arrived for a step that has not begun. Returns the calls to answer now.
+
+        work: whether the client has rows to compute. step: number of the step. If it is above that of this
+        barrier, this server is newer than the others.
         """
+        self.step = max(self.step, step)
         arrive = self._clients[client] or _Arrival()
         arrive.calls.append(call)
         arrive.work |= work
@@ -42,8 +62,13 @@ class StepBarrier:
         return self._try()
 
     def _try(self) -> list[int]:
-        barrier_calls = [arrive for arrive in self._clients.values() if arrive is not None]
-        if len(barrier_calls) < len(self._clients) or not any(arrive.work for arrive in barrier_calls):
+        arrived = [arrive for arrive in self._clients.values() if arrive is not None]
+        if len(arrived) < len(self._clients) or not any(arrive.work for arrive in arrived):
             return []
+        return self._open()
+
+    def _open(self) -> list[int]:
+        calls = [call for arrive in self._clients.values() if arrive is not None for call in arrive.calls]
         self._clients = dict.fromkeys(self._clients)
-        return [call for arrive in barrier_calls for call in arrive.calls]
+        self.step += 1
+        return calls
