@@ -40,7 +40,7 @@ class ParallelConfig:
     collectives_backend: CollectivesBackend = "host"
     """What carries the rows that ranks exchange. host: memory of the host, or TCP between hosts. nccl:
     NVIDIA's NCCL, between GPUs of one host, without a copy to RAM. gloo: torch's gloo, between processes of
-    one host on a CPU. There it is slower than host, and it tests the code of nccl."""
+    one host on a CPU; it is there to test the code of nccl."""
     shuffle_align: Align = "move"
     """How shuffled tokens are divided among the ranks. move: each rank gets the same number, and the tokens
     with the least certain prediction move. variable: each rank gets any number."""

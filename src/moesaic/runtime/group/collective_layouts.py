@@ -25,7 +25,6 @@ from moesaic.collectives.group import equal_sizes
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.moving import moved
 from moesaic.models.block import Block, Gated
-from moesaic.runtime.group.arrays import to_host
 from moesaic.runtime.group.experts import GroupExperts
 from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.runtime.group.rows import RowCollectives
@@ -116,7 +115,7 @@ class ReduceScatter:
         merged = _merged(self._experts, layer, block, gated)
         out = self._rows.all_gather(merged, sizes, shuffle.order)
         assert gated.expert_ids is not None
-        self._assignment.learn(layer, to_host(gated.expert_ids), shuffle)
+        self._assignment.learn(layer, gated.expert_ids, shuffle)
         return out
 
 

@@ -17,11 +17,11 @@ import torch
 from moesaic.collectives.group import equal_sizes
 from moesaic.collectives.routing import Route
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import arrays
+from moesaic.kernels.moving import arrays, moved
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Gated
-from moesaic.runtime.group.arrays import to_device, to_host
+from moesaic.runtime.group.arrays import to_host
 from moesaic.runtime.group.rows import RowCollectives
 
 
@@ -107,7 +107,7 @@ class GroupExperts:
 
     def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
         """hidden [p, h], one expert for each row -> [p, h]."""
-        chosen = to_device(ids, hidden.device)[:, None]
+        chosen = moved(ids, hidden.device)[:, None]
         return self._kernels.experts(self._weights(layer), hidden, chosen)[:, 0]
 
 

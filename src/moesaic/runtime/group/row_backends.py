@@ -29,7 +29,7 @@ def check_backend(config: WorkerConfig) -> None:
     elif backend == "nccl" and device != "cuda":
         allowed = f"host, gloo with --device {device}"
     elif backend == "nccl" and gpus < ranks:
-        allowed = f"host where {ranks} ranks share {gpus} GPUs"
+        allowed = f"host: {ranks} ranks need a GPU each, and torch sees {gpus}"
     elif backend == "nccl" and not distributed.is_nccl_available():
         allowed = "host: this torch has no NCCL"
     if allowed:
