@@ -7,6 +7,7 @@ user can open. Neither library encrypts, so all ranks have to be on one host. gl
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -93,4 +94,4 @@ def _gloo(store: Any, group: Group) -> _Backend:
 
 def _sentence(error: RuntimeError) -> str:
     """The first sentence of an error of torch, without the place in its source."""
-    return str(error).splitlines()[0].rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0]
+    return re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
