@@ -181,6 +181,19 @@ def test_an_alignment_needs_a_shuffle() -> None:
 @pytest.mark.parametrize(
     ("setting", "wrong"),
     [
+        ({"collectives_backend": "mpi"}, "--collectives-backend: got 'mpi'; allowed: host, nccl, gloo"),
+        ({"tensor_parallel_size": 1}, "--tensor-parallel-size: got 1; allowed: at least 2 with --coll"),
+        ({"nnodes": 2}, "--nnodes: got 2; allowed: 1 with --collectives-backend gloo"),
+    ],
+)
+def test_rows_by_torch_need_ranks_of_one_host(setting: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{wrong}"):
+        ParallelConfig(**({"tensor_parallel_size": 2, "collectives_backend": "gloo"} | setting))
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong"),
+    [
         (
             {"moe_collectives": "deepspeed"},
             "--moe-collectives: got 'deepspeed'; allowed: None with --exp",
@@ -254,7 +267,8 @@ def test_the_admin_key_is_the_api_key_where_nothing_else_is_said() -> None:
 
 def test_a_worker_gets_no_keys() -> None:
     environment = {"MOESAIC_API_KEY": "a", "MOESAIC_ADMIN_KEY": "b", "HOME": "/root"}
-    assert config.worker_environment(environment) == {"OMP_WAIT_POLICY": "passive", "HOME": "/root"}
+    ours = {"OMP_WAIT_POLICY": "passive", "NCCL_SOCKET_IFNAME": "lo"}
+    assert config.worker_environment(environment) == {**ours, "HOME": "/root"}
 
 
 def test_a_bad_key_is_refused_and_not_repeated() -> None:

@@ -91,6 +91,41 @@ def test_a_group_dies_and_restarts_as_one(victim: int, expected: list[Answer]) -
     assert soon(lambda: all(map(gone, after)))
 
 
+@pytest.mark.parametrize(
+    ("form", "signum"),
+    [
+        pytest.param("deepspeed", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("reduce-scatter", signal.SIGSTOP, marks=pytest.mark.full),
+        pytest.param("all-reduce", signal.SIGKILL, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_exchange_rows_by_gloo(form: str, signum: signal.Signals, expected: list[Answer]) -> None:
+    """The second rank is killed, or frozen, in the middle of the answers."""
+    with cluster(collectives_backend="gloo", moe_collectives=form, **GROUP) as served:  # type: ignore[arg-type]
+        before: list[int] = []
+
+        def disturb(tokens: int) -> None:
+            if tokens > 60 and not before:
+                before.extend(ranks(served))
+                os.kill(before[1], signum)
+
+        served.submit(*workload(8, 48))
+        same(served.finish(disturb), expected)
+        assert before and soon(lambda: all(map(gone, before)))
+        assert stats(served).all_reduce_bytes + stats(served).reduce_scatter_bytes > 0
+
+
+@pytest.mark.full
+def test_ranks_beside_servers_exchange_rows_by_gloo(expected: list[Answer]) -> None:
+    with cluster(
+        collectives_backend="gloo",
+        **GROUP | {"expert_servers": 1},  # type: ignore[arg-type]
+    ) as served:
+        served.submit(*workload(8, 48))
+        same(served.finish(), expected)
+        assert stats(served).all_gather_bytes > 0
+
+
 @pytest.mark.slow
 def test_a_frozen_rank_is_replaced_with_its_group(expected: list[Answer]) -> None:
     """The first rank waits for it and says that it lives: what it waits for is bounded."""

@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Ranks": (
         *("--tensor-parallel-size", "--nnodes", "--expert-tensor-parallel-size", "--moe-collectives"),
-        *("--data-parallel-size", "--enable-expert-parallel"),
+        *("--collectives-backend", "--data-parallel-size", "--enable-expert-parallel"),
     ),
     "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),
     "Server": (

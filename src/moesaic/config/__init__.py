@@ -20,6 +20,7 @@ from moesaic.config.server import ConnectionConfig, LogConfig, ServerConfig, Tra
 from moesaic.config.values import (
     SMALL_MODEL,
     Align,
+    CollectivesBackend,
     Combine,
     Device,
     DispatchName,
@@ -51,6 +52,7 @@ __all__ = [
     "Align",
     "CacheConfig",
     "ClusterConfig",
+    "CollectivesBackend",
     "Combine",
     "ConnectionConfig",
     "CorsConfig",

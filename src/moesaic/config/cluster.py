@@ -8,6 +8,7 @@ from typing import get_args
 
 from moesaic.config.values import (
     Align,
+    CollectivesBackend,
     DispatchName,
     ExecutorBackend,
     MoeCollectives,
@@ -36,6 +37,10 @@ class ParallelConfig:
     all-reduce: each rank computes its own experts for all tokens. reduce-scatter: reduce-scatter, two
     all-to-all, all-gather. shuffled: the reduce-scatter sends each token to the rank whose experts it should
     choose (Speculative MoE). None: shuffled if the placement has tables, else reduce-scatter."""
+    collectives_backend: CollectivesBackend = "host"
+    """What carries the rows that ranks exchange. host: memory of the host, or TCP between hosts. nccl:
+    NVIDIA's NCCL, between GPUs of one host, without a copy to RAM. gloo: torch's gloo, between processes of
+    one host on a CPU; it is there to test the code of nccl."""
     shuffle_align: Align = "move"
     """How shuffled tokens are divided among the ranks. move: each rank gets the same number, and the tokens
     with the least certain prediction move. variable: each rank gets any number."""
@@ -58,6 +63,7 @@ class ParallelConfig:
             one_of("--moe-collectives", self.moe_collectives, get_args(MoeCollectives))
             if size == 1:
                 raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --moe-collectives")
+        self._check_backend()
         one_of("--shuffle-align", self.shuffle_align, get_args(Align))
         if self.shuffle_align != ParallelConfig.shuffle_align:
             if size == 1:
@@ -65,6 +71,16 @@ class ParallelConfig:
             if self.moe_collectives not in (None, "shuffled"):
                 allowed = "shuffled with --shuffle-align"
                 raise ConfigError.field("--moe-collectives", self.moe_collectives, allowed)
+
+    def _check_backend(self) -> None:
+        one_of("--collectives-backend", self.collectives_backend, get_args(CollectivesBackend))
+        if self.collectives_backend == "host":
+            return
+        if self.tensor_parallel_size == 1:
+            raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --collectives-backend")
+        if self.nnodes > 1:  # neither of them encrypts
+            allowed = f"1 with --collectives-backend {self.collectives_backend}"
+            raise ConfigError.field("--nnodes", self.nnodes, allowed)
 
     @property
     def ranks_per_node(self) -> int:

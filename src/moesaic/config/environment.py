@@ -88,13 +88,14 @@ def worker_environment(
     """The environment of a worker process. devices: the GPUs that it sees; empty: those of this process.
 
     OpenMP threads sleep while they wait, unless the user set it otherwise. By default they spin, which costs
-    a scheduler quantum at every operator when another process needs the core. The keys of the HTTP API are
+    a scheduler quantum at every operator when another process needs the core. NCCL, which does not encrypt,
+    listens on the loopback interface only, unless the user set it otherwise. The keys of the HTTP API are
     left out.
     """
     known = os.environ if environment is None else environment
     kept = {name: value for name, value in known.items() if name not in (_API_KEY, _ADMIN_KEY)}
     seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-    return {"OMP_WAIT_POLICY": "passive", **kept, **seen}
+    return {"OMP_WAIT_POLICY": "passive", "NCCL_SOCKET_IFNAME": "lo", **kept, **seen}
 
 
 def watched_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

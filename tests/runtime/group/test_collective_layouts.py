@@ -142,6 +142,39 @@ def test_the_tokens_of_one_process(
     assert (counted.kept_rows < counted.shuffled_rows) == (form == "shuffled, move" and units > 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "form", "ranks"),
+    [
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                ("mixtral", "deepspeed", (4, 2)), ("deepseek", "shuffled, variable", (2, 1)),
+                ("qwen3", "all-reduce", (4, 1)),
+            ]
+        ),
+        *(pytest.param("qwen3", form, (4, 2), marks=pytest.mark.full) for form in FORMS),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_stay_on_the_device_give_the_tokens_of_one_process(
+    name: str, form: str, ranks: tuple[int, int], alone: dict[str, Alone], tmp_path: Path
+) -> None:
+    """By gloo, whose device is the CPU. The ranks send as many bytes as through the host."""
+    one, (size, expert_ranks), sent = alone[name], ranks, []
+    settings = FORMS[form]
+    if "shuffled" in form:
+        settings = settings | {"placement": write(tmp_path, one.profile, size // expert_ranks)}
+    sizes = {"tensor_parallel_size": size, "expert_tensor_parallel_size": expert_ranks}
+    for backend in ("host", "gloo"):
+        with group_of_threads(
+            str(one.path), collectives_backend=backend, max_num_batched_tokens=16, max_num_seqs=8,
+            max_model_len=LONGEST, kv_cache_memory="64MiB", **sizes, **settings,
+        ) as (model, _, _):  # fmt: skip
+            same(answers(model.generate(PROMPTS, PARAMS)), one.answers)
+            sent.append(model.stats().experts.group)
+    assert sent[0] == sent[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["deepspeed", "all-reduce", "reduce-scatter"])
 def test_random_placements(form: str, alone: dict[str, Alone], tmp_path: Path) -> None:

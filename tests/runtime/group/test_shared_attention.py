@@ -16,11 +16,14 @@ from moesaic.collectives.one_shot import local_group
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.runtime.group import shared_attention
+from moesaic.runtime.group.arrays import pack
+from moesaic.runtime.group.rows import HostRows
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 
 WIDTH = 4
 MODEL = cast(Any, SimpleNamespace(spec=SimpleNamespace(hidden_size=WIDTH), blocks=[10.0, 20.0]))
 CPU = torch.device("cpu")
+STEP = pack(tokens([2], [2], 16))
 
 
 def attend(block: Any, layer: int, hidden: torch.Tensor, *_: object) -> torch.Tensor:
@@ -35,7 +38,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.first, second = local_group(2)
-        rank = AttentionRank(MODEL, cast(Any, None), CPU, 16, second)
+        rank = AttentionRank(MODEL, cast(Any, None), CPU, 16, HostRows(second))
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, args=(rank,))
         self._thread.start()
@@ -45,7 +48,7 @@ class Ranks:
             rank.follow()
         except ConnectionLost as error:
             self.error = error
-            rank._group.close()
+            rank._rows.close()
 
     def end(self) -> str:
         """What made the other rank end."""
@@ -62,7 +65,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 def test_layers_of_several_steps_take_turns(ranks: Ranks) -> None:
-    shared = SharedAttention(ranks.first, lambda lost: lost)
+    shared = SharedAttention(HostRows(ranks.first), lambda lost: lost)
     steps = [AttentionBatch.build(tokens([rows], [rows], 16), 16) for rows in (3, 5)]
     for number, layer in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0)):
         rows = torch.randn(3 + 2 * number, WIDTH)
@@ -74,7 +77,7 @@ def test_layers_of_several_steps_take_turns(ranks: Ranks) -> None:
 
 
 def test_an_error_in_the_middle_of_a_layer_ends_the_group(ranks: Ranks) -> None:
-    shared = SharedAttention(ranks.first, lambda lost: lost)
+    shared = SharedAttention(HostRows(ranks.first), lambda lost: lost)
     step = AttentionBatch.build(tokens([2], [2], 16), 16)
     with pytest.raises(ConfigError):
         shared(cast(Any, -1.0), 0, torch.zeros(2, WIDTH), torch.arange(2), step, cast(Any, None))
@@ -89,7 +92,8 @@ def test_an_error_in_the_middle_of_a_layer_ends_the_group(ranks: Ranks) -> None:
         (b"abc", None, "a layer's message of 3 bytes"),
         (np.array([2]).tobytes(), None, "rows for layer 2 of 2"),
         (np.array([-1]).tobytes(), None, "rows for layer -1 of 2"),
-        (np.array([0]).tobytes(), 3, "3 rows of an unknown step"),
+        (np.array([0]).tobytes(), None, "rows of an unknown step"),
+        (np.array([0]).tobytes() + STEP, 3, "the ranks sent 3 rows where 2 were expected"),
         (np.array([0, 1, 2]).tobytes(), None, "a step of 16 bytes"),
     ],
 )

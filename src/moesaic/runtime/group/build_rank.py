@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -16,9 +15,6 @@ from moesaic.collectives.group import Group
 from moesaic.config import ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
-from moesaic.core.placement import Placement
-from moesaic.core.tables import Tables
-from moesaic.core.tokens import IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.kvcache.memory import CacheSize, HybridMemory, LayerMemory, layer_memory
@@ -36,6 +32,9 @@ from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
+from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
+from moesaic.runtime.group.row_backends import check_backend, connect
+from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.sharded import RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
@@ -57,6 +56,7 @@ def check(config: WorkerConfig) -> None:
     scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
     path = files.resolve(config.model.model, config.model.revision)
     registry.read_spec(path, Shard(0, size))
+    check_backend(config)
     if config.remote_experts:
         check_shared(config)
         return
@@ -96,83 +96,6 @@ def _check_experts(config: WorkerConfig, path: Path) -> None:
         check_shared(config)
 
 
-@dataclass(frozen=True)
-class ExpertOwners:
-    """Which ranks of a group hold which experts."""
-
-    owners: Mapping[int, IntArray]
-    """Layer -> [E] the unit that holds each expert. A unit is a rank, or the ranks that share each expert."""
-    tables: Tables | None
-    """The ranks where rows are expected to need their experts, if the placement has such tables."""
-    left_out: int = 0
-    """Copies in the placement beyond the first one of each expert, over all layers. No rank holds them."""
-
-    def of(self, unit: int) -> dict[int, list[int]]:
-        """Layer -> the experts of a unit, ascending."""
-        return {layer: np.flatnonzero(owners == unit).tolist() for layer, owners in self.owners.items()}
-
-    @property
-    def digest(self) -> int:
-        """31 bits that are equal for equal owners and tables."""
-        arrays = [*self.owners.values()]
-        if self.tables is not None:
-            arrays += [one for one in vars(self.tables).values() if isinstance(one, np.ndarray)]
-        return zlib.crc32(b"".join(one.tobytes() for one in arrays)) >> 1
-
-    @property
-    def most(self) -> int:
-        """The most experts of one layer in one unit."""
-        return max(int(np.bincount(owners).max()) for owners in self.owners.values())
-
-
-def placed(config: WorkerConfig) -> ExpertOwners:
-    """Reads who holds which expert from the placement file, or divides the experts into equal ranges.
-
-    Of an expert's copies it takes the one that the tables expect, or else the first rank's. Raises
-    ConfigError for a file that does not fit, and for `shuffled` without tables.
-    """
-    parallel, layout = config.parallel, layout_of(config.model)
-    units = parallel.expert_parallel_size
-    if parallel.placement is None:
-        found = ExpertOwners(equal_owners(layout.layers, layout.num_experts, units), None)
-    else:
-        placement = Placement.read(parallel.placement, units)
-        placement.check(layout.fingerprint, layout.layers, layout.num_experts)
-        found = _placed_by(placement, Tables.beside(parallel.placement, placement))
-    if parallel.moe_collectives == "shuffled" and found.tables is None:
-        raise ConfigError.field("--placement", parallel.placement, "a file with tables, for shuffled rows")
-    return found
-
-
-def _placed_by(placement: Placement, tables: Tables | None) -> ExpertOwners:
-    left_out = sum(int((placement.replicas(layer) - 1).sum()) for layer in placement.layers)
-    if tables is None:
-        return ExpertOwners(
-            {layer: placement.table(layer)[:, 0] for layer in placement.layers}, None, left_out
-        )
-    return ExpertOwners(
-        dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables, left_out
-    )
-
-
-def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mapping[int, IntArray]:
-    """Consecutive ranges, which differ by at most one expert.
-
-    Example: 5 experts in 2 units: 0, 0, 0, 1, 1.
-    """
-    counts = [len(each) for each in np.array_split(np.arange(num_experts), units)]
-    return dict.fromkeys(layers, np.repeat(np.arange(units), counts))
-
-
-def check_placement(config: WorkerConfig, group: Group, owners: ExpertOwners) -> None:
-    """Raises ConfigError on every rank if the hosts of a group have different files of --placement."""
-    if config.parallel.nnodes == 1:
-        return
-    mine = np.array([owners.digest], np.int64)
-    if len(set(group.gather_notes(mine, np.arange(group.size)).tolist())) > 1:
-        raise ConfigError.field("--placement", config.parallel.placement, "the same file on all hosts")
-
-
 def load_rank(
     config: WorkerConfig, group: Group, owners: ExpertOwners | None, progress: Progress | None = None
 ) -> LoadedModel:
@@ -195,23 +118,23 @@ def load_rank(
 
 
 def join(
-    config: WorkerConfig, group: Group, owners: ExpertOwners, loaded: LoadedModel, size: CacheSize
+    config: WorkerConfig, rows: RowCollectives, owners: ExpertOwners, loaded: LoadedModel, size: CacheSize
 ) -> RankRunner:
     """Build the runner of a loaded rank. size: the same on all ranks."""
     if config.offload is not None:
-        return _paged(config, config.offload, group, owners, loaded, size)
+        return _paged(config, config.offload, rows, owners, loaded, size)
     model, counts = loaded.model, GroupCounts()
     block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
     memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
-    collectives = _collectives(config.parallel, group, owners, loaded.kernels, model.expert_weights, counts)
-    run = ShardedModel(model, memory, device, block_size, group, collectives).run
-    return RankRunner(run, group, memory, _named(config.parallel, owners), counts)
+    collectives = _collectives(config.parallel, rows, owners, loaded.kernels, model.expert_weights, counts)
+    run = ShardedModel(model, memory, device, block_size, rows, collectives).run
+    return RankRunner(run, rows, memory, _named(config.parallel, owners), counts)
 
 
 def _paged(
     config: WorkerConfig,
     offload: Offload,
-    group: Group,
+    rows: RowCollectives,
     owners: ExpertOwners,
     loaded: LoadedModel,
     size: CacheSize,
@@ -220,15 +143,17 @@ def _paged(
     offloaded.check_states(config, offload, loaded.model.spec)
     caches = memory_levels.cache(config, offload, loaded, size)
     counts, kernels = GroupCounts(), loaded.kernels
-    levels = memory_levels.levels(config, offload, loaded, layout_of(config.model), owners.of(group.rank))
+    levels = memory_levels.levels(
+        config, offload, loaded, layout_of(config.model), owners.of(rows.group.rank)
+    )
     weights = offloaded_group.PassWeights(levels.experts)
-    collectives = partial(_collectives, config.parallel, group, owners, kernels, weights, counts)
-    after = offloaded_group.GroupPostAttention(loaded.model, group, collectives, weights)
+    collectives = partial(_collectives, config.parallel, rows, owners, kernels, weights, counts)
+    after = offloaded_group.GroupPostAttention(loaded.model, rows, collectives, weights)
     parts = offloaded.PassParts(loaded, levels, after, owners.most, caches)
     passes = offloaded.passes_over(config, offload, parts)
     return RankRunner(
         passes.run,
-        group,
+        rows,
         caches.memory(loaded.model.spec),
         _named(config.parallel, owners),
         counts,
@@ -248,12 +173,13 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     with launcher.starting():
         group = launcher.gather(context.connection.send)
         check_placement(config, group, owners)
+        rows = connect(config, group)
         loaded = load_rank(config, group, owners, context.progress)
         kv_dtype = kv_type(config.cache, loaded)
         free = least_free(config, group, loaded)
         size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype, free)
         group.announce(_CACHE_SIZE.pack(*astuple(size)))
-        runner = join(config, group, owners, loaded, size)
+        runner = join(config, rows, owners, loaded, size)
         group.announce(b"")  # every rank has its memory now
     runner.launcher = launcher
     if context.lost is not None:
@@ -286,13 +212,14 @@ def _with_servers(context: WorkerContext) -> WorkerParts:
     config = of_rank(context.config, 0)
     with launcher.starting():
         group = launcher.gather(context.connection.send)
+        rows = connect(config, group)
         loaded = load_rank(config, group, None, context.progress)
         free = least_free(config, group, loaded)
         size = cache_size_of(
             config, loaded, context.limits.max_model_len, kv_type(config.cache, loaded), free
         )
         group.announce(_CACHE_SIZE.pack(*astuple(size)))
-        shared = SharedAttention(group, launcher.why)
+        shared = SharedAttention(rows, launcher.why)
         parts = in_memory.with_servers(replace(context, config=config), layout, loaded, size, shared)
         group.announce(b"")  # every rank has its memory now
     if context.lost is not None:
@@ -335,23 +262,24 @@ def follower(config: WorkerConfig, group: Group) -> Follower:
         owners = None if config.remote_experts else placed(config)
         if owners is not None:
             check_placement(config, group, owners)
+        rows = connect(config, group)
         loaded = load_rank(config, group, owners)
         least_free(config, group, loaded)
         size = CacheSize(*_CACHE_SIZE.unpack(group.announce(b"")))
         if owners is None:
-            runner: Follower = _attention_rank(config, group, loaded, size)
+            runner: Follower = _attention_rank(config, rows, loaded, size)
         else:
-            runner = join(config, group, owners, loaded, size)
+            runner = join(config, rows, owners, loaded, size)
         group.announce(b"")
         return runner
 
 
 def _attention_rank(
-    config: WorkerConfig, group: Group, loaded: LoadedModel, size: CacheSize
+    config: WorkerConfig, rows: RowCollectives, loaded: LoadedModel, size: CacheSize
 ) -> AttentionRank:
     block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
     memory = layer_memory(loaded.model.spec, size, block_size, dtype, device, loaded.kernels)
-    return AttentionRank(loaded.model, memory, device, block_size, group)
+    return AttentionRank(loaded.model, memory, device, block_size, rows)
 
 
 def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int | None:
@@ -374,7 +302,7 @@ def _named(parallel: ParallelConfig, owners: ExpertOwners) -> str:
 
 def _collectives(
     parallel: ParallelConfig,
-    group: Group,
+    rows: RowCollectives,
     owners: ExpertOwners,
     kernels: Kernels,
     weights: Callable[[int], ExpertWeights],
@@ -383,13 +311,13 @@ def _collectives(
     """The collective layout that --moe-collectives names."""
     ranks = parallel.expert_tensor_parallel_size
     first_ranks = {layer: units * ranks for layer, units in owners.owners.items()}
-    experts = GroupExperts(group, kernels, weights, first_ranks, counts, ranks)
+    experts = GroupExperts(rows, kernels, weights, first_ranks, counts, ranks)
     if parallel.moe_collectives == "deepspeed":
-        return DeepSpeed(group, experts)
+        return DeepSpeed(rows, experts)
     if parallel.moe_collectives == "all-reduce":
-        return AllReduce(group, experts)
+        return AllReduce(rows, experts)
     if parallel.moe_collectives == "reduce-scatter" or owners.tables is None:
-        return ReduceScatter(group, experts, BatchOrder(group))
+        return ReduceScatter(rows, experts, BatchOrder(rows.group))
     return ReduceScatter(
-        group, experts, ExpectedRanks(group, counts, owners.tables, parallel.shuffle_align, ranks)
+        rows, experts, ExpectedRanks(rows.group, counts, owners.tables, parallel.shuffle_align, ranks)
     )

@@ -21,12 +21,13 @@ from typing import Protocol
 
 import torch
 
-from moesaic.collectives.group import Group, equal_sizes
+from moesaic.collectives.group import equal_sizes
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.moving import moved
 from moesaic.models.block import Block, Gated
-from moesaic.runtime.group.arrays import to_device, to_host
 from moesaic.runtime.group.experts import GroupExperts
 from moesaic.runtime.group.forecast import RowAssignment
+from moesaic.runtime.group.rows import RowCollectives
 
 
 class CollectiveLayout(Protocol):
@@ -48,18 +49,18 @@ class CollectiveLayout(Protocol):
 
 
 def dense_feed_forward(
-    group: Group, block: Block, hidden: torch.Tensor, partial: torch.Tensor
+    rows: RowCollectives, block: Block, hidden: torch.Tensor, partial: torch.Tensor
 ) -> torch.Tensor:
     """A block without routed experts, in every layout: each rank computes all of it."""
-    gated = block.gate(hidden, _summed(group, partial))
+    gated = block.gate(hidden, rows.all_reduce(partial))
     return block.merge(gated, block.dense(gated.normed), None)
 
 
 class DeepSpeed:
     """`deepspeed`: every rank gets the sum of every row, and keeps its own share of the rows."""
 
-    def __init__(self, group: Group, experts: GroupExperts) -> None:
-        self._group, self._experts = group, experts
+    def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
+        self._rows, self._experts = rows, experts
 
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
@@ -67,19 +68,19 @@ class DeepSpeed:
     def feed_forward(
         self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
     ) -> torch.Tensor:
-        total = _summed(self._group, partial)
-        sizes = equal_sizes(len(hidden), self._group.size)
-        first = sum(sizes[: self._group.rank])
-        mine = slice(first, first + sizes[self._group.rank])
+        total, group = self._rows.all_reduce(partial), self._rows.group
+        sizes = equal_sizes(len(hidden), group.size)
+        first = sum(sizes[: group.rank])
+        mine = slice(first, first + sizes[group.rank])
         merged = _merged(self._experts, layer, block, block.gate(hidden[mine], total[mine]))
-        return to_device(self._group.all_gather(to_host(merged)), hidden.device)
+        return self._rows.all_gather(merged, sizes)
 
 
 class AllReduce:
     """`all-reduce`: every rank gates every row and computes the experts that it holds. No row is sent."""
 
-    def __init__(self, group: Group, experts: GroupExperts) -> None:
-        self._group, self._experts = group, experts
+    def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
+        self._rows, self._experts = rows, experts
 
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
@@ -87,8 +88,8 @@ class AllReduce:
     def feed_forward(
         self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
     ) -> torch.Tensor:
-        gated = block.gate(hidden, _summed(self._group, partial))
-        rows = _summed(self._group, self._experts.share(layer, gated))
+        gated = block.gate(hidden, self._rows.all_reduce(partial))
+        rows = self._rows.all_reduce(self._experts.share(layer, gated))
         once = replace(gated, weights=rows.new_ones(len(rows), 1))
         return block.merge(once, block.dense(gated.normed), rows[:, None])
 
@@ -96,8 +97,8 @@ class AllReduce:
 class ReduceScatter:
     """`reduce-scatter` and `shuffled`: a row is summed only on the rank that sends it to its experts."""
 
-    def __init__(self, group: Group, experts: GroupExperts, assignment: RowAssignment) -> None:
-        self._group, self._experts, self._assignment = group, experts, assignment
+    def __init__(self, rows: RowCollectives, experts: GroupExperts, assignment: RowAssignment) -> None:
+        self._rows, self._experts, self._assignment = rows, experts, assignment
 
     def begin(self, token_ids: IntArray) -> None:
         self._assignment.begin(token_ids)
@@ -107,19 +108,15 @@ class ReduceScatter:
     ) -> torch.Tensor:
         """Residual and norm are in the permuted order until the all-gather restores the batch's order."""
         shuffle = self._assignment.shuffle(layer)
-        first, end = shuffle.starts[self._group.rank : self._group.rank + 2]
-        mine = to_device(shuffle.order[first:end], hidden.device)
-        addend = self._group.reduce_scatter(to_host(partial), shuffle.sizes.tolist(), shuffle.order)
-        gated = block.gate(hidden[mine], to_device(addend, hidden.device))
+        rank, sizes = self._rows.group.rank, shuffle.sizes.tolist()
+        first, end = shuffle.starts[rank : rank + 2]
+        mine = moved(shuffle.order[first:end], hidden.device)
+        gated = block.gate(hidden[mine], self._rows.reduce_scatter(partial, sizes, shuffle.order))
         merged = _merged(self._experts, layer, block, gated)
-        out = to_device(self._group.all_gather(to_host(merged), shuffle.order), hidden.device)
+        out = self._rows.all_gather(merged, sizes, shuffle.order)
         assert gated.expert_ids is not None
-        self._assignment.learn(layer, to_host(gated.expert_ids), shuffle)
+        self._assignment.learn(layer, gated.expert_ids, shuffle)
         return out
-
-
-def _summed(group: Group, partial: torch.Tensor) -> torch.Tensor:
-    return to_device(group.all_reduce(to_host(partial)), partial.device)
 
 
 def _merged(experts: GroupExperts, layer: int, block: Block, gated: Gated) -> torch.Tensor:

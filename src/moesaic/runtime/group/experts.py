@@ -7,20 +7,22 @@ partial sums of the down projection, and are added in the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from moesaic.collectives.group import Group, equal_sizes
-from moesaic.collectives.packets import FloatArray, Packet
-from moesaic.collectives.routing import Route, combine_pairs, dispatch
+from moesaic.collectives.group import equal_sizes
+from moesaic.collectives.routing import Route
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.moving import arrays, moved
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Gated
-from moesaic.runtime.group.arrays import to_device, to_host
+from moesaic.runtime.group.arrays import to_host
+from moesaic.runtime.group.rows import RowCollectives
 
 
 @dataclass
@@ -38,7 +40,7 @@ class GroupExperts:
 
     def __init__(
         self,
-        group: Group,
+        rows: RowCollectives,
         kernels: Kernels,
         weights: Callable[[int], ExpertWeights],
         owners: Mapping[int, IntArray],
@@ -49,7 +51,7 @@ class GroupExperts:
 
         owners: layer -> [E] the first of the ranks that hold each expert.
         """
-        self._group, self._kernels = group, kernels
+        self._rows, self._group, self._kernels = rows, rows.group, kernels
         self._weights, self._owners, self._ranks = weights, owners, expert_ranks
         self._counts = counts
 
@@ -59,16 +61,19 @@ class GroupExperts:
         A pair counts as local if this rank holds a part of its expert, even if other ranks hold other parts.
         """
         assert gated.expert_ids is not None and gated.weights is not None
-        ids, weights = to_host(gated.expert_ids), to_host(gated.weights)
+        ids, weights = arrays((gated.expert_ids, gated.weights))
+        assert ids is not None and weights is not None
         route = self._route(layer, ids)
         self._counts.pairs += ids.size
         self._counts.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
-        hidden, device = to_host(gated.normed), gated.normed.device
-        packets = dispatch(self._group, route, hidden, np.repeat(weights, self._ranks, axis=1))
-        rows = combine_pairs(self._group, route, self._answers(layer, packets, device))
+        arrived = self._rows.dispatch(route, gated.normed, np.repeat(weights, self._ranks, axis=1))
+        answers = arrived.hidden
+        if len(arrived.experts):
+            answers = self._compute(layer, arrived.hidden, arrived.experts)
+        rows = self._rows.combine(route, answers, arrived)
         if self._ranks > 1:
-            rows = _summed(rows.reshape(*ids.shape, self._ranks, hidden.shape[1]))
-        return to_device(rows, device)
+            rows = _summed(rows.view(*ids.shape, self._ranks, rows.shape[-1]))
+        return rows
 
     def share(self, layer: int, gated: Gated) -> torch.Tensor:
         """[n, h] the weighted sums of this rank's experts, for all rows; zeros where a row has none here.
@@ -100,25 +105,12 @@ class GroupExperts:
         owners = (self._owners[layer][ids][:, :, None] + parts).reshape(len(ids), ids.shape[1] * self._ranks)
         return Route(np.repeat(ids, self._ranks, axis=1), owners)
 
-    def _answers(self, layer: int, packets: Sequence[Packet], device: torch.device) -> list[FloatArray]:
-        """[p, h] answers for the pairs of each packet. All pairs are computed as one batch."""
-        pairs = [packet.pairs for packet in packets]
-        hidden = np.concatenate([packet.hidden[row] for packet, (row, _) in zip(packets, pairs, strict=True)])
-        ids = np.concatenate([experts for _, experts in pairs]).astype(np.int64)
-        if not len(ids):
-            return [hidden for _ in packets]
-        found = to_host(self._compute(layer, to_device(hidden, device), ids))
-        return np.split(found, np.cumsum([len(row) for row, _ in pairs])[:-1])
-
     def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
         """hidden [p, h], one expert for each row -> [p, h]."""
-        chosen = to_device(ids, hidden.device)[:, None]
+        chosen = moved(ids, hidden.device)[:, None]
         return self._kernels.experts(self._weights(layer), hidden, chosen)[:, 0]
 
 
-def _summed(parts: FloatArray) -> FloatArray:
+def _summed(parts: torch.Tensor) -> torch.Tensor:
     """Sums over the ranks, in their order: [m, k, t, h] -> [m, k, h]."""
-    total = parts[:, :, 0].copy()
-    for part in range(1, parts.shape[2]):
-        total += parts[:, :, part]
-    return total
+    return functools.reduce(torch.add, parts.unbind(2))

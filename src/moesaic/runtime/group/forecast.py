@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from moesaic.collectives.group import Group
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.shuffle import Align, Shuffle, plan
+from moesaic.runtime.group.arrays import to_host
 from moesaic.runtime.group.experts import GroupCounts
 
 NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
@@ -28,7 +29,7 @@ class RowAssignment(Protocol):
         """Where the rows go in this layer."""
         ...
 
-    def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
+    def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
         """The gate chose these experts [m, k] for the rows of this rank."""
         ...
 
@@ -47,7 +48,7 @@ class BatchOrder:
     def shuffle(self, layer: int) -> Shuffle:
         return self._shuffle
 
-    def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
+    def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
         """Ignores it."""
 
 
@@ -79,10 +80,10 @@ class ExpectedRanks:
         self._counts.kept_rows += found.kept
         return found
 
-    def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
+    def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
         """Tell every rank where all rows were, unless this is the last layer."""
         if layer == self._tables.layers[-1]:
             return
         owners = self._tables.experts[self._index[layer]]
-        mine = predict.device(expert_ids, owners, self._tables.ranks)
+        mine = predict.device(to_host(expert_ids), owners, self._tables.ranks)
         self._past = [*self._past[-1:], self._group.gather_notes(mine, shuffle.order)]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from moesaic.collectives.group import Group
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
@@ -24,6 +23,7 @@ from moesaic.offload.weights import Streamed
 from moesaic.policy.offloading.tasks import Kind, Task
 from moesaic.runtime import offloaded
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
+from moesaic.runtime.group.rows import RowCollectives
 from moesaic.transport.peers import HALF_BYTES
 
 WHOLE_BLOCKS = ("cgopipe", "s4", "serial")
@@ -70,14 +70,18 @@ class GroupPostAttention:
     """
 
     def __init__(
-        self, model: Model, group: Group, collectives: Callable[[], CollectiveLayout], weights: PassWeights
+        self,
+        model: Model,
+        rows: RowCollectives,
+        collectives: Callable[[], CollectiveLayout],
+        weights: PassWeights,
     ) -> None:
         """collectives: makes a layout. Each piece of a micro-batch gets its own.
 
         A layout keeps the ranks of its rows from layer to layer.
         """
-        self._model, self._group, self._collectives, self._weights = model, group, collectives, weights
-        self._rows = rows_of_round(model)
+        self._model, self._rows, self._collectives, self._weights = model, rows, collectives, weights
+        self._most = rows_of_round(model)
         self._pieces: list[list[tuple[slice, CollectiveLayout]]] = []
         """The pieces of each micro-batch."""
         self.tasks: Mapping[Kind, Do] = {Kind.POST_WITH_EXPERTS: self._post}
@@ -91,7 +95,7 @@ class GroupPostAttention:
 
     def _cut(self, part: Part) -> list[tuple[slice, CollectiveLayout]]:
         ids = part.batch.token_ids
-        pieces = [(slice(at, at + self._rows), self._collectives()) for at in range(0, len(ids), self._rows)]
+        pieces = [(slice(at, at + self._most), self._collectives()) for at in range(0, len(ids), self._most)]
         for piece, collectives in pieces:
             collectives.begin(ids[piece])
         return pieces
@@ -115,7 +119,7 @@ class GroupPostAttention:
     ) -> torch.Tensor:
         if block.routed:
             return collectives.feed_forward(layer, block, hidden, partial)
-        return dense_feed_forward(self._group, block, hidden, partial)
+        return dense_feed_forward(self._rows, block, hidden, partial)
 
 
 def rows_of_round(model: Model) -> int:

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from moesaic.collectives.group import Group
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import TokenBatch
@@ -24,6 +23,7 @@ from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
 from moesaic.runtime.group.experts import GroupCounts
 from moesaic.runtime.group.launcher import RankLauncher
+from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
 from moesaic.runtime.step.running_step import StepResult, WholeStep
 from moesaic.runtime.step.stages import until_output_projection
@@ -38,7 +38,7 @@ class RankRunner:
     def __init__(
         self,
         run: RunBatch,
-        group: Group,
+        rows: RowCollectives,
         memory: LayerMemory,
         collectives: str,
         counts: GroupCounts,
@@ -52,9 +52,9 @@ class RankRunner:
         """The processes of the other ranks; only the first rank has it."""
         self.memory = memory
         self.collectives = collectives
-        self._run, self._group = run, group
+        self._run, self._rows, self._group = run, rows, rows.group
         self._counts, self._passes = counts, passes
-        weakref.finalize(self, group.close)
+        weakref.finalize(self, rows.close)
 
     def begin(self, batch: TokenBatch) -> WholeStep:
         """On the first rank: begin a step on all ranks."""
@@ -72,7 +72,7 @@ class RankRunner:
 
     def stats(self) -> ExpertStats:
         """What this rank counted."""
-        traffic = self._group.traffic
+        traffic = self._rows.traffic
         return ExpertStats(
             passes=self._passes(),
             group=GroupStats(
@@ -93,10 +93,10 @@ class RankRunner:
         try:
             return StepResult(self._run(batch))
         except ConnectionLost as lost:
-            self._group.close()
+            self._rows.close()
             raise self._reason(lost) from None
         except BaseException:
-            self._group.close()
+            self._rows.close()
             raise
 
     def _reason(self, lost: ConnectionLost) -> MoesaicError:
@@ -112,11 +112,11 @@ class ShardedModel:
         memory: LayerMemory,
         device: torch.device,
         block_size: int,
-        group: Group,
+        rows: RowCollectives,
         collectives: CollectiveLayout,
     ) -> None:
         self._model, self._memory, self._device, self._block_size = model, memory, device, block_size
-        self._group, self._collectives = group, collectives
+        self._rows, self._collectives = rows, collectives
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """See `RunBatch`."""
@@ -130,5 +130,5 @@ class ShardedModel:
             if block.routed:
                 hidden = self._collectives.feed_forward(layer, block, hidden, partial)
             else:
-                hidden = dense_feed_forward(self._group, block, hidden, partial)
+                hidden = dense_feed_forward(self._rows, block, hidden, partial)
         return hidden[to_device(batch.logit_rows, device)]

@@ -15,17 +15,16 @@ import struct
 import weakref
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from moesaic.collectives.group import Group
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import GroupStats
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.block import Block
 from moesaic.models.model import Model
-from moesaic.runtime.group.arrays import pack, to_device, to_host, unpack
+from moesaic.runtime.group.arrays import pack, to_device, unpack
+from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
 from moesaic.runtime.step.stages import until_output_projection
 
@@ -38,12 +37,12 @@ NAME = "shared attention"
 class SharedAttention:
     """On the first rank: takes the place of `until_output_projection` in `BlockStages`."""
 
-    def __init__(self, group: Group, why: Callable[[ConnectionLost], MoesaicError]) -> None:
+    def __init__(self, rows: RowCollectives, why: Callable[[ConnectionLost], MoesaicError]) -> None:
         """why: the error to raise where a rank is gone. The group is closed when this object is deleted."""
-        self._group, self._why = group, why
+        self._rows, self._why = rows, why
         self._sent: AttentionBatch | None = None
         """The step that the other ranks have."""
-        weakref.finalize(self, group.close)
+        weakref.finalize(self, rows.close)
 
     def __call__(
         self,
@@ -58,25 +57,24 @@ class SharedAttention:
 
         After an error the group is closed, since the other ranks are in the middle of the layer.
         """
-        group = self._group
+        rows, sizes = self._rows, _at_first(len(hidden), self._rows.group.size)
         try:
             step = b"" if attention is self._sent else pack(attention.batch)
-            group.announce(_LAYER.pack(layer) + step)
+            rows.group.announce(_LAYER.pack(layer) + step)
             self._sent = attention
-            group.all_gather(to_host(hidden))
+            rows.all_gather(hidden, sizes)
             partial = until_output_projection(block, layer, hidden, positions, attention, memory)
-            total = group.reduce_scatter(to_host(partial), _to_first(len(hidden), group.size))
+            return rows.reduce_scatter(partial, sizes)
         except ConnectionLost as lost:
-            group.close()
+            rows.close()
             raise self._why(lost) from None
         except BaseException:
-            group.close()
+            rows.close()
             raise
-        return to_device(total, hidden.device)
 
     def stats(self) -> GroupStats:
         """What the first rank has sent."""
-        traffic = self._group.traffic
+        traffic = self._rows.traffic
         return GroupStats(
             reduce_scatter_bytes=traffic.reduce_scatter,
             all_gather_bytes=traffic.all_gather,
@@ -88,27 +86,28 @@ class AttentionRank:
     """On any other rank: attends with its own heads to the rows that the first rank sends."""
 
     def __init__(
-        self, model: Model, memory: LayerMemory, device: torch.device, block_size: int, group: Group
+        self, model: Model, memory: LayerMemory, device: torch.device, block_size: int, rows: RowCollectives
     ) -> None:
         self._model, self._memory, self._device = model, memory, device
-        self._block_size, self._group = block_size, group
+        self._block_size, self._rows = block_size, rows
 
     def follow(self) -> None:
         """Attend until the first rank is gone. Raises ConnectionLost then, or for a damaged message."""
-        group, attention = self._group, None
-        nothing = np.empty((0, self._model.spec.hidden_size), np.float32)
+        rows, attention = self._rows, None
+        nothing = torch.empty(0, self._model.spec.hidden_size, device=self._device)
         with torch.inference_mode():
             while True:
-                layer, step = _parsed(next_message(group, self._memory), len(self._model.blocks))
+                layer, step = _parsed(next_message(rows.group, self._memory), len(self._model.blocks))
                 if step:
                     attention = AttentionBatch.build(unpack(step), self._block_size, self._device)
-                rows = to_device(group.all_gather(nothing), self._device)
-                if attention is None or attention.batch.num_rows != len(rows):
-                    raise ConnectionLost(f"{len(rows)} rows of an unknown step")
+                if attention is None:
+                    raise ConnectionLost("rows of an unknown step")
+                sizes = _at_first(attention.batch.num_rows, rows.group.size)
+                hidden = rows.all_gather(nothing, sizes)
                 positions = to_device(attention.batch.positions, self._device)
                 block = self._model.blocks[layer]
-                partial = until_output_projection(block, layer, rows, positions, attention, self._memory)
-                group.reduce_scatter(to_host(partial), _to_first(len(rows), group.size))
+                partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
+                rows.reduce_scatter(partial, sizes)
 
 
 def _parsed(message: bytes, layers: int) -> tuple[int, bytes]:
@@ -121,6 +120,6 @@ def _parsed(message: bytes, layers: int) -> tuple[int, bytes]:
     return layer, message[_LAYER.size :]
 
 
-def _to_first(rows: int, ranks: int) -> list[int]:
-    """Sizes of a reduce-scatter whose sum goes to the first rank."""
+def _at_first(rows: int, ranks: int) -> list[int]:
+    """Rows of each rank where the first one has all of them."""
     return [rows, *[0] * (ranks - 1)]

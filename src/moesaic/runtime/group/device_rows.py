@@ -1,0 +1,115 @@
+"""Collectives whose rows stay on the device. Only the host's metadata about them goes through the group.
+
+There is one primitive, an all-to-all of rows. The ranks add up what arrived by themselves, in their order. So
+sums have the bits of `HostRows`, whoever moves the rows: NCCL's own all-reduce adds in an order of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from moesaic.collectives.group import Group, Traffic, equal_sizes
+from moesaic.collectives.packets import FloatArray
+from moesaic.collectives.routing import Route, dispatch
+from moesaic.core.tokens import IntArray
+from moesaic.kernels.moving import moved
+from moesaic.runtime.group.rows import ArrivedPairs
+
+
+class TensorPeers(Protocol):
+    """One rank's end of an exchange of tensors among the ranks of a group."""
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send consecutive parts of `rows` [sum(send), ...] to the ranks, send[r] rows to rank r.
+
+        Returns [sum(receive), ...]: receive[r] rows from each rank r, rank after rank. The own part is among
+        them. On a GPU the host does not wait. Raises ConnectionLost if a rank is known to be gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close this end, which the other ranks notice. A second call does nothing."""
+        ...
+
+
+class DeviceRows:
+    """`RowCollectives` over any TensorPeers, which it owns as it owns the group."""
+
+    def __init__(self, group: Group, peers: TensorPeers) -> None:
+        self.group, self._peers = group, peers
+        self._sent = Counter[str]()
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(**Counter(asdict(self.group.traffic)) + self._sent)
+
+    def all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        flat, sizes = rows.reshape(-1), equal_sizes(rows.numel(), self.group.size)
+        own = self._sum("all_reduce", flat, sizes)
+        return self._gather("all_reduce", own, sizes).view(rows.shape)
+
+    def reduce_scatter(
+        self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
+    ) -> torch.Tensor:
+        if order is not None:
+            rows = rows.index_select(0, moved(order, rows.device))
+        return self._sum("reduce_scatter", rows, sizes)
+
+    def all_gather(
+        self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
+    ) -> torch.Tensor:
+        found = self._gather("all_gather", rows, sizes)
+        if order is None:
+            return found
+        return torch.empty_like(found).index_copy_(0, moved(order, rows.device), found)
+
+    def dispatch(self, route: Route, hidden: torch.Tensor, weights: FloatArray) -> ArrivedPairs:
+        """The ranks exchange packets without rows through the host first, so each knows what arrives."""
+        ranks, device = range(self.group.size), hidden.device
+        packets = dispatch(self.group, route, np.empty((len(hidden), 0), np.float32), weights)
+        pairs = [packet.pairs for packet in packets]
+        experts = np.concatenate([ids for _, ids in pairs]).astype(np.int64)
+        receive = [len(packet.rows) for packet in packets]
+        sent = [route.rows(rank) for rank in ranks]
+        chosen = hidden.index_select(0, moved(np.concatenate(sent), device))
+        arrived = self._exchange("all_to_all", chosen, list(map(len, sent)), receive)
+        starts = np.cumsum([0, *receive])
+        places = np.concatenate([starts[rank] + row for rank, (row, _) in enumerate(pairs)])
+        counts = tuple(len(row) for row, _ in pairs)
+        return ArrivedPairs(arrived.index_select(0, moved(places, device)), experts, counts)
+
+    def combine(self, route: Route, answers: torch.Tensor, arrived: ArrivedPairs) -> torch.Tensor:
+        pairs = [route.pairs(rank) for rank in range(self.group.size)]
+        top_k, counts = route.owners.shape[1], [len(row) for row, _ in pairs]
+        found = self._exchange("all_to_all", answers, arrived.counts, counts)
+        places = moved(np.concatenate([row * top_k + slot for row, slot in pairs]), answers.device)
+        out = torch.empty_like(found).index_copy_(0, places, found)
+        return out.view(*route.owners.shape, answers.shape[1])
+
+    def close(self) -> None:
+        self._peers.close()
+        self.group.close()
+
+    def _sum(self, kind: str, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """This rank's part of the sum of all ranks' addends, added in the order of the ranks."""
+        ranks, own = self.group.size, sizes[self.group.rank]
+        addends = self._exchange(kind, rows, sizes, [own] * ranks)
+        return functools.reduce(torch.add, addends.view(ranks, own, *rows.shape[1:]).unbind())
+
+    def _gather(self, kind: str, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        ranks = self.group.size
+        return self._exchange(kind, torch.cat([rows] * ranks), [len(rows)] * ranks, sizes)
+
+    def _exchange(
+        self, kind: str, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> torch.Tensor:
+        row_bytes = rows.element_size() * rows[:1].numel()
+        self._sent[kind] += row_bytes * (len(rows) - send[self.group.rank])
+        return self._peers.exchange(rows.contiguous(), send, receive)

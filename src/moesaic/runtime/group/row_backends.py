@@ -1,0 +1,47 @@
+"""Connects the ranks of a group as --collectives-backend says."""
+
+from __future__ import annotations
+
+from torch import distributed
+
+from moesaic.collectives.group import Group
+from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.runtime.group.device_rows import DeviceRows
+from moesaic.runtime.group.rows import HostRows, RowCollectives
+from moesaic.runtime.group.torch_peers import TorchPeers
+from moesaic.runtime.model_loading import device_of, gpus_of
+
+FLAG = "--collectives-backend"
+
+
+def check_backend(config: WorkerConfig) -> None:
+    """Raises ConfigError where --collectives-backend does not fit the devices of the ranks."""
+    backend, ranks = config.parallel.collectives_backend, config.parallel.tensor_parallel_size
+    if backend == "host":
+        return
+    device, gpus = device_of(config.model).type, gpus_of(config.model)
+    allowed = ""
+    if config.offload is not None:
+        allowed = "host with --fast-memory"
+    elif backend == "gloo" and device != "cpu":
+        allowed = f"host, nccl with --device {device}"
+    elif backend == "nccl" and device != "cuda":
+        allowed = f"host, gloo with --device {device}"
+    elif backend == "nccl" and gpus < ranks:
+        allowed = f"host: {ranks} ranks need a GPU each, and torch sees {gpus}"
+    elif backend == "nccl" and not distributed.is_nccl_available():
+        allowed = "host: this torch has no NCCL"
+    if allowed:
+        raise ConfigError.field(FLAG, backend, allowed)
+
+
+def connect(config: WorkerConfig, group: Group) -> RowCollectives:
+    """The collectives of this rank, which own the group. All ranks call it.
+
+    Raises ConnectionLost if they cannot connect.
+    """
+    backend = config.parallel.collectives_backend
+    if backend == "host":
+        return HostRows(group)
+    return DeviceRows(group, TorchPeers(backend, group, device_of(config.model)))

@@ -1,0 +1,97 @@
+"""Tensors exchanged by torch.distributed: NCCL between GPUs, gloo between processes on a CPU.
+
+The ranks find each other through a file in the memory of the first rank, which only processes of the same
+user can open. Neither library encrypts, so all ranks have to be on one host. gloo listens on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+from moesaic.collectives.group import Group
+from moesaic.core.errors import ConnectionLost
+
+MEET_SECONDS = 120.0
+"""Seconds that the ranks have to connect."""
+C10D: Any = distributed
+"""torch's stubs leave out some of what is used here."""
+LONGEST_WAIT = timedelta(days=1)
+"""gloo gives up an exchange after this time. A rank that is gone ends it at once."""
+
+
+class _Backend(Protocol):
+    """What is used of a backend of torch.distributed."""
+
+    def alltoall_base(
+        self, out: torch.Tensor, rows: torch.Tensor, receive: list[int], send: list[int], options: Any, /
+    ) -> distributed.Work: ...
+
+    def abort(self) -> None: ...
+
+
+class TorchPeers:
+    """`TensorPeers` through torch.distributed. Every rank of the group makes its own at the same time."""
+
+    def __init__(self, backend: str, group: Group, device: torch.device) -> None:
+        """backend: nccl or gloo. Raises ConnectionLost if the ranks cannot connect."""
+        self._name = backend
+        self._backend: _Backend | None = None
+        self._file = os.memfd_create("moesaic-ranks") if group.rank == 0 else None
+        path = group.announce(f"/proc/{os.getpid()}/fd/{self._file}".encode()).decode()
+        try:
+            store = C10D.FileStore(path, group.size)
+            store.set_timeout(timedelta(seconds=MEET_SECONDS))
+            self._backend = (_nccl if backend == "nccl" else _gloo)(store, group)
+        except RuntimeError as error:
+            raise self._lost(error) from None
+        each = [1] * group.size
+        self.exchange(torch.zeros(group.size, device=device), each, each)  # NCCL connects in its first one
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        if self._backend is None:
+            raise ConnectionLost("this end of the group is closed")
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        options = C10D.AllToAllOptions()
+        try:
+            self._backend.alltoall_base(out, rows, list(receive), list(send), options).wait()
+        except RuntimeError as error:
+            raise self._lost(error) from None
+        return out
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._backend.abort()
+            self._backend = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _lost(self, error: RuntimeError) -> ConnectionLost:
+        self.close()
+        return ConnectionLost(f"an exchange of rows through {self._name} failed: {_sentence(error)}")
+
+
+def _nccl(store: Any, group: Group) -> _Backend:
+    nccl = C10D.ProcessGroupNCCL
+    backend: _Backend = nccl(store, group.rank, group.size, nccl.Options())
+    return backend
+
+
+def _gloo(store: Any, group: Group) -> _Backend:
+    gloo = C10D.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], LONGEST_WAIT
+    backend: _Backend = gloo(store, group.rank, group.size, options)
+    return backend
+
+
+def _sentence(error: RuntimeError) -> str:
+    """The first sentence of an error of torch, without the place in its source."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
