@@ -66,3 +66,4 @@ def test_a_prefill_worker_of_another_host_sends_its_kv(
     with joined_cluster(hosts, shared, **shape, **BY_NIXL) as joined:
         joined.bring(hosts[1], [PREFILL])
         assert joined.answers(*WORK) == expected
+        assert linked(joined.served.pid("attention worker 0"))

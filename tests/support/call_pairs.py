@@ -20,12 +20,14 @@ from moesaic.transport.calls import Answerer, Call, Caller, End, Incoming
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.nixl_link import INSTALL, available
 from moesaic.transport.waiting import wait
+from tests.support.fake_link import one_sided_pair
 from tests.support.faulty_transport import Faults, FaultyCaller
 
 SECRET = b"a secret of the tests"
 HEAP = 64 << 20
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not available(), reason=INSTALL))
-KINDS = ("shm", "unix", "tcp", "faulty", NIXL)
+BETWEEN_PROCESSES = ("shm", "unix", "tcp", "faulty", NIXL)
+KINDS = (*BETWEEN_PROCESSES, "fake link")
 """Kinds of pairs. That of NIXL needs UCX_TLS, such as UCX_TLS=tcp where there is no RDMA."""
 TRANSPORT = {"shm": "shm", "faulty": "shm", "nixl": "nixl"}
 """Kind of pair -> kind of `connect`. Others have streams."""
@@ -59,6 +61,12 @@ def dial(kind: str, address: str, heap_bytes: int = HEAP) -> Caller:
 @contextmanager
 def pair(kind: str, folder: Path, heap_bytes: int = HEAP) -> Iterator[tuple[Caller, Answerer]]:
     """Both ends in this process."""
+    if kind == "fake link":
+        client, server = one_sided_pair(heap_bytes)
+        yield client, server
+        client.close()
+        server.close()
+        return
     listener = Listener(address_for(kind, folder), SECRET, one_sided=True)
     try:
         caller = dial(kind, listener.address, heap_bytes)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.call_pairs import KINDS as EVERY_KIND
 from tests.support.call_pairs import (
+    BETWEEN_PROCESSES,
     PATIENCE,
     SECRET,
     TRANSPORT,
@@ -34,7 +34,7 @@ from moesaic.transport.calls import Answerer, Caller
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait
 
-KINDS = pytest.mark.parametrize("kind", EVERY_KIND)
+KINDS = pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 
 
 @KINDS

@@ -143,8 +143,8 @@ class ClusterConfig(ParallelConfig):
     the links to hosts that join are measured, and all processes of one host count as near."""
     transport: Transport = "auto"
     """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
-    socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP. nixl: they are
-    reached by one-sided writes, which are not encrypted, and those of this host as with auto."""
+    socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP. nixl: they
+    are reached by one-sided writes, which are not encrypted, and those of this host as with auto."""
     cluster_address: str | None = None
     """tcp:HOST:PORT at which processes of other hosts join; see `moesaic join`. Expert servers of this host
     listen on free ports of HOST."""

@@ -25,6 +25,7 @@ from moesaic.transport.authentication import (
 from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
 from moesaic.transport.host import advertised, this_host
 from moesaic.transport.host_watch import watch
+from moesaic.transport.nixl_link import check_installed
 from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller, meet
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.sockets import StreamAnswerer, StreamCaller
@@ -64,6 +65,8 @@ def connect(
         raise ConfigError.field("kind", kind, "stream for a tcp: address; shm needs unix:")
     if kind == "shm" and shm is None:
         raise ConfigError.field("kind", kind, "stream: the compiled module moesaic.transport._shm is missing")
+    if kind == "nixl":
+        check_installed()
     deadline = Deadline(timeout)
     try:
         sock = addresses.dial(where, timeout)

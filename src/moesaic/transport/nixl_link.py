@@ -1,7 +1,7 @@
 """One-sided writes between two processes by NIXL, NVIDIA's library over UCX.
 
-Both ends of a link have an area of memory of the same size. Each writes from its own area to the same place in
-the area of the other. A write has a number, and the other end hears that number once all bytes are there.
+Both ends of a link have an area of memory of the same size. Each writes from its own area to the same place
+in the area of the other. A write has a number, and the other end hears that number once all bytes are there.
 
 Each link has an agent of its own, so NIXL gives a peer access to the area of its link and to nothing else.
 Nothing tells a sleeping process about a write, so somebody has to call `pump` while writes are under way.
@@ -32,7 +32,7 @@ PACKAGES = ("nixl_cu12", "nixl_cu13")
 """Packages with the library. Host memory needs no CUDA, so either will do."""
 INSTALL = "pip install 'moesaic[nixl]'"
 DONE_SECONDS = 50e-6
-"""How long `write` looks for the end of a write. Only this end can tell the other one that all is there."""
+"""The most that `settle` takes: a few times what a short write takes by RDMA."""
 CLOSE_SECONDS = 1.0
 """How long writes may go on after `close`."""
 _CARD, _NUMBER = struct.Struct("<QI"), struct.Struct("<Q")
@@ -51,10 +51,7 @@ def check_nixl(ucx_tls: str | None) -> None:
     Without the variable UCX may open a TCP port through which anybody can write to this process. So it has
     to be set.
     """
-    if not available():
-        raise ConfigError.field(
-            "--transport", "nixl", f"auto, shm, socket (NIXL is not installed: {INSTALL})"
-        )
+    check_installed()
     if not ucx_tls:
         raise ConfigError("--transport nixl: set UCX_TLS on every host, such as UCX_TLS=rc for RDMA")
     try:
@@ -63,14 +60,19 @@ def check_nixl(ucx_tls: str | None) -> None:
         raise ConfigError.field("UCX_TLS", ucx_tls, "transports that UCX finds on this host") from None
 
 
+def check_installed() -> None:
+    """Raises ConfigError if the library is not installed."""
+    if not available():
+        allowed = f"auto, shm, socket (NIXL is not installed: {INSTALL})"
+        raise ConfigError.field("--transport", "nixl", allowed)
+
+
 def _library() -> Any:
-    """NIXL's module. Raises ConfigError if it is not installed."""
-    for name in PACKAGES:
-        if importlib.util.find_spec(name) is not None:
-            module = importlib.import_module(f"{name}._api")
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
-            return module
-    raise ConfigError.field("kind", "nixl", f"shm, stream (NIXL is not installed: {INSTALL})")
+    """NIXL's module, which has to be installed."""
+    name = next(name for name in PACKAGES if importlib.util.find_spec(name) is not None)
+    module = importlib.import_module(f"{name}._api")
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
+    return module
 
 
 def _agent(library: Any, name: str) -> Any:
@@ -81,7 +83,7 @@ def _agent(library: Any, name: str) -> Any:
 class NixlLink:
     """This end of a link. Only one thread at a time may use it.
 
-    area_bytes: bytes of the area at both ends. Raises ConfigError or ConnectionLost if there is no such link.
+    area_bytes: bytes of the area at both ends. Raises ConnectionLost if there is no such link.
     """
 
     def __init__(self, area_bytes: int) -> None:
@@ -144,6 +146,9 @@ class NixlLink:
             self._settle(number, self._agent.transfer(handle, note))
         except Exception as error:
             self._fail(error)
+
+    def settle(self, number: int) -> None:
+        """Wait DONE_SECONDS at most for the end of a write, which only this end can tell the other one."""
         until = time.monotonic() + DONE_SECONDS
         while number in self._writes and time.monotonic() < until:
             self.pump()

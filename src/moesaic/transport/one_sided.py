@@ -232,6 +232,7 @@ class OneSidedCaller(_End[tuple[Call, IntArray]]):
         sizes = mine.rows, mine.number, mine.row_bytes, count
         if not self._frames.push([memoryview(HEADER.pack(REQUEST, *sizes, mine.place, write))]):
             raise ConnectionLost("the other end is gone")
+        self._link.settle(write)
 
     def poll(self) -> list[tuple[Call, IntArray]]:
         return self._take_news()
@@ -319,6 +320,7 @@ class OneSidedAnswerer(_End[Incoming]):
             write = self._write(self._open[call.number], pieces)
             header = HEADER.pack(ROWS, len(indices), call.number, call.row_bytes, 0, 0, write)
             self._frames.push([memoryview(header), indices.astype("<u4").data.cast("B")])
+            self._link.settle(write)
         if not call._outstanding.count:
             self._open.pop(call.number, None)
 
@@ -351,7 +353,7 @@ def _pieces(indices: IntArray, row_bytes: int) -> list[tuple[int, int]]:
 def meet(sock: Wire, heap_bytes: int, first: bool, deadline: Deadline) -> NixlLink:
     """The link beside an authenticated connection. Both ends call it, `first` at the client.
 
-    Raises ConfigError, ConnectionLost or OSError.
+    Raises ConnectionLost or OSError.
     """
     link = NixlLink(heap_bytes)
     try:
