@@ -15,8 +15,9 @@ which has nothing to block on, yields between two looks. All clients begin their
 and make --rounds of them, or as many as --seconds allow. With --turns the transports take turns, so that
 whatever else the machine does meets all of them.
 
-tcp is encrypted, as moesaic always sends over TCP. tcp-plain is the same code without encryption, for
-comparison only.
+tcp is encrypted, as moesaic sends over TCP. tcp-plain is the same code without encryption, for comparison
+only. calls-nixl is --transport nixl: the tensor goes by NIXL and the rest by TCP. UCX_TLS says how NIXL may
+send it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ from moesaic.transport.calls import Answerer, Caller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.waiting import wait
 
-OURS = ("shm", "unix", "tcp", "tcp-plain")
+OURS = ("shm", "unix", "tcp", "tcp-plain", "calls-nixl")
+KINDS = {"shm": "shm", "calls-nixl": "nixl"}
+"""Of ours -> kind of `connect`. Others have streams."""
 TRANSPORTS = (*OURS, "zmq-ipc", "zmq-tcp", "gloo", "nixl", "nixl-flag")
 SPIN_SECONDS = 1e-3
 WARMUP_SHARE = 0.25
@@ -62,7 +65,7 @@ PATIENCE = 60.0
 def serve_calls(options: argparse.Namespace) -> None:
     unix = options.transport in ("shm", "unix")
     where = f"unix:{options.folder}/{options.index}" if unix else "tcp:127.0.0.1:0"
-    listener = Listener(where, options.secret.encode())
+    listener = Listener(where, options.secret.encode(), one_sided=True)
     say(listener.address)
     ends: list[Answerer] = []
     while True:
@@ -84,7 +87,7 @@ def answered(end: Answerer) -> bool:
 
 
 def ask_calls(options: argparse.Namespace) -> Round:
-    kind = "shm" if options.transport == "shm" else "stream"
+    kind = KINDS.get(options.transport, "stream")
     callers = [connect(where, options.secret.encode(), kind) for where in options.servers]
     tensor = random_bytes(options)
 

@@ -18,10 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 ROW_BYTES = 7168 * 2
-NEEDS = {"zmq-ipc": "zmq", "zmq-tcp": "zmq", "gloo": "torch", "nixl": "nixl", "nixl-flag": "nixl"}
+NEEDS = {
+    "zmq-ipc": "zmq",
+    "zmq-tcp": "zmq",
+    "gloo": "torch",
+    "nixl": "nixl",
+    "nixl-flag": "nixl",
+    "calls-nixl": "nixl_cu12",
+}
 INSTALL = {
     "zmq": "pip install pyzmq",
     "torch": "pip install torch",
+    "nixl_cu12": "pip install 'moesaic[nixl]'",
     "nixl": "pip install --no-deps nixl nixl-cu12 (with dependencies it brings a torch for CUDA, 5.8 GB)",
 }
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR"}

@@ -250,6 +250,7 @@ LATE_IMPORTS = {
 }
 BROAD_EXCEPTS = {
     "cluster.failures": "a bug in one thing that the supervisor does must not end its watch over the rest",
+    "transport.nixl_link": "NIXL's errors have no base class of their own",
     "cluster.watchdog": "whatever ends the supervisor's thread, another one takes its place",
 }
 LONGER_FILES: dict[str, int] = {}

@@ -70,7 +70,7 @@ def test_all_clients_make_all_rounds(where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["gloo", "zmq-ipc", "nixl", "nixl-flag"])
+@pytest.mark.parametrize("transport", ["gloo", "zmq-ipc", "nixl", "nixl-flag", "calls-nixl"])
 def test_peers_make_all_rounds(transport: str) -> None:
     if importlib.util.find_spec(roundtrip_peers.NEEDS[transport]) is None:
         pytest.skip(roundtrip_peers.INSTALL[roundtrip_peers.NEEDS[transport]])

@@ -35,7 +35,8 @@ def test_without_the_compiled_module_auto_is_a_socket_and_shm_is_refused(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"transport": "tcp"}, "--transport: got 'tcp'; allowed: auto, shm, socket"),
+        ({"transport": "tcp"}, "--transport: got 'tcp'; allowed: auto, shm, socket, nixl"),
+        ({"transport": "nixl"}, "--transport: got 'nixl'; allowed: auto, .* without --cluster-address"),
         ({"transport": "socket", "expert_servers": 0}, "at least 1 with --transport"),
         (
             {"transport": "shm", "cluster_address": "tcp:h:1", "cluster_secret_file": "f"},

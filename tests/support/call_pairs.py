@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import select
 import subprocess
 import sys
 import time
@@ -12,17 +13,25 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import pytest
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport.calls import Answerer, Call, Caller, End, Incoming
 from moesaic.transport.listening import Listener, connect
+from moesaic.transport.nixl_link import INSTALL, available
 from moesaic.transport.waiting import wait
+from tests.support.fake_link import one_sided_pair
 from tests.support.faulty_transport import Faults, FaultyCaller
 
 SECRET = b"a secret of the tests"
 HEAP = 64 << 20
-KINDS = ("shm", "unix", "tcp", "faulty")
-ADDRESS = {"tcp": "tcp:127.0.0.1:0"}
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not available(), reason=INSTALL))
+BETWEEN_PROCESSES = ("shm", "unix", "tcp", "faulty", NIXL)
+KINDS = (*BETWEEN_PROCESSES, "fake link")
+"""Kinds of pairs. That of NIXL needs UCX_TLS, such as UCX_TLS=tcp where there is no RDMA."""
+TRANSPORT = {"shm": "shm", "faulty": "shm", "nixl": "nixl"}
+"""Kind of pair -> kind of `connect`. Others have streams."""
+ADDRESS = {"tcp": "tcp:127.0.0.1:0", "nixl": "tcp:127.0.0.1:0"}
 PATIENCE = 20.0
 """Seconds after which a test counts as hanging."""
 
@@ -45,15 +54,20 @@ def address_for(kind: str, folder: Path) -> str:
 
 
 def dial(kind: str, address: str, heap_bytes: int = HEAP) -> Caller:
-    transport = "shm" if kind in ("shm", "faulty") else "stream"
-    caller = connect(address, SECRET, transport, heap_bytes)
+    caller = connect(address, SECRET, TRANSPORT.get(kind, "stream"), heap_bytes)
     return FaultyCaller(caller, Faults(), seed=1) if kind == "faulty" else caller
 
 
 @contextmanager
 def pair(kind: str, folder: Path, heap_bytes: int = HEAP) -> Iterator[tuple[Caller, Answerer]]:
     """Both ends in this process."""
-    listener = Listener(address_for(kind, folder), SECRET)
+    if kind == "fake link":
+        client, server = one_sided_pair(heap_bytes)
+        yield client, server
+        client.close()
+        server.close()
+        return
+    listener = Listener(address_for(kind, folder), SECRET, one_sided=True)
     try:
         caller = dial(kind, listener.address, heap_bytes)
         answerer = accepted(listener)
@@ -83,8 +97,12 @@ def process(role: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
-def line(child: subprocess.Popen[str]) -> str:
+def line(child: subprocess.Popen[str], *ends: End) -> str:
+    """The next line of another process. Meanwhile the ends go on, but nothing is taken from them."""
     assert child.stdout is not None
+    while ends and not select.select([child.stdout], [], [], 1e-3)[0]:
+        for end in ends:
+            end.ready()
     return child.stdout.readline().strip()
 
 

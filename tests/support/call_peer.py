@@ -8,7 +8,6 @@ client ADDRESS KIND    posts one call and stays
 from __future__ import annotations
 
 import sys
-import time
 
 import numpy as np
 
@@ -22,7 +21,7 @@ ROWS = {"echo": slice(None), "asleep": slice(None), "first": slice(1), "never": 
 
 
 def serve(address: str, mode: str) -> None:
-    listener = Listener(address, SECRET)
+    listener = Listener(address, SECRET, one_sided=True)
     say(listener.address)
     ends: list[Answerer] = []
     while True:
@@ -56,7 +55,8 @@ def stay(address: str, kind: str) -> None:
     call.request[:] = b"abcd"
     caller.post(call)
     say("posted")
-    time.sleep(600)
+    while True:
+        wait([caller], timeout=0.1)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.call_pairs import (
+    BETWEEN_PROCESSES,
     PATIENCE,
     SECRET,
+    TRANSPORT,
     Silent,
     accepted,
     address_for,
@@ -32,7 +34,7 @@ from moesaic.transport.calls import Answerer, Caller
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait
 
-KINDS = pytest.mark.parametrize("kind", ["shm", "unix", "tcp", "faulty"])
+KINDS = pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 
 
 @KINDS
@@ -52,11 +54,12 @@ def test_a_server_killed_in_the_middle_of_a_call(kind: str, tmp_path: Path) -> N
     with process("server", address_for(kind, tmp_path), "first") as server:
         caller = dial(kind, line(server))
         call = ask(caller, b"aabbcc", 3, 2)
-        assert line(server) == "answered"
+        assert line(server, caller) == "answered"
         server.kill()
         server.wait()
-        assert receive(caller) == [(call, [0])]  # what it had published is there
-        assert bytes(call.answer[:2]) == b"aa"
+        if kind != "nixl":  # there a row whose write had not ended is lost
+            assert receive(caller) == [(call, [0])]  # what it had published is there
+            assert bytes(call.answer[:2]) == b"aa"
         lost(caller)
         with pytest.raises(ConnectionLost):
             caller.post(ask(caller, b"", 1, 1))
@@ -69,7 +72,7 @@ def test_a_death_ends_the_sleep(kind: str, tmp_path: Path) -> None:
     with process("server", address_for(kind, tmp_path), "never") as server:
         caller = dial(kind, line(server))
         ask(caller, b"a", 1, 1)
-        assert line(server) == "answered"
+        assert line(server, caller) == "answered"
         assert not wait([caller], timeout=0.05)
         server.kill()
         assert wait([caller], timeout=PATIENCE)
@@ -107,7 +110,7 @@ def test_a_frozen_server_is_silent_and_goes_on(kind: str, tmp_path: Path) -> Non
         caller = dial(kind, line(server))
         server.send_signal(signal.SIGSTOP)
         call = ask(caller, b"abc", 1, 3)
-        assert not wait([caller], timeout=0.2)
+        assert not wait([caller], timeout=0.2) or kind == "nixl"  # its write is under way
         assert caller.poll() == []
         server.send_signal(signal.SIGCONT)
         assert receive(caller) == [(call, [0])]
@@ -133,10 +136,9 @@ def test_no_wake_up_is_lost(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @KINDS
 def test_a_killed_client_leaves_nothing_at_the_server(kind: str, tmp_path: Path) -> None:
-    transport = "shm" if kind in ("shm", "faulty") else "stream"
-    listener = Listener(address_for(kind, tmp_path), SECRET)
+    listener = Listener(address_for(kind, tmp_path), SECRET, one_sided=True)
     before = descriptors()
-    with process("client", listener.address, transport) as client:
+    with process("client", listener.address, TRANSPORT.get(kind, "stream")) as client:
         assert line(client) == "posted"
         answerer = accepted(listener)
         (call,) = incoming(Silent(), answerer)

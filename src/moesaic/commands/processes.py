@@ -12,7 +12,11 @@ from rich.table import Table
 
 Status = Mapping[str, Any]
 """A ClusterStatus as a JSON object."""
-TRANSPORTS = {"shm": "shared memory", "socket": "Unix sockets"}
+TRANSPORTS = {
+    "shm": "shared memory",
+    "socket": "Unix sockets",
+    "nixl": "shared memory, and those of other hosts by NIXL, not encrypted",
+}
 """Value of --transport -> its name in sentences."""
 
 

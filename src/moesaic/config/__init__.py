@@ -12,6 +12,7 @@ from moesaic.config.environment import (
     one_gpu,
     renderer_environment,
     settings,
+    ucx_tls,
     watched_environment,
     worker_environment,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "renderer_environment",
     "resolve_server",
     "settings",
+    "ucx_tls",
     "watched_environment",
     "worker_environment",
 ]

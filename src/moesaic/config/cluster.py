@@ -159,7 +159,8 @@ class ClusterConfig(ParallelConfig):
     the links to hosts that join are measured, and all processes of one host count as near."""
     transport: Transport = "auto"
     """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
-    socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP."""
+    socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP. nixl: they
+    are reached by one-sided writes, which are not encrypted, and those of this host as with auto."""
     cluster_address: str | None = None
     """tcp:HOST:PORT at which processes of other hosts join; see `moesaic join`. Expert servers of this host
     listen on free ports of HOST."""
@@ -262,6 +263,9 @@ class ClusterConfig(ParallelConfig):
         one_of("--transport", self.transport, get_args(Transport))
         if self.transport == "shm" and self.cluster_address is not None:
             raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")
+        if self.transport == "nixl" and self.cluster_address is None and not self.on_ray:
+            allowed = "auto, shm, socket without --cluster-address: nixl is for servers of other hosts"
+            raise ConfigError.field("--transport", "nixl", allowed)
         self._check_backend()
         self._check_hosts()
         if (self.cluster_address is None) != (self.cluster_secret_file is None) and not self.on_ray:

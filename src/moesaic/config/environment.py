@@ -39,6 +39,11 @@ def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: value for name, value in known.items() if name.startswith("MOESAIC_")}
 
 
+def ucx_tls(environment: Mapping[str, str] | None = None) -> str | None:
+    """The transports that UCX, below NIXL, may use, by its variable UCX_TLS. None: any."""
+    return (os.environ if environment is None else environment).get("UCX_TLS")
+
+
 def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
     """Folder of the checkpoints that the Hugging Face hub's library downloaded, by that library's
     variables."""

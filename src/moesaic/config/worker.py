@@ -257,7 +257,7 @@ class WorkerConfig:
     devices: tuple[str, ...] = ()
     """GPUs that this process sees, by their names in CUDA_VISIBLE_DEVICES. Empty: those of its parent."""
     transport: HostTransport = "shm"
-    """Transport to the expert servers of this host."""
+    """Transport to the expert servers."""
     remote_address: str | None = None
     """tcp:HOST:PORT on which prefill workers of other hosts reach this worker. None: none do."""
     trace: str | None = None

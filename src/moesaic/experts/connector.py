@@ -12,7 +12,7 @@ from moesaic.core.errors import MoesaicError
 from moesaic.core.experts import ServerEntry
 from moesaic.transport.calls import Caller
 from moesaic.transport.host import this_host
-from moesaic.transport.listening import connect
+from moesaic.transport.listening import connect, kind_of
 from moesaic.transport.wakeup import Wakeup
 
 LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Connector:
 
         heap_bytes: memory for the open calls of each connection.
         wakeup: rung when a connection was made.
-        transport: to servers of this host.
+        transport: to servers, see `HostTransport`.
         wrap: puts each connection into another one.
         """
         self._transport = transport
@@ -70,8 +70,7 @@ class Connector:
 
     def _connect(self, entry: ServerEntry, secret: bytes, stopped: threading.Event) -> None:
         address = entry.endpoint.seen_from(this_host())
-        shared = self._transport == "shm" and address.startswith("unix:")
-        kind = "shm" if shared else "stream"
+        kind = kind_of(self._transport, address)
         while not stopped.is_set():
             try:
                 caller = connect(address, secret, kind, heap_bytes=self._heap_bytes)

@@ -75,7 +75,7 @@ def serve(
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
-    listener = Listener(config.address, secret, remote=config.remote_address)
+    listener = _listener(config, secret)
     service = _scheduler(config, backend, first)
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
     server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer, relay)
@@ -119,6 +119,11 @@ def _serve(
                 case messages.Shutdown():
                     return
         server.turn(None, (wakeup.fileno(),))
+
+
+def _listener(config: ExpertServerConfig, secret: bytes) -> Listener:
+    one_sided = config.transport == "nixl"
+    return Listener(config.address, secret, remote=config.remote_address, one_sided=one_sided)
 
 
 def _relay(config: ExpertServerConfig) -> Relay:

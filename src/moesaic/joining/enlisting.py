@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from moesaic.config import ExpertServerConfig, WorkerConfig
+from moesaic.config import ExpertServerConfig, WorkerConfig, ucx_tls
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.joining.options import JoinOptions
@@ -21,6 +21,7 @@ from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
 from moesaic.transport.host import this_host
+from moesaic.transport.nixl_link import check_nixl
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.sealing import Keys
 from moesaic.transport.stream import StreamConnection
@@ -129,7 +130,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
     Raises ConfigError for a checkpoint that is not there, or is another one.
     """
     told = ExpertServerConfig.from_json(enlisted.config)
-    _check_files(told)
+    _check_host(told)
     model, stamp = checkpoint(joining, enlisted)
     return replace(
         told,
@@ -147,7 +148,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
 def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> WorkerConfig:
     """The settings of an attention worker on this host. Otherwise like `server_config`."""
     told = WorkerConfig.from_json(enlisted.config)
-    _check_files(told, ("--placement", told.parallel.placement))
+    _check_host(told, ("--placement", told.parallel.placement))
     path, stamp = checkpoint(joining, enlisted)
     model = replace(
         told.model,
@@ -185,9 +186,11 @@ def instruction_sets() -> tuple[str, ...]:
     return () if plain is None else plain.instruction_sets()
 
 
-def _check_files(told: ExpertServerConfig | WorkerConfig, *more: tuple[str, str | None]) -> None:
-    """Raises ConfigError if files that the cluster's settings name are not on this host. more: flags and
+def _check_host(told: ExpertServerConfig | WorkerConfig, *more: tuple[str, str | None]) -> None:
+    """Raises ConfigError if this host lacks what the cluster's settings name: files, or NIXL. more: flags and
     their files besides."""
+    if told.transport == "nixl":
+        check_nixl(ucx_tls())
     for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file), *more):
         if file is not None and not Path(file).is_file():
             raise ConfigError.field(flag, file, "a file at the same path as on the host of moesaic serve")

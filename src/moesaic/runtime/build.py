@@ -66,7 +66,8 @@ def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
     if config.kv_role == "prefill":
         early = EARLY_BYTES if parts.loaded.device.type == "cpu" else PIECE_BYTES
         return KVSender(memory, config.cache.block_size, connection.send, config.transport, early=early)
-    receiver = KVReceiver(memory, config.cache.block_size, connection.send, config.remote_address)
+    one_sided = config.transport == "nixl"
+    receiver = KVReceiver(memory, config.cache.block_size, connection.send, config.remote_address, one_sided)
     connection.send(ReceivesKV(receiver.endpoint, receiver.secret))
     return receiver
 

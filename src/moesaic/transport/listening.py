@@ -25,6 +25,8 @@ from moesaic.transport.authentication import (
 from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
 from moesaic.transport.host import advertised, this_host
 from moesaic.transport.host_watch import watch
+from moesaic.transport.nixl_link import check_installed
+from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller, meet
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.sockets import StreamAnswerer, StreamCaller
 
@@ -49,7 +51,7 @@ def connect(
     """Connect to the Listener at `address`.
 
     kind: "shm" shares memory and needs a Unix address, "stream" copies through the socket. Over TCP that is
-    encrypted.
+    encrypted. "nixl" writes into the other's memory, which is not encrypted. The Listener has to allow it.
     heap_bytes: maximum bytes of all open calls of this connection.
     timeout: seconds for connecting and the handshake together.
 
@@ -63,6 +65,8 @@ def connect(
         raise ConfigError.field("kind", kind, "stream for a tcp: address; shm needs unix:")
     if kind == "shm" and shm is None:
         raise ConfigError.field("kind", kind, "stream: the compiled module moesaic.transport._shm is missing")
+    if kind == "nixl":
+        check_installed()
     deadline = Deadline(timeout)
     try:
         sock = addresses.dial(where, timeout)
@@ -73,10 +77,25 @@ def connect(
         if kind == "shm":
             return _share(sock, heap_bytes, deadline)
         watch(sock)
+        if kind == "nixl":
+            deadline.apply(sock)
+            sealed = wire(sock, keys)
+            return OneSidedCaller(sealed, meet(sealed, heap_bytes, True, deadline))
         return StreamCaller(wire(sock, keys), heap_bytes)
     except (OSError, ConnectionLost) as error:
         sock.close()
         raise ConnectionLost(f"no connection to {address}: {error}") from None
+
+
+def kind_of(transport: str, address: str) -> str:
+    """The `kind` for `connect`. transport: shm, socket or nixl.
+
+    >>> kind_of("nixl", "tcp:10.0.0.2:80"), kind_of("shm", "tcp:10.0.0.2:80")
+    ('nixl', 'stream')
+    """
+    if not address.startswith("unix:"):
+        return "nixl" if transport == "nixl" else "stream"
+    return "stream" if transport == "socket" or shm is None else "shm"
 
 
 def _share(sock: socket.socket, heap_bytes: int, deadline: Deadline) -> Caller:
@@ -97,8 +116,8 @@ class Listener:
     """Accepts and authenticates connections in the background. `accepted` returns those that passed.
 
     A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
-    delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts. Raises
-    ConfigError if it cannot listen at an address.
+    delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts.
+    one_sided: accept clients that ask for "nixl". Raises ConfigError if it cannot listen at an address.
     """
 
     def __init__(
@@ -108,8 +127,10 @@ class Listener:
         handshake_seconds: float = HANDSHAKE_SECONDS,
         max_heap_bytes: int = MAX_HEAP,
         remote: str | None = None,
+        one_sided: bool = False,
     ) -> None:
         check_secret(secret)
+        self._one_sided = one_sided
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
         listening, where = addresses.bind(addresses.parse(address))
         with contextlib.ExitStack() as undo:
@@ -173,7 +194,13 @@ class Listener:
             raise ConfigError.field("heap_bytes", terms.heap_bytes, f"at most {self._max_heap}")
         if terms.kind == "shm":
             return self._mapped(sock, terms, deadline)
+        if terms.kind == "nixl" and not self._one_sided:
+            raise ConnectionLost("a client asked for one-sided writes, which are not allowed here")
         watch(sock)
+        if terms.kind == "nixl":
+            deadline.apply(sock)
+            sealed = wire(sock, keys)
+            return OneSidedAnswerer(sealed, meet(sealed, terms.heap_bytes, False, deadline))
         return StreamAnswerer(wire(sock, keys), terms.heap_bytes)
 
     def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> Answerer:

@@ -63,11 +63,13 @@ class KVReceiver(Transfers):
         block_size: int,
         report: Callable[[messages.Message], None],
         remote_address: str | None = None,
+        one_sided: bool = False,
     ) -> None:
-        """report: sends a message to the router, from any thread. remote_address: see `WorkerConfig`."""
+        """report: sends a message to the router, from any thread. remote_address: see `WorkerConfig`.
+        one_sided: see `Listener`."""
         self._memory, self._block_size, self._report = memory, block_size, report
         self.secret = secrets.token_bytes(32)
-        self._listener = Listener("unix:@", self.secret, remote=remote_address)
+        self._listener = Listener("unix:@", self.secret, remote=remote_address, one_sided=one_sided)
         self.endpoint = self._listener.endpoint
         self._lock = threading.Lock()
         """Protects what follows."""

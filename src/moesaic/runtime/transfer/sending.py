@@ -29,7 +29,7 @@ from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers
 from moesaic.transport.calls import HEAP_BYTES, Call, Caller
 from moesaic.transport.host import this_host
-from moesaic.transport.listening import connect
+from moesaic.transport.listening import connect, kind_of
 from moesaic.transport.waiting import wait
 from moesaic.transport.wakeup import Wakeup
 
@@ -125,7 +125,7 @@ class Link:
         caller: Caller | None = None
         try:
             address = self.endpoint.seen_from(this_host())
-            kind = "shm" if self._transport == "shm" and address.startswith("unix:") else "stream"
+            kind = kind_of(self._transport, address)
             caller = connect(address, self._target.secret, kind, self._heap)
             self._send(caller)
         except (MoesaicError, OSError):
