@@ -70,7 +70,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "joining": (
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "logs"),
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
-        *("runtime.process", "runtime.group.other_host"),
+        *("runtime.process", "runtime.keeping", "runtime.group.other_host"),
     ),
     "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),

@@ -19,6 +19,7 @@ from tests.cluster.test_identity import alone, workload
 from tests.cluster.test_kept_experts import Joined, loads, settled  # noqa: F401
 from tests.support.cluster_driver import Cluster, cluster
 from tests.support.hosts import soon
+from tests.support.processes import children
 
 pytestmark = pytest.mark.full
 WORK = workload(4, 32)
@@ -33,10 +34,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def standby(door: dict[str, Any], port: int, servers: int, begun: Callable[[Supervisor], None]) -> Any:
+def standby(
+    door: dict[str, Any], port: int, begun: Callable[[Supervisor], None] = lambda _: None, **shape: Any
+) -> Any:
     """A cluster that has taken over: its processes are those that join."""
     address = f"tcp:127.0.0.1:{port}"
-    settings = {"expert_servers": servers, "standby_for": "tcp:127.0.0.1:1", "cluster_address": address}
+    settings = {"standby_for": "tcp:127.0.0.1:1", "cluster_address": address, **shape}
     return cluster(**door | settings, begun=begun)
 
 
@@ -65,27 +68,37 @@ def vanish(served: Cluster) -> None:
 
 
 class Worker:
-    """`moesaic join --role attention-worker`, as a person types it."""
+    """`moesaic join` for a worker, as a person types it."""
 
-    def __init__(self, ports: list[int], secret: Path, log: Path) -> None:
-        self.log = log
+    def __init__(self, ports: list[int], secret: Path, log: Path, role: str) -> None:
+        self._log = log
         address = ",".join(f"127.0.0.1:{port}" for port in ports)
-        command = [sys.executable, "-m", "moesaic", "join", address, "--role", "attention-worker"]
+        command = [sys.executable, "-m", "moesaic", "join", address, "--role", role]
         command += ["--secret-file", str(secret), "--threads", "1"]
         with log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file)
+            self._process = subprocess.Popen(command, stdout=file, stderr=file)
+
+    @property
+    def child(self) -> int:
+        """The process that computes."""
+        [pid] = children(self._process.pid)
+        return pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Callable[[list[int]], Worker]]:
+def workers(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     started: list[Worker] = []
 
-    def start(ports: list[int]) -> Worker:
-        started.append(Worker(ports, tmp_path / "secret", tmp_path / f"log-{len(started)}"))
+    def start(ports: list[int], role: str = "attention-worker") -> Worker:
+        started.append(Worker(ports, tmp_path / "secret", tmp_path / f"log-{len(started)}", role))
         return started[-1]
 
     yield start
@@ -95,7 +108,7 @@ def workers(tmp_path: Path) -> Iterator[Callable[[list[int]], Worker]]:
 
 def test_experts_stay_where_they_are(
     door: dict[str, Any],
-    workers: Callable[[list[int]], Worker],
+    workers: Callable[..., Worker],
     loads: list[tuple[int, int]],  # noqa: F811
 ) -> None:
     """Three servers, each with a third of the experts, call the second supervisor in another order."""
@@ -106,13 +119,13 @@ def test_experts_stay_where_they_are(
 
     def first(supervisor: Supervisor) -> None:
         call(supervisor, servers)
-        workers(ports)
+        workers(ports[:1])
 
     def second(supervisor: Supervisor) -> None:
         call(supervisor, [servers[2], servers[0], servers[1]])
         workers(ports[1:])
 
-    with standby(door, ports[0], 3, first) as served:
+    with standby(door, ports[0], first, expert_servers=3) as served:
         served.submit(*WORK)
         assert served.finish() == alone(*WORK)
         settled(served, [0, 1, 2])
@@ -122,7 +135,7 @@ def test_experts_stay_where_they_are(
         loaded = loads.copy()
         vanish(served)
     assert before is not None and len(loaded) == len(set(loaded)) > 0
-    with standby(door, ports[1], 3, second) as served:
+    with standby(door, ports[1], second, expert_servers=3) as served:
         served.submit(*WORK)
         assert served.finish() == alone(*WORK)
         settled(served, [0, 1, 2])
@@ -131,4 +144,39 @@ def test_experts_stay_where_they_are(
         assert [after.of(number) for number in range(3)] == [before.of(number) for number in (2, 0, 1)]
         assert loads == loaded and [one.kept.made for one in servers] == [1, 1, 1]
     for server in servers:
+        server.end()
+
+
+@pytest.mark.parametrize(
+    ("servers", "prefill"), [(0, 0), (1, 0), (1, 1)], ids=["alone", "with servers", "with prefill workers"]
+)
+def test_workers_keep_their_weights(
+    servers: int, prefill: int, door: dict[str, Any], workers: Callable[..., Worker]
+) -> None:
+    """The first supervisor vanishes in the middle of requests. The second one gets the same processes."""
+    ports, secret = free_ports(2), Path(door["cluster_secret_file"])
+    create_secret(secret)
+    shape = {"expert_servers": servers, "prefill_workers": prefill}
+    addresses = ",".join(f"tcp:127.0.0.1:{port}" for port in ports)
+    joined = [Joined(addresses, secret, may_call=False) for _ in range(servers)]
+    started: list[Worker] = []
+
+    def begun(supervisor: Supervisor) -> None:
+        call(supervisor, joined)
+        roles = "attention-worker", *["prefill-worker"] * prefill
+        started.extend(workers(ports, role) for role in roles)
+
+    with standby(door, ports[0], begun, **shape) as served:
+        served.submit(*WORK)
+        assert served.finish() == alone(*WORK)
+        served.submit(*WORK)
+        served.until(lambda: served.running.tokens > 4 * 32 + 20)
+        processes = [one.child for one in started]
+        vanish(served)
+    with standby(door, ports[1], **shape) as served:
+        served.submit(*WORK)
+        assert served.finish() == alone(*WORK)
+        assert [one.child for one in started] == processes, "\n".join(one.log for one in started)
+        assert ["are still there" in one.log for one in started] == [True] * (1 + prefill)
+    for server in joined:
         server.end()

@@ -166,6 +166,7 @@ def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
         checkpoint_stamp=stamp,
         remote_address=joining.listen or str(addresses.Address(host=here)),
         log_level=joining.log_level,
+        most_threads=None,  # the other one is a share of the cores there
     )
 
 
