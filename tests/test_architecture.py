@@ -57,6 +57,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "policy.fleet.nodes",  # where Ray should start a process
         *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
         "policy.placement.spreading",  # how many experts have all of their copies on one host
+        "policy.placement.returning",  # which experts servers keep under a new supervisor
         *("trace.parts", "transport"),
         # placements from live routing: the verdict, what a process is asked, and what it answers
         *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
@@ -69,7 +70,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "joining": (
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "logs"),
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
-        *("runtime.process", "runtime.group.other_host"),
+        *("runtime.process", "runtime.keeping", "runtime.group.other_host"),
     ),
     "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "templates": ("config", "core"),

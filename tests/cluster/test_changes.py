@@ -14,7 +14,8 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes, Joined, ScalingLimits
+from moesaic.cluster.scaling import Change, Changes, Joined
+from moesaic.cluster.scaling_limits import ScalingLimits
 from moesaic.config import ClusterConfig, ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -37,6 +38,7 @@ class FakeProcess:
     host_id: str = ""
     role: Role = Role.SERVER
     capacity: float = 1.0
+    kept: dict[int, list[int]] = field(default_factory=dict)
 
     def how_it_ended(self) -> str:
         return "ended"
@@ -232,7 +234,7 @@ def test_a_server_whose_join_another_one_spoilt_may_join_again(
     """Example: it joins while the host of an earlier server dies. After a Shutdown it would end for good."""
     scene = Scene(2)
     more = Placement(1, 4, {0: {0: [0, 1], 1: [0, 1, 2, 3], 2: [2]}})
-    monkeypatch.setattr(scene.changes, "_placed", lambda numbers: more)
+    monkeypatch.setattr(scene.changes, "_placed", lambda numbers, kept: more)
     process = scene.process("expert server 2")
     change = scene.changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
     assert advance(change)
@@ -453,3 +455,14 @@ def test_a_server_of_another_host_gets_copies_of_those_that_are_here() -> None:
     assert coming is not None and coming.experts_of(2, 0) == (0, 1, 2, 3)
     change.close()
     members.stop()
+
+
+def test_a_server_that_joins_gets_the_experts_that_it_has_in_memory() -> None:
+    scene = Scene(1)
+    process = scene.process("expert server 1")
+    process.capacity, process.kept = scene.members.servers[0].capacity, {0: [1, 3]}
+    change = scene.changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
+    assert advance(change)
+    assert scene.told_to_hold("expert server 1") == [{0: [1, 3]}]
+    change.close()
+    scene.members.stop()

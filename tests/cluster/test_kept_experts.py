@@ -1,9 +1,8 @@
-"""An expert server that joined loads nothing again when it comes back to the same checkpoint."""
+"""An expert server that joined loads nothing again when it comes back, also to another supervisor."""
 
 from __future__ import annotations
 
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from moesaic.experts.keeping import KeptExperts
 from moesaic.experts.store import Store
 from moesaic.joining import loop, server
-from moesaic.joining.options import JoinOptions
+from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.transport.secret import read_secret
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import Cluster, cluster
@@ -23,26 +22,37 @@ WORK = workload(4, 32)
 class Joined:
     """An expert server that joins from a thread of this process."""
 
-    def __init__(self, address: str, secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, address: str, secret: Path, may_call: bool = True) -> None:
         self.kept = KeptExperts()
-        self.loads: list[tuple[int, int]] = []
-        """(layer, expert) of each expert that it has loaded."""
-        take = Store._take
+        self.may_call = threading.Event()
+        """It does not connect before this is set."""
+        if may_call:
+            self.may_call.set()
+        joining, word = JoinOptions(address, threads=1), read_secret(secret, "x")
 
-        def counted(store: Store, layer: int, expert: int) -> None:
-            self.loads.append((layer, expert))
-            take(store, layer, expert)
+        def life(on_joined: OnJoined) -> int:
+            self.may_call.wait()
+            return server.serve_once(joining, word, on_joined, self.kept)
 
-        monkeypatch.setattr(Store, "_take", counted)
-        life = partial(
-            server.serve_once, JoinOptions(address, threads=1), read_secret(secret, "x"), kept=self.kept
-        )
         self._thread = threading.Thread(target=loop.join, args=(life, lambda model: None))
         self._thread.start()
 
     def end(self) -> None:
         self._thread.join(30)
         assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(layer, expert) of each expert that servers of this process load."""
+    found, take = [], Store._take
+
+    def counted(store: Store, layer: int, expert: int) -> None:
+        found.append((layer, expert))
+        take(store, layer, expert)
+
+    monkeypatch.setattr(Store, "_take", counted)
+    return found
 
 
 def serving(served: Cluster) -> list[int]:
@@ -55,18 +65,16 @@ def settled(served: Cluster, servers: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_who_lost_its_cluster_loads_nothing_again(
-    door: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_lost_its_cluster_loads_nothing_again(door: dict[str, Any], loads: list[tuple[int, int]]) -> None:
     """Its connection is closed twice: without a request, and while requests run."""
     with cluster(**door) as served:
         address = served.supervisor.report().join_address
         assert address is not None
-        joined = Joined(address, Path(door["cluster_secret_file"]), monkeypatch)
+        joined = Joined(address, Path(door["cluster_secret_file"]))
         settled(served, [0, 1])
         assert served.supervisor.placement is not None
         first = served.supervisor.placement.of(1)
-        loaded = len(joined.loads)
+        loaded = len(loads)
         assert loaded == sum(map(len, first.values()))
         served.supervisor.kill("expert server 1")
         settled(served, [0, 2])
@@ -76,7 +84,7 @@ def test_who_lost_its_cluster_loads_nothing_again(
         assert served.finish() == alone(*WORK)
         settled(served, [0, 3])
         assert served.supervisor.placement.of(3) == first
-        assert joined.kept.made == 1 and len(joined.loads) == loaded
+        assert joined.kept.made == 1 and len(loads) == loaded
         served.submit(*WORK)
         assert served.finish() == 2 * alone(*WORK)
     joined.end()

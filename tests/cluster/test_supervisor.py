@@ -226,7 +226,7 @@ def test_a_watch_that_ends_while_the_only_worker_is_away_ends_the_service() -> N
 
 @SLOW
 def test_a_start_that_breaks_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.cluster.supervisor.first_placement", lambda *_: 1 // 0)
+    monkeypatch.setattr("moesaic.cluster.placing.first_placement", lambda *_: 1 // 0)
     with pytest.raises(ConnectionLost, match="the supervisor: ZeroDivisionError"), cluster():
         pass
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 from moesaic.cluster.member import Role
@@ -20,6 +20,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.core.paced import LinkModel
 from moesaic.policy.fleet.silence import RULE
+from moesaic.policy.placement.returning import Kept
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import Deadline, prove_as_server
@@ -71,6 +72,8 @@ class RemoteProcess:
     """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """See `messages.Enlist`."""
+    kept: Kept = field(default_factory=dict)
+    """Layer -> the experts that a server has in memory, as it says. Nobody has checked them."""
     link: LinkModel | None = None
     """The link to its host, if it was measured."""
     standby: bool = False
@@ -160,5 +163,6 @@ class JoinListener:
             link = self._link_tests.link(word.host, connection)
             undo.pop_all()
             sets = tuple(name for name in word.instruction_sets if name in _KERNELS)
-            parts = connection, f"{host}:{port}", role, word.capacity, word.host, sets, word.ticket
+            said = word.capacity, word.host, sets, word.ticket, word.kept
+            parts = connection, f"{host}:{port}", role, *said
             return RemoteProcess(*parts, link=link)

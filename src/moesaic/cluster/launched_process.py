@@ -103,8 +103,9 @@ class LaunchedProcess:
         with contextlib.suppress(ConnectionLost):  # `receive` reports it
             peer.connection.send(messages.Enlisted(self.joining.model or "", weights, config.to_json()))
         if self.connection.connect(peer.connection):
-            self.peer, self.member.host = peer, peer.host
+            self.member.host = peer.host
             self.member.host_id = "" if peer.host_id == this_host() else peer.host_id
+            self.peer = peer
         else:
             peer.kill()
 

@@ -1,15 +1,22 @@
-"""The placement that a cluster starts with: from a file, or by the servers' capacities."""
+"""The placement that a cluster starts with: from a file, by the servers' capacities, or by what they hold."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
 
+from moesaic.cluster.launched_process import LaunchedProcess
+from moesaic.cluster.links import Links
+from moesaic.cluster.members import Members
+from moesaic.cluster.publishing import Publisher
 from moesaic.config import ClusterConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
-from moesaic.policy.placement import around_homes, balance
+from moesaic.policy.placement import around_homes, balance, returning
+
+LOG = logging.getLogger(__name__)
 
 
 def read_placement(cluster: ClusterConfig) -> Placement | None:
@@ -43,3 +50,58 @@ def first_placement(
     if placement is not None:
         return around_homes.place(placement, load, layout.layers, capacities, redundant, least, hosts=hosts)
     return balance.place(load, layout.layers, capacities, redundant, least, model=name, hosts=hosts)
+
+
+class FirstPlacement:
+    """Sets the placement that a cluster starts with. Only the supervisor's thread uses it.
+
+    A standby takes over servers that have experts in memory. So it places once each place has its server, and
+    each server keeps what it has, as far as the rules of placement allow.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        publisher: Publisher,
+        links: Links,
+        cluster: ClusterConfig,
+        file: Placement | None,
+    ) -> None:
+        """file: see `read_placement`."""
+        self._members, self._publisher, self._links = members, publisher, links
+        self._cluster, self._file = cluster, file
+        self._layout: ExpertLayout | None = None
+
+    def lay_out(self, layout: ExpertLayout) -> None:
+        """Sets the placement for these experts. That of a standby follows in `look`.
+
+        Raises what `first_placement` raises.
+        """
+        if self._cluster.standby_for is None:
+            servers = self._members.capacities, self._file, self._links.server_hosts()
+            self._publisher.placement = first_placement(layout, self._cluster, *servers)
+        self._layout = layout
+
+    def look(self) -> None:
+        """Sets the placement of a standby once it has all of its servers, and tells them."""
+        members, layout = self._members.servers, self._layout
+        if layout is None or self._publisher.placement is not None:
+            return
+        children = [one.child for one in members if isinstance(one.child, LaunchedProcess)]
+        called = {child.member.number: child.peer for child in children if child.peer is not None}
+        if len(called) < len(members):
+            return
+        for member in members if not self._cluster.capacities else ():
+            member.capacity = called[member.number].capacity
+        kept = {server: process.kept for server, process in called.items()}
+        rules = self._cluster.redundant_experts, self._cluster.min_replicas
+        model, hosts = layout.fingerprint, self._links.server_hosts()
+        found = returning.place(
+            kept, layout.layers, layout.num_experts, self._members.capacities, *rules, model, hosts
+        )
+        copies = sum(int(found.replicas(layer).sum()) for layer in found.layers)
+        there = copies - returning.missing(found, kept)
+        LOG.info("the servers have %d of %d copies of experts in memory", there, copies)
+        self._publisher.placement = found
+        for member in members:
+            self._publisher.hold(member)

@@ -54,8 +54,8 @@ class Publisher:
 
     def hold(self, member: Member) -> None:
         """Tells a server which experts to hold now. A server that is being restarted gets the message after
-        its start."""
-        if member.child is None:
+        its start. Without a placement nothing is said: see `placing.FirstPlacement`."""
+        if member.child is None or (self.placement is None and self.coming is None):
             return
         self._holds += 1
         member.last_hold, member.complaint = self._holds, None

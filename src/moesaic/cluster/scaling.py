@@ -23,12 +23,14 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, holding, union
 from moesaic.cluster.router import Router
+from moesaic.cluster.scaling_limits import ScalingLimits
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
 from moesaic.policy.fleet.autoscale import ROLES
-from moesaic.policy.placement import balance
+from moesaic.policy.placement import balance, returning
+from moesaic.policy.placement.returning import Kept
 
 LOG = logging.getLogger(__name__)
 
@@ -37,27 +39,6 @@ COUNTED = ("expert_servers", "attention_workers", "prefill_workers")
 
 Change = Generator[None, None, None]
 """A change under way. It ends, or raises ScalingError after everything is as it was before."""
-
-
-@dataclass(frozen=True)
-class ScalingLimits:
-    """How long each part of a change may take."""
-
-    hosts: float = 600.0
-    """Seconds that a new process waits for a host."""
-    loading: float = 900.0
-    """Seconds until a new process serves."""
-    taking: float = 900.0
-    """Seconds until servers have loaded the experts that they get."""
-    connecting: float = 2.0
-    """Seconds that clients have to connect to a new server before it gets experts."""
-    draining: float = 30.0
-    """Seconds that an attention worker has to finish its requests. The remaining ones move to other
-    workers."""
-    nudge: float = 1.0
-    """Seconds between two reminders to workers that still wait for late answers."""
-    attempts: int = 3
-    """Number of deaths after which a new process is given up."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +158,8 @@ class Changes:
         if joined is not None:
             self._members.locate(member, joined.process)
         try:
-            new = self._placed([*numbers, member.number])
+            kept = {} if joined is None else {member.number: joined.process.kept}
+            new = self._placed([*numbers, member.number], kept=kept)
             yield from self._move(new, joining=member, joined=joined)
         except Exception:
             if joined is not None and member.complaint is None:
@@ -280,13 +262,17 @@ class Changes:
         if set(placement.servers) <= servers:
             yield from self._move(replace(placement, version=now.version + 1))
 
-    def _placed(self, servers: Collection[int], least: int | None = None) -> Placement:
-        """Returns a placement for these servers that moves few experts."""
+    def _placed(
+        self, servers: Collection[int], least: int | None = None, kept: Mapping[int, Kept] = {}
+    ) -> Placement:
+        """Returns a placement for these servers that moves few experts. kept: see `returning.joined_by`."""
         assert self.layout is not None
         load, layers = self._load(), self.layout.layers
         weights = {server: self._members.capacities[server] for server in servers}
         replicas = self._cluster.min_replicas if least is None else least
         previous, redundant = self._publisher.placement, self._cluster.redundant_experts
+        if previous is not None and kept:
+            previous = returning.joined_by(previous, kept, weights)
         hosts = self._hosts()
         try:
             return balance.place(load, layers, weights, redundant, replicas, previous, hosts=hosts)

@@ -32,7 +32,7 @@ from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.newcomers import Newcomers
-from moesaic.cluster.placing import first_placement, read_placement
+from moesaic.cluster.placing import FirstPlacement, read_placement
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.recovery import recover
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, paced_source, process_status
@@ -71,9 +71,8 @@ class Supervisor:
     ) -> None:
         """routing: what the workers record, with --rebalance routing. launcher: starts the processes; None:
         on this host. Raises ConfigError for settings of `cluster` that are not possible."""
-        self._cluster, self._router = cluster, router
+        self._cluster, self._router, self._clock = cluster, router, clock
         self._placement_file = read_placement(cluster)
-        self._clock = clock
         self._rule = RestartRule()
         secret_file = cluster.cluster_secret_file
         self._secret = secrets.token_bytes(32) if secret_file is None else create_secret(Path(secret_file))
@@ -92,6 +91,8 @@ class Supervisor:
         self._links = Links(self._members, cluster)
         self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, self._links.worth)
         self._publisher = Publisher(self._members, self._secret, self._links)
+        parts = self._members, self._publisher, self._links
+        self._first_placement = FirstPlacement(*parts, cluster, self._placement_file)
         self._suspicion = Suspicion(self._publisher, router)
         self._failures = Failures()
         self._note = self._failures.note
@@ -107,8 +108,8 @@ class Supervisor:
         self._trust = Trust(model, self._members, self._publisher, self._note, clock)
         self._newcomers: Newcomers | None = None
         if cluster.cluster_address is not None:
-            parts = self._members, self._links, self._changes, self._note
-            self._newcomers = Newcomers(cluster.cluster_address, self._secret, model, *parts)
+            door = cluster.cluster_address, self._secret, model
+            self._newcomers = Newcomers(*door, self._members, self._links, self._changes, self._note)
 
     def start(self) -> None:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""
@@ -306,6 +307,7 @@ class Supervisor:
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
         heard_all = self._members.inbox.empty()
+        self._survive(self._first_placement.look)
         self._trust.weights.keep(self._members.servers)
         placements = self._publisher.placement, self._publisher.coming
         for member in self._members.all:
@@ -380,8 +382,7 @@ class Supervisor:
         if self._changes.layout is not None:
             return
         try:
-            servers = self._members.capacities, self._placement_file, self._links.server_hosts()
-            self._publisher.placement = first_placement(layout, self._cluster, *servers)
+            self._first_placement.lay_out(layout)
         except ConfigError as error:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return

@@ -56,6 +56,7 @@ def run(options: Join, as_json: bool) -> int:
         log_level=options.log_level,
     )
     enlisting.check_addresses(joining)
-    # A worker that lost its connection may be in the middle of a step. So it joins again in a new process.
-    serve_once = server.keeping_experts() if options.role == "expert-server" else child.serve_once
-    return join(partial(serve_once, joining, secret), joined, lost)
+    if options.role == "expert-server":
+        return join(partial(server.keeping_experts(), joining, secret), joined, lost)
+    with child.KeptChild() as serve_once:
+        return join(partial(serve_once, joining, secret), joined, lost)

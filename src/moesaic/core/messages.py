@@ -265,6 +265,9 @@ class Enlist:
     """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """Word that a launcher gave it: the cluster expects this process. Empty: it joins on its own."""
+    kept: dict[int, list[int]] = field(default_factory=dict)
+    """For a server: layer -> the experts that it has in memory, from the last cluster. They may be those of
+    another checkpoint."""
 
 
 @dataclass(frozen=True)

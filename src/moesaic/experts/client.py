@@ -125,6 +125,10 @@ class ExpertServers(Protocol):
         """True once after `enter_barrier`, when all workers begin the step."""
         ...
 
+    def close(self) -> None:
+        """Close all connections. Nothing of it is used after that."""
+        ...
+
 
 class NoServers:
     """The ExpertServers of a worker that computes all experts itself."""
@@ -147,6 +151,9 @@ class NoServers:
 
     def passed_barrier(self) -> bool:
         return False
+
+    def close(self) -> None:
+        """Has no connections."""
 
 
 class DirectExperts:

@@ -26,6 +26,11 @@ class KeptExperts:
         self._of: object = None
         """The settings and files that `_loaded` depends on."""
 
+    @property
+    def held(self) -> dict[int, list[int]]:
+        """Layer -> the experts that are in memory."""
+        return {} if self._loaded is None else self._loaded[0].held
+
     def get(
         self, config: ExpertServerConfig, stamp: str, make: Callable[[ExpertServerConfig], Loaded]
     ) -> Loaded:

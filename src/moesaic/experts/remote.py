@@ -246,12 +246,15 @@ class RemoteExperts:
         return self._counts.stats(self._waited, self._replicas.stats)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and `wakeup`."""
         for server in list(self._entries):
             self._connector.stop(server)
+        for _, caller in self._connector.made():
+            caller.close()
         for connection in self._connections.values():
             connection.caller.close()
         self._connections.clear()
+        self._wakeup.close()
 
     # ---- calls
 

@@ -1,10 +1,12 @@
 """Starts `python -m moesaic.joining` and reads the events that it prints.
 
-Such a process ends when its connection or its parent ends, even in the middle of a step.
+Such a process ends with its parent, even in the middle of a step. With `keep` it stays when its connection
+ends, with the weights that it has loaded, and joins again when it is asked to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,9 +22,11 @@ from moesaic.transport.authentication import Refused, SentAway
 _KINDS: dict[str, type[ConnectionLost]] = {"lost": ConnectionLost, "refused": Refused, "sent away": SentAway}
 
 
-def tell(event: str, text: str) -> None:
-    """Print an event for the parent: "joined" with the model, "wrong" or one of `_KINDS` with the reason."""
-    sys.stdout.write(json.dumps([event, text]) + "\n")
+def tell(event: str, text: str, stays: bool = False) -> None:
+    """Print an event for the parent: "joined" with the model, "wrong" or one of `_KINDS` with the reason.
+
+    stays: the process does not end now, but waits until it is asked to join again."""
+    sys.stdout.write(json.dumps([event, text, stays]) + "\n")
     sys.stdout.flush()
 
 
@@ -33,21 +37,32 @@ def kind_of(error: ConnectionLost) -> str:
 
 @dataclass
 class Child:
-    """A process that joins a cluster once."""
+    """A process that joins a cluster."""
 
     process: subprocess.Popen[bytes]
+    stays: bool = False
+    """It has lost its connection, and waits until it is asked to join again."""
+
+    def again(self) -> None:
+        """Ask it to join again. If it has ended meanwhile, `wait` says so."""
+        assert self.process.stdin is not None
+        self.stays = False
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.process.stdin.fileno(), b"\n")
 
     def wait(self, on_joined: OnJoined) -> int:
-        """Wait for its end. Returns 0 once the cluster has shut it down.
+        """Wait for its end, or until it has lost its connection. Returns 0 once the cluster has shut it down.
 
         on_joined: called when it has joined. Raises what `server.serve_once` raises.
         """
         assert self.process.stdout is not None
         event = text = ""
         for line in self.process.stdout:
-            event, text = json.loads(line)
+            event, text, self.stays = json.loads(line)
             if event == "joined":
                 on_joined(text)
+            if self.stays:
+                raise _KINDS[event](text)
         code = self.process.wait()
         if event == "wrong":
             raise ConfigError(text)
@@ -70,6 +85,7 @@ class Child:
             self.process.stdin.close()
         self.process.kill()
         self.process.wait()
+        self.close()
 
 
 def start(
@@ -77,11 +93,13 @@ def start(
     secret: bytes,
     devices: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
+    keep: bool = False,
 ) -> Child:
     """Start the process. devices: the GPUs that it sees; empty: those of this process. environment: its
-    variables; None: those of this process."""
+    variables; None: those of this process. keep: it stays when its connection ends."""
+    command = [sys.executable, "-m", "moesaic.joining", "--options", joining.to_json()]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moesaic.joining", "--options", joining.to_json()],
+        [*command, *(["--keep"] if keep else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=worker_environment(environment, devices),
@@ -92,10 +110,34 @@ def start(
     return Child(process)
 
 
-def serve_once(joining: JoinOptions, secret: bytes, on_joined: OnJoined) -> int:
-    """Like `server.serve_once`, for any role and in a child process."""
-    child = start(joining, secret)
-    try:
-        return child.wait(on_joined)
-    finally:
-        child.end()
+class KeptChild:
+    """`serve_once` for one process of any role: each call finds the weights that the last one has loaded.
+
+    A context manager, which ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+
+    def __enter__(self) -> KeptChild:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def __call__(self, joining: JoinOptions, secret: bytes, on_joined: OnJoined) -> int:
+        """Like `server.serve_once`, in a child process. It is the last one if that has stayed."""
+        if self._child is None:
+            self._child = start(joining, secret, keep=True)
+        else:
+            self._child.again()
+        try:
+            return self._child.wait(on_joined)
+        finally:
+            if not self._child.stays:
+                self._end()
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -100,16 +100,20 @@ def told(connection: StreamConnection, joining: JoinOptions) -> Iterator[None]:
         raise type(lost)(f"{joining.cluster}: {lost}") from lost
 
 
-def enlist(connection: StreamConnection, joining: JoinOptions) -> messages.Enlisted:
+def enlist(
+    connection: StreamConnection, joining: JoinOptions, kept: Mapping[int, Sequence[int]] | None = None
+) -> messages.Enlisted:
     """Send the role of this process, and send back the messages that measure the link.
 
-    Returns the settings that the cluster answers.
+    kept: for a server, layer -> the experts that it has in memory. Returns the settings that the cluster
+    answers.
 
     Raises SentAway if the cluster refuses it, and ConnectionLost.
     """
     capacity = joining.capacity or float(threads_of(joining))
     sets = [] if joining.kernels is not None else list(instruction_sets())
-    connection.send(messages.Enlist(joining.role, capacity, this_host(), sets, joining.ticket))
+    loaded = {layer: list(experts) for layer, experts in (kept or {}).items()}
+    connection.send(messages.Enlist(joining.role, capacity, this_host(), sets, joining.ticket, loaded))
     answer = connection.receive(None)
     while isinstance(answer, messages.LinkTest):
         connection.send(answer)
@@ -163,6 +167,7 @@ def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
         checkpoint_stamp=stamp,
         remote_address=joining.listen or str(addresses.Address(host=here)),
         log_level=joining.log_level,
+        most_threads=None,  # the other one is a share of the cores there
     )
 
 

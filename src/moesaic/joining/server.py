@@ -30,7 +30,7 @@ def serve_once(
     cluster, here = enlisting.connect(joining, secret, None, wakeup.ring)
     try:
         with enlisting.told(cluster, joining):
-            enlisted = enlisting.enlist(cluster, joining)
+            enlisted = enlisting.enlist(cluster, joining, None if kept is None else kept.held)
             on_joined(enlisted.model)
             config = enlisting.server_config(joining, enlisted, here)
             return serve(cluster, config, wakeup, secret, kept)

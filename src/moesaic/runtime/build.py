@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import ReceivesKV
 from moesaic.core.stored import is_packed
 from moesaic.core.worker_info import WorkerInfo
@@ -68,7 +69,11 @@ def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
         return KVSender(memory, config.cache.block_size, connection.send, config.transport, early=early)
     one_sided = config.transport == "nixl"
     receiver = KVReceiver(memory, config.cache.block_size, connection.send, config.remote_address, one_sided)
-    connection.send(ReceivesKV(receiver.endpoint, receiver.secret))
+    try:
+        connection.send(ReceivesKV(receiver.endpoint, receiver.secret))
+    except ConnectionLost:
+        receiver.close()
+        raise
     return receiver
 
 

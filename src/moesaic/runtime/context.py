@@ -19,6 +19,7 @@ from moesaic.models.checkpoint import Progress
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.speculation import Speculation
+from moesaic.runtime.keeping import KeptModel
 from moesaic.runtime.model_loading import LoadedModel, context_length
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.runtime.predicting import Predictor
@@ -49,6 +50,8 @@ class WorkerContext:
     """Gets the expert ids of all rows."""
     lost: Callable[[str], None] | None = None
     """Is called from a thread when another rank of the group ends. None: the next step finds out."""
+    kept: KeptModel = field(default_factory=KeptModel)
+    """Has the weights that this process has loaded before, if they are in memory as a whole."""
 
     @cached_property
     def limits(self) -> BatchLimits:

@@ -129,9 +129,13 @@ def with_servers(
 
 
 def _load(context: WorkerContext, layout: ExpertLayout | None) -> LoadedModel:
-    config, progress = context.config, context.progress
-    drafts = predicting(config)
-    loaded = load_model(config.model, progress, layout, config.most_threads, predicting=drafts)
+    config, drafts = context.config, predicting(context.config)
+    most = config.most_threads
+
+    def load() -> LoadedModel:
+        return load_model(config.model, context.progress, layout, most, predicting=drafts)
+
+    loaded = context.kept.get((config.model, layout, most, drafts, config.checkpoint_stamp), load)
     return with_room_for_drafts(loaded, config)
 
 

@@ -39,6 +39,13 @@ def return_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 2**17)
 
 
+def trim_freed_memory() -> None:
+    """Return the memory to the system that the C library has kept. Only glibc can do this."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def cores() -> int:
     """The number of cores that this process may run on."""
     return len(allowed_cpus())

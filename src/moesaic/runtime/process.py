@@ -13,9 +13,11 @@ import torch
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.models.checkpoint import Progress
 from moesaic.runtime import out_of_memory
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
+from moesaic.runtime.keeping import KeptModel
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
@@ -23,24 +25,24 @@ ALIVE_SECONDS = 0.2
 """Seconds between two Alive messages."""
 
 
-def serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup, weights: str = "") -> int:
+def serve(
+    connection: StreamConnection,
+    config: WorkerConfig,
+    wakeup: Wakeup,
+    weights: str = "",
+    kept: KeptModel | None = None,
+) -> int:
     """Serve until the other end of the connection sends Shutdown. Returns the exit code.
 
     wakeup: rung at each message. weights: fingerprint of the checkpoint, for a worker that joined.
+    kept: has the weights that were loaded for the last supervisor, and gets those of this one. Then nothing
+    else of the worker is left when this raises ConnectionLost. None: the process ends then.
 
     Raises ConnectionLost when the other end is gone, and ConfigError or CheckpointError for what the user has
     to change.
     """
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
-    sent = 0.0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal sent
-        now = time.monotonic()
-        if now - sent > 0.2 or done == total:
-            sent = now
-            connection.send(messages.Loading(done, total))
 
     def lost(reason: str) -> None:
         """End this process because another rank of its group ended. An idle group would not notice."""
@@ -50,24 +52,42 @@ def serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup, we
                 connection.send(messages.Failed(reason, user_error=False))
         os._exit(1)
 
+    told, own = _progress(connection), kept or KeptModel()
+    context = WorkerContext(config, connection, time.monotonic, told, wakeup=wakeup, lost=lost, kept=own)
     try:
-        worker, info = build_worker(
-            WorkerContext(config, connection, time.monotonic, progress, wakeup=wakeup, lost=lost)
-        )
-    except ConnectionLost as error:  # such as that of a rank that could not be started
-        raise ConfigError(str(error)) from error
-    connection.send(messages.Ready(info, weights))
-    if config.supervised:
-        threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
+        worker, info = build_worker(context)
+    except ConnectionLost as error:
+        if kept is not None:
+            raise
+        raise ConfigError(str(error)) from error  # such as that of a rank that could not be started
     try:
+        connection.send(messages.Ready(info, weights))
+        if config.supervised:
+            threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
         worker.run()
     except ConnectionLost as error:
+        if kept is not None:
+            worker.close()
         if not config.supervised:  # a supervisor starts another worker; otherwise the user needs the reason
             connection.send(messages.Failed(str(error), user_error=False))
         raise
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.of_step(error)) from error
     return 0
+
+
+def _progress(connection: StreamConnection) -> Progress:
+    """Tells the engine how much is loaded, now and then."""
+    sent = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal sent
+        now = time.monotonic()
+        if now - sent > 0.2 or done == total:
+            sent = now
+            connection.send(messages.Loading(done, total))
+
+    return progress
 
 
 def _send_alive(connection: StreamConnection) -> None:

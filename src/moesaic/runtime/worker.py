@@ -94,6 +94,11 @@ class Worker:
             self.turn(timeout=None)
         self._transfers.close()
 
+    def close(self) -> None:
+        """End the connections to other processes, after `run` has raised."""
+        self._transfers.close()
+        self._servers.close()
+
     def turn(self, timeout: float | None) -> bool:
         """Receive messages and handle one event.
 

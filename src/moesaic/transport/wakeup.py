@@ -44,7 +44,10 @@ class Wakeup:
                 pass
 
     def close(self) -> None:
+        """A second call does nothing."""
         with self._closing:
+            if self._closed:
+                return
             self._closed = True
             os.close(self._reading)
             os.close(self._writing)

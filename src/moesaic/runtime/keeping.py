@@ -1,0 +1,50 @@
+"""Keeps the weights of a worker that joined in memory from one supervisor to the next."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+import torch
+
+from moesaic.runtime.machine import trim_freed_memory
+from moesaic.runtime.model_loading import LoadedModel
+
+LOG = logging.getLogger(__name__)
+
+
+class KeptModel:
+    """What a worker that joined has loaded. It stays in memory when the supervisor is gone.
+
+    Everything else of the worker is made anew, also its KV cache: its requests are gone with the supervisor.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        """Models that were loaded."""
+        self._loaded: LoadedModel | None = None
+        self._of: object = None
+        """The settings and files that `_loaded` depends on."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a model is in memory."""
+        return self._loaded is not None
+
+    def get(self, of: object, make: Callable[[], LoadedModel]) -> LoadedModel:
+        """The model for these settings: the one that is there, or a new one by `make`.
+
+        of: the settings and files on which the model depends. The last worker's KV cache is gone before the
+        next one is sized, and an old model before a new one is loaded.
+        """
+        if self.made:
+            self._loaded = self._loaded if self._of == of else None
+            gc.collect()  # errors may still refer to the last worker
+            trim_freed_memory()
+            torch.cuda.empty_cache()  # does nothing where no GPU was used
+        if self._loaded is not None:
+            LOG.info("the weights that were loaded before are still there")
+            return self._loaded
+        self._loaded, self._of, self.made = make(), of, self.made + 1
+        return self._loaded
