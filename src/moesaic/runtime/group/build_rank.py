@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -16,9 +15,6 @@ from moesaic.collectives.group import Group
 from moesaic.config import ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
-from moesaic.core.placement import Placement
-from moesaic.core.tables import Tables
-from moesaic.core.tokens import IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.kvcache.memory import CacheSize, HybridMemory, LayerMemory, layer_memory
@@ -30,13 +26,14 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import in_memory, memory_levels, offloaded, out_of_memory
 from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.drafting import speculation_of, with_room_for_drafts
+from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.group import offloaded_group, shared_attention
 from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
-from moesaic.runtime.group.sharded import RankRunner, ShardedModel
+from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
+from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.model_loading import (
@@ -96,83 +93,6 @@ def _check_experts(config: WorkerConfig, path: Path) -> None:
         check_shared(config)
 
 
-@dataclass(frozen=True)
-class ExpertOwners:
-    """Which ranks of a group hold which experts."""
-
-    owners: Mapping[int, IntArray]
-    """Layer -> [E] the unit that holds each expert. A unit is a rank, or the ranks that share each expert."""
-    tables: Tables | None
-    """The ranks where rows are expected to need their experts, if the placement has such tables."""
-    left_out: int = 0
-    """Copies in the placement beyond the first one of each expert, over all layers. No rank holds them."""
-
-    def of(self, unit: int) -> dict[int, list[int]]:
-        """Layer -> the experts of a unit, ascending."""
-        return {layer: np.flatnonzero(owners == unit).tolist() for layer, owners in self.owners.items()}
-
-    @property
-    def digest(self) -> int:
-        """31 bits that are equal for equal owners and tables."""
-        arrays = [*self.owners.values()]
-        if self.tables is not None:
-            arrays += [one for one in vars(self.tables).values() if isinstance(one, np.ndarray)]
-        return zlib.crc32(b"".join(one.tobytes() for one in arrays)) >> 1
-
-    @property
-    def most(self) -> int:
-        """The most experts of one layer in one unit."""
-        return max(int(np.bincount(owners).max()) for owners in self.owners.values())
-
-
-def placed(config: WorkerConfig) -> ExpertOwners:
-    """Reads who holds which expert from the placement file, or divides the experts into equal ranges.
-
-    Of an expert's copies it takes the one that the tables expect, or else the first rank's. Raises
-    ConfigError for a file that does not fit, and for `shuffled` without tables.
-    """
-    parallel, layout = config.parallel, layout_of(config.model)
-    units = parallel.expert_parallel_size
-    if parallel.placement is None:
-        found = ExpertOwners(equal_owners(layout.layers, layout.num_experts, units), None)
-    else:
-        placement = Placement.read(parallel.placement, units)
-        placement.check(layout.fingerprint, layout.layers, layout.num_experts)
-        found = _placed_by(placement, Tables.beside(parallel.placement, placement))
-    if parallel.moe_collectives == "shuffled" and found.tables is None:
-        raise ConfigError.field("--placement", parallel.placement, "a file with tables, for shuffled rows")
-    return found
-
-
-def _placed_by(placement: Placement, tables: Tables | None) -> ExpertOwners:
-    left_out = sum(int((placement.replicas(layer) - 1).sum()) for layer in placement.layers)
-    if tables is None:
-        return ExpertOwners(
-            {layer: placement.table(layer)[:, 0] for layer in placement.layers}, None, left_out
-        )
-    return ExpertOwners(
-        dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables, left_out
-    )
-
-
-def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mapping[int, IntArray]:
-    """Consecutive ranges, which differ by at most one expert.
-
-    Example: 5 experts in 2 units: 0, 0, 0, 1, 1.
-    """
-    counts = [len(each) for each in np.array_split(np.arange(num_experts), units)]
-    return dict.fromkeys(layers, np.repeat(np.arange(units), counts))
-
-
-def check_placement(config: WorkerConfig, group: Group, owners: ExpertOwners) -> None:
-    """Raises ConfigError on every rank if the hosts of a group have different files of --placement."""
-    if config.parallel.nnodes == 1:
-        return
-    mine = np.array([owners.digest], np.int64)
-    if len(set(group.gather_notes(mine, np.arange(group.size)).tolist())) > 1:
-        raise ConfigError.field("--placement", config.parallel.placement, "the same file on all hosts")
-
-
 def load_rank(
     config: WorkerConfig, group: Group, owners: ExpertOwners | None, progress: Progress | None = None
 ) -> LoadedModel:
@@ -180,9 +100,11 @@ def load_rank(
 
     owners: None where the experts are on servers.
     """
-    layout, shard = layout_of(config.model), Shard(group.rank, group.size)
+    drafts, shard = predicting(config), Shard(group.rank, group.size)
+    layout = layout_of(config.model, drafts)
     copied = offloaded.over_disk(config)
-    loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
+    threads = config.most_threads
+    loaded = load_model(config.model, progress, layout, threads, shard, copied, drafts)
     loaded = with_room_for_drafts(loaded, config)
     if config.offload is not None or owners is None:
         return loaded
@@ -204,8 +126,9 @@ def join(
     block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
     memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
     collectives = _collectives(config.parallel, group, owners, loaded.kernels, model.expert_weights, counts)
-    run = ShardedModel(model, memory, device, block_size, group, collectives).run
-    return RankRunner(run, group, memory, _named(config.parallel, owners), counts)
+    sharded = ShardedModel(model, memory, device, block_size, group, collectives)
+    name = _named(config.parallel, owners)
+    return RankRunner(sharded.run, group, memory, name, counts, predict=sharded.predict)
 
 
 def _paged(
@@ -276,6 +199,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         ranks=group.size,
         collectives=runner.collectives,
         speculation=speculation,
+        predictor=GroupPredictor(runner) if predicting(config) else None,
     )
 
 

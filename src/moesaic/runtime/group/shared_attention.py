@@ -95,18 +95,19 @@ class AttentionRank:
 
     def follow(self) -> None:
         """Attend until the first rank is gone. Raises ConnectionLost then, or for a damaged message."""
-        group, attention = self._group, None
-        nothing = np.empty((0, self._model.spec.hidden_size), np.float32)
+        group, attention, spec = self._group, None, self._model.spec
+        layers = spec.num_layers + spec.predicting
+        nothing = np.empty((0, spec.hidden_size), np.float32)
         with torch.inference_mode():
             while True:
-                layer, step = _parsed(next_message(group, self._memory), len(self._model.blocks))
+                layer, step = _parsed(next_message(group, self._memory), layers)
                 if step:
                     attention = AttentionBatch.build(unpack(step), self._block_size, self._device)
                 rows = to_device(group.all_gather(nothing), self._device)
                 if attention is None or attention.batch.num_rows != len(rows):
                     raise ConnectionLost(f"{len(rows)} rows of an unknown step")
                 positions = to_device(attention.batch.positions, self._device)
-                block = self._model.blocks[layer]
+                block = self._model.block(layer)
                 partial = until_output_projection(block, layer, rows, positions, attention, self._memory)
                 group.reduce_scatter(to_host(partial), _to_first(len(rows), group.size))
 
