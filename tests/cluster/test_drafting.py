@@ -149,6 +149,16 @@ def test_the_layer_of_the_model_drafts_with_servers_ranks_and_prefill_workers(tm
 
 
 @pytest.mark.full
+def test_the_layer_of_the_model_drafts_with_experts_that_servers_load(tmp_path: Path) -> None:
+    path = str(prediction.save("glm4_moe", tmp_path / "glm", strength=0.004))
+    prompts, params, expected = of_one_process(path)
+    with cluster(path, redundant_experts=2, server_memory=1 << 20, speculative_config=MTP) as served:
+        served.submit(prompts, params)
+        assert [tokens for tokens, _ in served.finish()] == expected
+        accepted(served)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_the_layer_of_the_model_drafts_through_a_killed_server(
