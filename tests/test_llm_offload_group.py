@@ -27,7 +27,8 @@ from moesaic.offload.operations import Operations
 from moesaic.offload.reading import ALIGNMENT
 from moesaic.policy.offloading.tasks import Task
 from moesaic.runtime import memory_levels
-from moesaic.runtime.group import offloaded_group, owners
+from moesaic.runtime.group import offloaded_group
+from moesaic.runtime.group.owners import placed
 from moesaic.runtime.model_loading import layout_of
 from moesaic.testing import byte_tokenizer
 from moesaic.transport.peers import HALF_BYTES
@@ -267,7 +268,7 @@ def test_each_rank_reads_its_own_experts_and_nothing_else(tmp_path: Path, static
     counted, told = read_by(rank), made.stats().experts.passes
     answers(made)
     passes = sum(one.passes for one in made.stats().experts.passes) - sum(one.passes for one in told)
-    own = [owners.placed(config).of(each) for each in range(2)]
+    own = [placed(config).of(each) for each in range(2)]
     streamed = [{layer: mine[static:] for layer, mine in each.items()} for each in own]
     assert [len(each[0]) for each in streamed] == [4 - static, 3 - static]
     first = sum(one.loaded for one in made.stats().experts.passes) - sum(one.loaded for one in told)

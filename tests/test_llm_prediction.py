@@ -14,13 +14,14 @@ import torch
 from moesaic import LLM, SamplingParams
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import NO_TOKEN
-from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.core.tokens import TokenBatch
 from moesaic.kvcache.paged import bytes_per_token
 from moesaic.llm import Completion
 from moesaic.models import registry
-from moesaic.policy.scheduling.schedulers.actions import StepPlan
+from moesaic.policy.scheduling.schedulers.actions import Action, Event, RunStep, StepDone, StepPlan
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.step_prices import StepPrices
-from moesaic.runtime.predicting import Predictor, known_rows
+from moesaic.runtime.predicting import known_rows
 from moesaic.runtime.sampling.checking import Sampled
 from moesaic.testing import byte_tokenizer
 from tests.support import gguf_files, pairs, prediction, quantizers, tiny_models
@@ -136,18 +137,23 @@ def test_it_proposes_what_the_layer_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Row by row as transformers' layers over the whole answer, in chunks, after drafts and preemption."""
-    path, seen, propose = checkpoints(kind, strength), dict[tuple[int, int], int](), Predictor.propose
+    path, seen = checkpoints(kind, strength), dict[tuple[int, int], int]()
+    handle = LockstepScheduler.handle
+    plans: dict[int, StepPlan] = {}
 
-    def recorded(self: Predictor, plan: Any, result: Any, found: Any) -> IntArray:
-        tokens = propose(self, plan, result, found)
-        batch, drafted = plan.batch, plan.drafted if len(plan.drafted) else [0] * len(plan.sampled)
-        counts = [1] * len(plan.sampled) if found.counts is None else found.counts.tolist()
-        for sequence, draft, count, token in zip(plan.sampled, drafted, counts, tokens, strict=True):
-            row = batch.query_starts[sequence + 1] - 1 - draft + count - 1
-            seen[int(plan.request_ids[sequence]), int(batch.positions[row])] = int(token)
-        return tokens
+    def recorded(self: LockstepScheduler, event: Event, now: float) -> list[Action]:
+        if isinstance(event, StepDone) and event.proposed is not None:
+            plan, proposed = plans[event.step], event.proposed
+            batch, drafted = plan.batch, plan.drafted if len(plan.drafted) else [0] * len(plan.sampled)
+            counts = [1] * len(plan.sampled) if event.counts is None else event.counts.tolist()
+            for sequence, draft, count, token in zip(plan.sampled, drafted, counts, proposed, strict=True):
+                row = batch.query_starts[sequence + 1] - 1 - draft + count - 1
+                seen[int(plan.request_ids[sequence]), int(batch.positions[row])] = int(token)
+        actions = handle(self, event, now)
+        plans.update((one.plan.step, one.plan) for one in actions if isinstance(one, RunStep))
+        return actions
 
-    monkeypatch.setattr(Predictor, "propose", recorded)
+    monkeypatch.setattr(LockstepScheduler, "handle", recorded)
     llm = engine(path, speculative_config=MTP, **SETTINGS[settings] | {"enable_prefix_caching": False})
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
     found = llm.generate(PROMPTS, params)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from moesaic import SamplingParams
+from moesaic import LLM, SamplingParams
 from moesaic.config import Schedule
 from tests.cluster.test_identity import alone
 from tests.support import prediction
@@ -123,3 +123,59 @@ def test_the_layer_of_the_model_drafts_in_workers_of_one_process(tmp_path: Path)
             if drafting is not None:
                 accepted(served)
     assert found[0] == found[1] and killed
+
+
+def of_one_process(path: str) -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
+    """Prompts, their parameters, and the tokens of one process without drafts."""
+    numbers = random.Random(7)
+    prompts = [[numbers.randrange(1, prediction.VOCAB) for _ in range(18 + i)] for i in range(6)]
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, logprobs=0, ignore_eos=True)
+        for i in range(6)
+    ]
+    model = LLM(path, threads=1, kv_cache_memory="64MiB")
+    return prompts, params, [one.outputs[0].token_ids for one in model.generate(prompts, params)]
+
+
+@pytest.mark.slow
+def test_the_layer_of_the_model_drafts_with_servers_ranks_and_prefill_workers(tmp_path: Path) -> None:
+    path = str(prediction.save("deepseek_v3", tmp_path / "deepseek", strength=0.004))
+    prompts, params, expected = of_one_process(path)
+    shape = {"expert_servers": 2, "tensor_parallel_size": 2, "prefill_workers": 1}
+    with cluster(path, **shape, speculative_config=MTP) as served:  # type: ignore[arg-type]
+        served.submit(prompts, params)
+        assert [tokens for tokens, _ in served.finish()] == expected
+        accepted(served)
+
+
+@pytest.mark.full
+def test_the_layer_of_the_model_drafts_with_experts_that_servers_load(tmp_path: Path) -> None:
+    path = str(prediction.save("glm4_moe", tmp_path / "glm", strength=0.004))
+    prompts, params, expected = of_one_process(path)
+    with cluster(path, redundant_experts=2, server_memory=1 << 20, speculative_config=MTP) as served:
+        served.submit(prompts, params)
+        assert [tokens for tokens, _ in served.finish()] == expected
+        accepted(served)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_the_layer_of_the_model_drafts_through_a_killed_server(
+    schedule: str, ranks: int, tmp_path: Path
+) -> None:
+    path, killed = str(prediction.save("glm4_moe", tmp_path / "glm", strength=0.004)), list[str]()
+    prompts, params, expected = of_one_process(path)
+    shape = {"expert_servers": 2, "min_replicas": 2, "tensor_parallel_size": ranks, "attention_workers": 2}
+    with cluster(path, schedule=schedule, **shape, speculative_config=MTP) as served:  # type: ignore[arg-type]
+        served.connected()
+
+        def kill(tokens: int) -> None:
+            if tokens >= 40 and not killed:
+                killed.append("expert server 0")
+                os.kill(served.pid(killed[0]), signal.SIGKILL)
+
+        served.submit(prompts, params)
+        assert [tokens for tokens, _ in served.finish(kill)] == expected
+        accepted(served)
+    assert killed

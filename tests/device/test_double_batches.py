@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.device.test_servers import config, generated, server
+from tests.device.test_servers import config, generated
 from tests.support import gpu_cases
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import WAITS, sanitized
+from tests.support.served_worker import server
 from tests.support.triton_kernels import INTERPRETED
 
 from moesaic.experts.remote import RemoteExperts

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support import gpu_cases
+from tests.support import gpu_cases, served_worker
 from tests.support.gpu_sanitizer import sanitized
+from tests.support.served_worker import server
 
 from moesaic.config import CacheConfig, ExpertServerConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from moesaic.core import messages
-from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.request import Request, SamplingParams
+from moesaic.core.experts import Directory
+from moesaic.core.request import SamplingParams
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.process import _backend
-from moesaic.experts.server import ExpertServer
 from moesaic.experts.torch_backend import TorchBackend
-from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.model_loading import layout_of
-from moesaic.transport.listening import Listener
 from moesaic.transport.local import local_pair
 from moesaic.transport.wakeup import Wakeup
 
-SECRET = b"a secret of the tests"
 NEW = 6
 
 
@@ -53,52 +45,12 @@ def config(
     return WorkerConfig(model, CacheConfig(kv_cache_memory), schedule, remote_experts=True, supervised=True)
 
 
-@contextmanager
-def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory]:
-    """A thread with all experts, on the CPU, and who is to be asked."""
-    arithmetic = TorchBackend(path, layout, "cpu", "reference", 1)
-    held = {layer: list(range(layout.num_experts)) for layer in layout.layers}
-    arithmetic.take(held)
-    address = f"unix:{folder}/server"
-    service = ExpertServerScheduler(layout.layers, MostTokensFirst(), Enough())
-    listener = Listener(address, SECRET)
-    serving = ExpertServer(layout, arithmetic, listener, service, time.monotonic)
-    stopped = threading.Event()
-
-    def run() -> None:
-        while not stopped.is_set():
-            serving.turn(0.01)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield Directory(1, [ServerEntry(0, 1, Endpoint(address))], {0: held})
-    finally:
-        stopped.set()
-        thread.join()
-        serving.close()
-
-
 def generated(
     config: WorkerConfig, directory: Directory, prompts: Sequence[list[int]] = (), new: int = NEW
 ) -> dict[int, list[int]]:
     """Tokens of a worker that asks servers."""
-    ours, theirs = local_pair()
-    worker, _ = build_worker(WorkerContext(config, theirs, time.monotonic, wakeup=Wakeup()))
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, seed=0)
-    asked = prompts or gpu_cases.prompts()[:4]
-    requests = [Request(number, prompt, params) for number, prompt in enumerate(asked)]
-    ours.send(messages.Serving(directory, SECRET))
-    ours.send(messages.Submit(requests))
-    found: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    with closing(worker._servers):  # type: ignore[type-var]
-        while any(len(tokens) < new for tokens in found.values()):
-            worker.turn(1.0)
-            while (message := ours.receive(0.0)) is not None:
-                if isinstance(message, messages.Tokens):
-                    for number, token in zip(message.request_ids, message.token_ids, strict=True):
-                        found[number].append(token)
-    return found
+    return served_worker.generated(config, directory, prompts or gpu_cases.prompts()[:4], params)
 
 
 @pytest.fixture(scope="module")

@@ -338,17 +338,10 @@ class WorkerConfig:
 
     def _check_speculation(self, given: str) -> None:
         """Raises ConfigError for a wrong setting, and for what drafted tokens cannot go with."""
-        chosen = SpeculativeConfig.of(given)
+        SpeculativeConfig.of(given)
         for flag, other in (("--fast-memory", self.offload), ("--record-routing", self.record)):
             if other is not None:
                 raise ConfigError.field("--speculative-config", given, f"nothing with {flag}")
-        if chosen.method != "mtp":
-            return
-        ranks = self.parallel.tensor_parallel_size > 1
-        for why, given_too in (("--expert-servers", self.remote_experts), ("--tensor-parallel-size", ranks)):
-            if given_too:
-                allowed = f"ngram with {why}: only one process computes the layer of mtp"
-                raise ConfigError.field("--speculative-config: method", chosen.method, allowed)
 
     def to_json(self) -> str:
         """The settings as JSON, for the command line of a worker process."""

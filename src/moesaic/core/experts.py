@@ -85,6 +85,8 @@ class ExpertLayout:
     activation: Activation = SILU
     others: dict[int, str] = field(default_factory=dict)
     """Layer -> the type of its experts, for layers where that is not `dtype`."""
+    prediction: int | None = None
+    """The layer of `prefixes` that predicts the token after the next one. None: none of them does."""
 
     def dtype_of(self, layer: int) -> str:
         """The type that kernels read in a layer."""
@@ -96,9 +98,14 @@ class ExpertLayout:
         return tuple(sorted(self.prefixes))
 
     @property
+    def model_layers(self) -> tuple[int, ...]:
+        """As `layers`, without the one that predicts the token after the next one."""
+        return tuple(layer for layer in self.layers if layer != self.prediction)
+
+    @property
     def fingerprint(self) -> str:
         """The name that placements and profiles of these experts have for the model."""
-        return model_name(self.layers, self.num_experts, self.hidden, self.width, self.origin)
+        return model_name(self.model_layers, self.num_experts, self.hidden, self.width, self.origin)
 
     @property
     def parameters(self) -> int:

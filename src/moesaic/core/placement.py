@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -204,6 +204,16 @@ class Placement:
     def complete(self) -> bool:
         """Whether a server holds every expert of every layer."""
         return not self.orphans()
+
+    def covering(self, layer: int | None) -> Placement:
+        """The placement with this layer too. One that it lacks is placed as the layer before it.
+
+        Files name the layers of the model's tokens, and not one that only drafts some.
+        """
+        before = [one for one in self.layers if layer is not None and one < layer]
+        if layer is None or layer in self.held or not before:
+            return self
+        return replace(self, held={**self.held, layer: self.held[before[-1]]})
 
     def check(self, fingerprint: str, layers: Sequence[int], num_experts: int) -> None:
         """Raise ConfigError if the placement was made for another model, or lacks an expert."""

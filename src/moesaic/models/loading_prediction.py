@@ -33,13 +33,20 @@ def tensors(spec: ModelSpec) -> list[str]:
     return [rf"(model\.layers|blk)\.{layer}\..*" for layer in extra]
 
 
-def added(model: Model, file: ModelFile, config: Config, loader: Loader) -> Model:
-    """The model with that layer and its routed experts."""
-    layer = model.spec.num_layers
-    routed = experts(loader, file.expert_names(config, layer), None)
+def routed_layers(file: ModelFile, spec: ModelSpec) -> tuple[int, ...]:
+    """The layers of the files with routed experts that can be loaded: also that layer's."""
+    extra = (spec.num_layers,) if hasattr(file, LOADS) and spec.extra_layers else ()
+    return (*spec.moe_layers, *extra)
+
+
+def added(model: Model, file: ModelFile, config: Config, loader: Loader, with_experts: bool) -> Model:
+    """The model with that layer. with_experts: also with its routed experts."""
+    layer, held = model.spec.num_layers, model.experts
+    if with_experts:
+        held = {**held, layer: experts(loader, file.expert_names(config, layer), None)}
     return replace(
         model,
         spec=replace(model.spec, predicting=1),
-        experts={**model.experts, layer: routed},
+        experts=held,
         prediction=getattr(file, LOADS)(config, loader),
     )

@@ -55,6 +55,27 @@ class Model:
         """Returns the routed experts of a layer. Raises KeyError if they are not in this process."""
         return self.experts[layer]
 
+    def block(self, layer: int) -> Block:
+        """The block of a layer, also of the one that predicts the token after the next one."""
+        if layer < len(self.blocks):
+            return self.blocks[layer]
+        assert self.prediction is not None and layer == self.prediction.layer
+        return self.prediction.block
+
+    def before_prediction(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """The rows [n, h] before the block of the layer that predicts the token after the next one.
+
+        hidden: [n, h] after the last block. token_ids: [n] the token after each row.
+        """
+        assert self.prediction is not None
+        normed = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
+        return self.prediction.enter(self.embed(token_ids), normed)
+
+    def predicted(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [m, h] after that block -> [m] the most likely token after the next one."""
+        assert self.prediction is not None
+        return self.prediction.logits(hidden, self.head).argmax(dim=-1)
+
     @property
     def num_parameters(self) -> int:
         """Parameters in this process. Tied ones count once."""

@@ -13,7 +13,7 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_integer, is_packed, of_matrices
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_matrices
 from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
@@ -28,10 +28,10 @@ from moesaic.models.files import model_files, read_config
 from moesaic.models.gguf.header import is_gguf
 from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
-from moesaic.models.loader import ExpertNames, Loader, quantised_experts
+from moesaic.models.loader import Loader, quantised_experts
 from moesaic.models.model import Model
 from moesaic.models.quantization import parse as quantization
-from moesaic.models.routed import claim_experts, experts
+from moesaic.models.routed import claim_experts, experts, other_types, refuse_integer_kernels
 from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
 from moesaic.models.wrapped import IMAGES
@@ -101,14 +101,14 @@ def load(
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
     if with_experts:
         names = {each: file.expert_names(config, each) for each in spec.moe_layers}
-        _refuse_integer_kernels(path, loader, names)
+        refuse_integer_kernels(path, loader, names)
     model = replace(
         _outside(config, spec, loader),
         blocks=tuple(file.blocks(config, loader)),
         experts=_experts(file, config, loader, with_experts),
     )
     if predicting:
-        model = loading_prediction.added(model, file, config, loader)
+        model = loading_prediction.added(model, file, config, loader, with_experts)
     images = IMAGES if checkpoint.wrapped else ()
     checkpoint.refuse_unread((*file.UNUSED, *loading_prediction.tensors(spec), *images))
     return model
@@ -231,10 +231,13 @@ def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
     return str(number).removeprefix("torch.")
 
 
-def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto") -> ExpertLayout:
+def expert_layout(
+    path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto", predicting: bool = False
+) -> ExpertLayout:
     """Returns the tensor names and sizes of a model's routed experts, for expert servers.
 
-    Raises CheckpointError for a model without routed experts.
+    predicting: with those of the layer that predicts the token after the next one.
+    Raises CheckpointError for a model without routed experts, and ConfigError for one without such a layer.
     """
     file, config = _parse(path)
     spec: ModelSpec = config.spec
@@ -242,8 +245,11 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         raise CheckpointError(f"{path}: this model has no routed experts to serve")
     checkpoint = Checkpoint(path)
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
-    names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
-    _refuse_integer_kernels(path, loader, names)
+    if predicting:
+        loading_prediction.check(path, file, spec)
+    layers = (*spec.moe_layers, spec.num_layers) if predicting else spec.moe_layers
+    names = {layer: file.expert_names(config, layer) for layer in layers}
+    refuse_integer_kernels(path, loader, names)
     one = names[spec.moe_layers[0]]
     kind = loader.expert_type(one)
     return ExpertLayout(
@@ -262,27 +268,9 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         origin=fingerprint.origin(path),
         form=one.form,
         activation=one.activation,
-        others=_other_types(loader, names, kind),
+        others=other_types(loader, names, kind),
+        prediction=spec.num_layers if predicting else None,
     )
-
-
-def _refuse_integer_kernels(path: Path, loader: Loader, names: Mapping[int, ExpertNames]) -> None:
-    """Raises ConfigError for kernels of `table.INTEGER` where no layer has experts in integers."""
-    if not loader.kernels.integer:
-        return
-    found = {loader.expert_type(each) for each in names.values()}
-    if not any(map(is_integer, found)):
-        kinds = f"routed experts in {', '.join(sorted(found))}" if found else "no routed experts"
-        name = loader.kernels.name.removeprefix("native (").removesuffix(")")
-        allowed = f"kernels that round nothing to int8, as {path} has {kinds}"
-        raise ConfigError.field("--kernels", name, allowed)
-
-
-def _other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> dict[int, str]:
-    """Layer -> the type of its experts, of quantised ones that are not of type `kind`, or near such ones."""
-    found = {layer: loader.expert_type(each) for layer, each in names.items()}
-    quantized = [one for one in {kind, *found.values()} if of_matrices(one)[0] in QUANTIZED]
-    return {layer: one for layer, one in found.items() if one != kind} if quantized else {}
 
 
 def load_experts(
@@ -305,7 +293,7 @@ def load_experts(
     number = _dtype("auto" if is_packed(dtype) else dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, of_expert=of_expert)
     for layer in wanted:
-        if layer not in config.spec.moe_layers:
+        if layer not in loading_prediction.routed_layers(file, config.spec):
             raise CheckpointError(f"{path}: layer {layer} has no routed experts")
     return {layer: experts(loader, file.expert_names(config, layer), ids) for layer, ids in wanted.items()}
 

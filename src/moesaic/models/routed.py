@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from moesaic.core.errors import CheckpointError
+from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_matrices
+from moesaic.core.stored import COMPRESSED, QUANTIZED, is_integer, is_packed, of_matrices
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.loader import ExpertNames, Loader
@@ -119,3 +120,22 @@ FORMS = {
     COLUMNS: _in_columns,
     DOWN_COLUMNS: _with_down_in_columns,
 }
+
+
+def refuse_integer_kernels(path: Path, loader: Loader, names: Mapping[int, ExpertNames]) -> None:
+    """Raises ConfigError for kernels of `table.INTEGER` where no layer has experts in integers."""
+    if not loader.kernels.integer:
+        return
+    found = {loader.expert_type(each) for each in names.values()}
+    if not any(map(is_integer, found)):
+        kinds = f"routed experts in {', '.join(sorted(found))}" if found else "no routed experts"
+        name = loader.kernels.name.removeprefix("native (").removesuffix(")")
+        allowed = f"kernels that round nothing to int8, as {path} has {kinds}"
+        raise ConfigError.field("--kernels", name, allowed)
+
+
+def other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> dict[int, str]:
+    """Layer -> the type of its experts, of quantised ones that are not of type `kind`, or near such ones."""
+    found = {layer: loader.expert_type(each) for layer, each in names.items()}
+    quantized = [one for one in {kind, *found.values()} if of_matrices(one)[0] in QUANTIZED]
+    return {layer: one for layer, one in found.items() if one != kind} if quantized else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,16 @@ def place_of(layer: int | None, num_layers: int) -> str:
     return f"which began between the experts of layer {layer - 1} and the keys and values of layer {layer}"
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """A step of the model, or the drafting after one."""
+
+    plan: StepPlan
+    step: Step
+    sampled: StepDone | None = None
+    """What the model's step has sampled, if this drafts the tokens after it."""
+
+
 class Executor:
     """Owns the model and the sampler of one worker."""
 
@@ -106,7 +116,7 @@ class Executor:
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._events: list[Event] = []
         """Ends of runs that `progress` has not returned yet."""
-        self._steps: dict[int, tuple[StepPlan, Step]] = {}
+        self._steps: dict[int, _UnderWay] = {}
         """Steps under way, by number."""
         self._logprobs: dict[int, list[TokenLogprob | None]] = {}
         """Log-probabilities of steps whose tokens were not sent yet, one per sampled sequence. A step where
@@ -136,7 +146,8 @@ class Executor:
                 self._layerwise.forget(action.runs)
             case RunStep():
                 with torch.inference_mode():
-                    self._steps[action.plan.step] = action.plan, self._runner.begin(action.plan.batch)
+                    step = self._runner.begin(action.plan.batch)
+                self._steps[action.plan.step] = _UnderWay(action.plan, step)
             case Emit():
                 self._emit(action)
             case Release():
@@ -163,28 +174,35 @@ class Executor:
         if self._servers.passed_barrier():
             events.append(BarrierPassed())
         self._advance(events)
-        while len(self._steps) > 1 and any(step.ready for _, step in self._steps.values()):
+        while len(self._steps) > 1 and any(one.step.ready for one in self._steps.values()):
             self._advance(events)  # one step's answer came while another one was computed
         return events
 
     def _advance(self, events: list[Event]) -> None:
-        for number, (plan, step) in list(self._steps.items()):
+        for one in list(self._steps.values()):
             with torch.inference_mode():
-                if step.suspended:
-                    self._observer.resumed(plan)
+                if one.step.suspended:
+                    self._observer.resumed(one.plan)
                 else:
-                    self._observer.started(plan)
-                self._routes.begin(plan)
-                self._transfers.begin(plan)
+                    self._observer.started(one.plan)
+                self._routes.begin(one.plan)
+                self._transfers.begin(one.plan)
                 try:
-                    result = step.advance()
+                    result = one.step.advance()
                 finally:
                     self._observer.paused()
-                if result is not None:
+                if result is None:
+                    continue
+                done: StepDone | None
+                if one.sampled is not None:
+                    done = self._drafted(one.plan, one.sampled, result)
+                else:
                     if self._recorder is not None:
-                        self._recorder.step(plan, result.expert_ids)
-                    events.append(self._finish(plan, result))
-                    del self._steps[number]
+                        self._recorder.step(one.plan, result.expert_ids)
+                    done = self._finish(one.plan, result)
+                if done is not None:
+                    events.append(done)
+                    del self._steps[one.plan.step]
 
     def abandon(self) -> list[int]:
         """Give up the steps under way, after an error. Returns their numbers."""
@@ -209,7 +227,8 @@ class Executor:
             else:
                 if self._recorder is not None:
                     self._recorder.last_segment(action.plan)
-                self._events.append(self._finish(action.plan, result))
+                done = self._finish(action.plan, result)
+                self._events += [] if done is None else [done]
 
     def _admit(self, action: Admit) -> None:
         for request, generated in zip(action.requests, action.generated, strict=True):
@@ -227,8 +246,11 @@ class Executor:
                 )
             )
 
-    def _finish(self, plan: StepPlan, result: StepResult) -> StepDone:
-        """Score prompts and sample the next tokens."""
+    def _finish(self, plan: StepPlan, result: StepResult) -> StepDone | None:
+        """Score prompts, sample the next tokens and begin to draft those after them.
+
+        Returns None where drafting waits for experts. It is under way as a step then.
+        """
         self._observer.sampling()
         for sequence in plan.scored:
             self._score(plan, int(sequence), result.hidden)
@@ -240,12 +262,24 @@ class Executor:
                 self._logprobs[plan.step] = found.logprobs
             if routes := self._routes.of(plan, found, result.expert_ids):
                 self._step_routes[plan.step] = routes
-        proposed = None
-        if self._predictor is not None and plan.batch.num_rows:
-            proposed = self._predictor.propose(plan, result, found)
-        self._transfers.computed(plan)
         self._observer.sampled(len(found.tokens))
-        return StepDone(plan.step, found.tokens, found.counts, proposed)
+        done = StepDone(plan.step, found.tokens, found.counts)
+        if self._predictor is None:
+            self._transfers.computed(plan)
+            return done
+        step = self._predictor.begin(plan, result, found)
+        drafts = step.advance()
+        if drafts is None:
+            self._steps[plan.step] = _UnderWay(plan, step, done)
+            return None
+        return self._drafted(plan, done, drafts)
+
+    def _drafted(self, plan: StepPlan, done: StepDone, drafts: StepResult) -> StepDone:
+        """The end of a step, with the tokens that the model's own layer drafts."""
+        self._transfers.computed(plan)
+        if not len(plan.sampled):
+            return done
+        return replace(done, proposed=self._model.predicted(drafts.hidden).cpu().numpy())
 
     def _sample(self, plan: StepPlan, result: StepResult) -> Sampled:
         """The next tokens of each sampled sequence, and their log-probabilities."""

@@ -39,7 +39,7 @@ from moesaic.runtime.model_loading import (
     load_model,
 )
 from moesaic.runtime.observer import WorkerObserver
-from moesaic.runtime.predicting import Predictor
+from moesaic.runtime.predicting import LayerPredictor
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.graphs import GraphRunner
@@ -109,7 +109,7 @@ def with_servers(
     runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
     speculation = speculation_of(config, loaded.model, layout.num_bytes)
     blocks = block_pool(config.cache, size)
-    scheduler = _scheduler(context, blocks, len(layout.layers), speculation, decisions)
+    scheduler = _scheduler(context, blocks, len(layout.model_layers), speculation, decisions)
     return WorkerParts(
         loaded,
         kv_type(config.cache, loaded),
@@ -121,10 +121,11 @@ def with_servers(
         servers=remote,
         layerwise=LayerwiseRunner(runner, remote),
         recorder=recorder(config, loaded.model.spec, context.routing),
-        routes=TokenRoutes(layout.layers, remote),
+        routes=TokenRoutes(layout.model_layers, remote),
         observer=observer,
         elsewhere=layout,
         speculation=speculation,
+        predictor=_predictor(stages, remote),
     )
 
 
@@ -163,7 +164,7 @@ def _check(config: WorkerConfig) -> None:
 
 def announce_layout(context: WorkerContext) -> ExpertLayout:
     """Send where the experts are in the checkpoint, so that servers can load while this worker does."""
-    layout = layout_of(context.config.model)
+    layout = layout_of(context.config.model, predicting(context.config))
     context.connection.send(Layout(layout))
     return layout
 
@@ -184,9 +185,8 @@ def _stages(
     return BlockStages(loaded.model, memory, block_size, device, combine, shared)
 
 
-def _predictor(stages: BlockStages, experts: RoutedExperts) -> Predictor | None:
-    layer = stages.model.prediction
-    return None if layer is None else Predictor(layer, stages, experts)
+def _predictor(stages: BlockStages, experts: RoutedExperts) -> LayerPredictor | None:
+    return None if stages.model.prediction is None else LayerPredictor(EagerRunner(stages, experts))
 
 
 def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts) -> SegmentRunner:

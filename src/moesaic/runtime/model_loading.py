@@ -101,10 +101,14 @@ def check_shared(config: WorkerConfig) -> None:
         )
 
 
-def layout_of(config: ModelConfig) -> ExpertLayout:
-    """Where the checkpoint has its routed experts, for the kernels and the device that `config` names."""
+def layout_of(config: ModelConfig, predicting: bool = False) -> ExpertLayout:
+    """Where the checkpoint has its routed experts, for the kernels and the device that `config` names.
+
+    predicting: with those of the layer that predicts the token after the next one.
+    """
     device, path = str(device_of(config)), files.resolve(config.model, config.revision)
-    return registry.expert_layout(path, table.pick(device, config.kernels), device, config.dtype)
+    kernels = table.pick(device, config.kernels)
+    return registry.expert_layout(path, kernels, device, config.dtype, predicting)
 
 
 def kv_type(config: CacheConfig, loaded: LoadedModel) -> torch.dtype:

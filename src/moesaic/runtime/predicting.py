@@ -9,61 +9,46 @@ next token. That can only make a draft worse: a step checks each one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.experts.client import ExpertRequest, RoutedExperts
-from moesaic.kernels.batch import AttentionBatch
-from moesaic.models.prediction import PredictionLayer
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.sampling.checking import Sampled
-from moesaic.runtime.step.running_step import StepResult
-from moesaic.runtime.step.stages import BlockStages, until_gate
+from moesaic.runtime.step.eager import EagerRunner
+from moesaic.runtime.step.running_step import RunningStep, Step, StepResult
+
+
+class Predictor(Protocol):
+    """Runs that layer over the rows of steps."""
+
+    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> Step:
+        """Begin a step through that layer. It keeps nothing of `result`, so another step may begin.
+
+        result: of the step of `plan`. found: its new tokens. The hidden states [p, h] of the new step are
+        those from which `Model.predicted` takes the token that may follow each entry of plan.sampled.
+        """
+        ...
 
 
 @dataclass(frozen=True)
-class Predictor:
-    """Runs that layer over the rows of steps."""
+class LayerPredictor:
+    """A `Predictor` in the process that runs the stages of a step."""
 
-    layer: PredictionLayer
-    stages: BlockStages
-    """Of the model."""
-    experts: RoutedExperts
+    runner: EagerRunner
 
-    def propose(self, plan: StepPlan, result: StepResult, found: Sampled) -> IntArray:
-        """[p] the token that may follow the new ones of each entry of plan.sampled.
-
-        result: of the step. found: its new tokens.
-        """
+    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> RunningStep:
+        """See `Predictor`. Without rows it still sends an empty request to the experts."""
+        model, device = self.runner.stages.model, self.runner.stages.device
+        assert model.prediction is not None
         batch, rows = known_rows(plan, found)
-        device, model = self.stages.device, self.stages.model
         hidden = result.hidden if result.rows is None else result.rows
-        normed = model.kernels.rms_norm(
-            hidden[torch.from_numpy(rows).to(device)], model.final_norm, model.epsilon
-        )
-        embedded = model.embed(torch.from_numpy(batch.token_ids).to(device))
-        last = self._block(batch, self.layer.enter(embedded, normed))
-        wanted = last[torch.from_numpy(batch.logit_rows).to(device)]
-        if not len(wanted):
-            return np.zeros(0, dtype=np.int64)
-        tokens: IntArray = self.layer.logits(wanted, model.head).argmax(dim=-1).cpu().numpy()
-        return tokens
-
-    def _block(self, batch: TokenBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """The stages of the layer's block: [n, h] -> [n, h]."""
-        stages, number, block = self.stages, self.layer.layer, self.layer.block
-        attention = AttentionBatch.build(batch, stages.block_size, stages.device)
-        positions = torch.from_numpy(batch.positions).to(stages.device)
-        gated = until_gate(block, number, hidden, positions, attention, stages.memory)
-        assert gated.expert_ids is not None
-        handle = self.experts.submit(ExpertRequest(number, gated.normed, gated.expert_ids))
-        answer = self.experts.poll(handle)
-        assert answer is not None, "experts of this process answer at once"
-        merged = block.merge(gated, block.dense(gated.normed), answer)
-        self.experts.release(handle)
-        return merged
+        kept = hidden[torch.from_numpy(rows).to(device)]
+        before = model.before_prediction(kept, torch.from_numpy(batch.token_ids).to(device))
+        layer = model.prediction.layer
+        return self.runner.begin_layers(range(layer, layer + 1), batch, before)
 
 
 def known_rows(plan: StepPlan, found: Sampled) -> tuple[TokenBatch, IntArray]:

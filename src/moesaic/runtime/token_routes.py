@@ -69,8 +69,8 @@ class TokenRoutes:
         experts: [n * k]. servers: [n * k] into which the client writes later.
         """
         plan = self._plan
-        if plan is None or not self._wanted:
-            return
+        if plan is None or not self._wanted or layer not in self.layers:
+            return  # as for a layer that only drafts tokens
         pairs = len(experts) // max(1, plan.batch.num_rows)
         for _, request, start, stop in self._mine(plan):
             part = slice(start * pairs, stop * pairs)

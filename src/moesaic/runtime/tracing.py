@@ -8,7 +8,8 @@ Its own row of the trace has these spans:
     wait        for experts, and for nothing else
     collect     answers came in and were put in their places
     to sampler  rows on their way from the last experts through the last block
-    sampling    from there to tokens; a part of `to sampler` where the model runs segment by segment
+    sampling    from there to tokens; a part of `to sampler` where the model runs segment by segment, and of
+                `layer l` where layer l drafts tokens afterwards
     step        a whole step, where the experts are computed in this process
     not finite  a request ended since its logits were NaN or infinite; says where that began
     gate        waiting for the other workers before a step that all of them begin together

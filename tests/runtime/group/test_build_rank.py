@@ -18,7 +18,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.models import files, registry
-from moesaic.runtime.group import build_rank, owners
+from moesaic.runtime.group import build_rank
+from moesaic.runtime.group.owners import ExpertOwners, check_placement, equal_owners, placed
 from moesaic.trace.parts import part_of
 
 WORKER = WorkerConfig(ModelConfig("demo", threads=1), parallel=ParallelConfig(2))
@@ -71,12 +72,12 @@ def test_copies_that_no_rank_holds_are_told(tmp_path: Path, copies: int, tables:
 def test_hosts_with_different_placements_are_refused(differs: bool) -> None:
     """On each rank, before rows go to a rank that does not have their experts."""
     config = replace(WORKER, parallel=ParallelConfig(2, nnodes=2, placement="p.json"))
-    equal = owners.equal_owners((1, 3), 5, 2)
-    other = {1: equal[1], 3: equal[3][::-1].copy()} if differs else equal
+    owners = equal_owners((1, 3), 5, 2)
+    other = {1: owners[1], 3: owners[3][::-1].copy()} if differs else owners
     with ThreadPoolExecutor(2) as pool:
         calls = [
-            pool.submit(owners.check_placement, config, end, owners.ExpertOwners(mine, None))
-            for end, mine in zip(local_group(2), (equal, other), strict=True)
+            pool.submit(check_placement, config, end, ExpertOwners(mine, None))
+            for end, mine in zip(local_group(2), (owners, other), strict=True)
         ]
     for call in calls:
         with (
@@ -92,4 +93,4 @@ def test_a_placement_for_fewer_ranks_is_refused(tmp_path: Path) -> None:
     for size, shared in ((3, 1), (6, 2)):
         config = replace(WORKER, parallel=ParallelConfig(size, shared, placement=file))
         with pytest.raises(ConfigError, match="^--placement: got 'nothing for server 2'"):
-            owners.placed(config)
+            placed(config)

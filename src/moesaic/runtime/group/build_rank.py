@@ -26,7 +26,7 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import in_memory, memory_levels, offloaded, out_of_memory
 from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.drafting import speculation_of, with_room_for_drafts
+from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.group import offloaded_group, shared_attention
 from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
@@ -35,7 +35,7 @@ from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
 from moesaic.runtime.group.row_backends import check_backend, connect
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.sharded import RankRunner, ShardedModel
+from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.model_loading import (
@@ -103,9 +103,11 @@ def load_rank(
 
     owners: None where the experts are on servers.
     """
-    layout, shard = layout_of(config.model), Shard(group.rank, group.size)
+    drafts, shard = predicting(config), Shard(group.rank, group.size)
+    layout = layout_of(config.model, drafts)
     copied = offloaded.over_disk(config)
-    loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
+    threads = config.most_threads
+    loaded = load_model(config.model, progress, layout, threads, shard, copied, drafts)
     loaded = with_room_for_drafts(loaded, config)
     if config.offload is not None or owners is None:
         return loaded
@@ -127,8 +129,9 @@ def join(
     block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
     memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
     collectives = _collectives(config.parallel, rows, owners, loaded.kernels, model.expert_weights, counts)
-    run = ShardedModel(model, memory, device, block_size, rows, collectives).run
-    return RankRunner(run, rows, memory, _named(config.parallel, owners), counts)
+    sharded = ShardedModel(model, memory, device, block_size, rows, collectives)
+    name = _named(config.parallel, owners)
+    return RankRunner(sharded.run, rows, memory, name, counts, predict=sharded.predict)
 
 
 def _paged(
@@ -202,6 +205,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         ranks=group.size,
         collectives=runner.collectives,
         speculation=speculation,
+        predictor=GroupPredictor(runner) if predicting(config) else None,
     )
 
 

@@ -72,6 +72,9 @@ class ExpectedRanks:
 
     def shuffle(self, layer: int) -> Shuffle:
         count = len(self._tokens)
+        if layer not in self._index:  # one that only drafts tokens
+            zeros = np.zeros(count, dtype=np.int64)
+            return plan(zeros, zeros, self._group.size, "none")
         history = np.stack(self._past, axis=1) if len(self._past) == 2 else None
         ranks, sure = predict.predict(self._tables, self._index[layer], self._tokens, history)
         ranks = ranks * self._expert_ranks + np.arange(count) % self._expert_ranks
@@ -82,7 +85,7 @@ class ExpectedRanks:
 
     def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
         """Tell every rank where all rows were, unless this is the last layer."""
-        if layer == self._tables.layers[-1]:
+        if layer not in self._index or layer == self._tables.layers[-1]:
             return
         owners = self._tables.experts[self._index[layer]]
         mine = predict.device(to_host(expert_ids), owners, self._tables.ranks)

@@ -14,6 +14,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
+from moesaic.runtime.drafting import predicting
 from moesaic.runtime.model_loading import layout_of
 
 
@@ -52,14 +53,16 @@ def placed(config: WorkerConfig) -> ExpertOwners:
     Of an expert's copies it takes the one that the tables expect, or else the first rank's. Raises
     ConfigError for a file that does not fit, and for `shuffled` without tables.
     """
-    parallel, layout = config.parallel, layout_of(config.model)
+    parallel, layout = config.parallel, layout_of(config.model, predicting(config))
     units = parallel.expert_parallel_size
     if parallel.placement is None:
         found = ExpertOwners(equal_owners(layout.layers, layout.num_experts, units), None)
     else:
         placement = Placement.read(parallel.placement, units)
+        tables = Tables.beside(parallel.placement, placement)
+        placement = placement.covering(layout.prediction)
         placement.check(layout.fingerprint, layout.layers, layout.num_experts)
-        found = _placed_by(placement, Tables.beside(parallel.placement, placement))
+        found = _placed_by(placement, tables)
     if parallel.moe_collectives == "shuffled" and found.tables is None:
         raise ConfigError.field("--placement", parallel.placement, "a file with tables, for shuffled rows")
     return found
@@ -67,13 +70,10 @@ def placed(config: WorkerConfig) -> ExpertOwners:
 
 def _placed_by(placement: Placement, tables: Tables | None) -> ExpertOwners:
     left_out = sum(int((placement.replicas(layer) - 1).sum()) for layer in placement.layers)
-    if tables is None:
-        return ExpertOwners(
-            {layer: placement.table(layer)[:, 0] for layer in placement.layers}, None, left_out
-        )
-    return ExpertOwners(
-        dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables, left_out
-    )
+    owners = {layer: placement.table(layer)[:, 0] for layer in placement.layers}
+    if tables is not None:
+        owners |= zip(tables.layers, tables.experts.astype(np.int64), strict=True)
+    return ExpertOwners(owners, tables, left_out)
 
 
 def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mapping[int, IntArray]:

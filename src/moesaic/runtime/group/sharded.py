@@ -9,27 +9,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
-from moesaic.core.tokens import TokenBatch
+from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
+from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
 from moesaic.runtime.group.experts import GroupCounts
 from moesaic.runtime.group.launcher import RankLauncher
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
+from moesaic.runtime.predicting import known_rows
+from moesaic.runtime.sampling.checking import Sampled
 from moesaic.runtime.step.running_step import StepResult, WholeStep
 from moesaic.runtime.step.stages import until_output_projection
 
 RunBatch = Callable[[TokenBatch], torch.Tensor]
 """Computes a step on one rank: hidden states [m, h] of the logit_rows after the last block."""
+RunPrediction = Callable[[TokenBatch, IntArray], torch.Tensor]
+"""Computes the layer that predicts the token after the next one, on one rank: hidden states [m, h] of the
+logit_rows behind it. The tokens are those that follow these rows [n] of the last step."""
+_PREDICTION = -(1 << 61)
+"""The first number of an announced prediction. The number of rows, the rows and the batch follow. Steps begin
+with no negative number, and requests for KV with another one."""
 
 
 class RankRunner:
@@ -43,32 +54,42 @@ class RankRunner:
         collectives: str,
         counts: GroupCounts,
         passes: Callable[[], tuple[PassStats, ...]] = tuple,
+        predict: RunPrediction | None = None,
     ) -> None:
         """collectives: name of the collective layout, for display.
 
-        passes: statistics of the passes so far, for a model larger than the fast memory.
+        passes: statistics of the passes so far, for a model larger than the fast memory. predict: None: the
+        model has no such layer, or need not.
         """
         self.launcher: RankLauncher | None = None
         """The processes of the other ranks; only the first rank has it."""
         self.memory = memory
         self.collectives = collectives
-        self._run, self._rows, self._group = run, rows, rows.group
+        self._run, self._predict = run, predict
+        self._rows, self._group = rows, rows.group
         self._counts, self._passes = counts, passes
         weakref.finalize(self, rows.close)
 
     def begin(self, batch: TokenBatch) -> WholeStep:
         """On the first rank: begin a step on all ranks."""
-        try:
-            self._group.announce(pack(batch))
-        except ConnectionLost as lost:
-            raise self._reason(lost) from None
-        return WholeStep(partial(self._compute, batch))
+        self._announce(pack(batch))
+        return WholeStep(partial(self._compute, partial(self._run, batch)))
+
+    def begin_prediction(self, batch: TokenBatch, rows: IntArray) -> WholeStep:
+        """On the first rank: begin the layer of `RunPrediction` on all ranks."""
+        assert self._predict is not None
+        self._announce(np.array([_PREDICTION, len(rows), *rows]).tobytes() + pack(batch))
+        return WholeStep(partial(self._compute, partial(self._predict, batch, rows)))
 
     def follow(self) -> None:
         """On the other ranks: compute the steps of the first rank. Raises ConnectionLost when it is gone."""
         with torch.inference_mode():
             while True:
-                self._run(unpack(next_message(self._group, self.memory)))
+                batch, rows = _announced(next_message(self._group, self.memory))
+                if rows is None:
+                    self._run(batch)
+                elif self._predict is not None:
+                    self._predict(batch, rows)
 
     def stats(self) -> ExpertStats:
         """What this rank counted."""
@@ -85,13 +106,19 @@ class RankRunner:
             ),
         )
 
-    def _compute(self, batch: TokenBatch) -> StepResult:
+    def _announce(self, message: bytes) -> None:
+        try:
+            self._group.announce(message)
+        except ConnectionLost as lost:
+            raise self._reason(lost) from None
+
+    def _compute(self, run: Callable[[], torch.Tensor]) -> StepResult:
         """Compute a step. It waits inside the collectives only.
 
         After an error the group is closed, since the other ranks are in the middle of the step.
         """
         try:
-            return StepResult(self._run(batch))
+            return StepResult(run())
         except ConnectionLost as lost:
             self._rows.close()
             raise self._reason(lost) from None
@@ -101,6 +128,29 @@ class RankRunner:
 
     def _reason(self, lost: ConnectionLost) -> MoesaicError:
         return lost if self.launcher is None else self.launcher.why(lost)
+
+
+def _announced(message: bytes) -> tuple[TokenBatch, IntArray | None]:
+    """A step, or a prediction and its rows. Raises ConnectionLost for bytes that no first rank wrote."""
+    numbers = np.frombuffer(message[: len(message) // 8 * 8], np.int64)
+    if len(numbers) < 2 or numbers[0] != _PREDICTION:
+        return unpack(message), None
+    count = int(numbers[1])
+    batch, rows = unpack(message[8 * (2 + max(0, count)) :]), numbers[2 : 2 + max(0, count)].copy()
+    if count != batch.num_rows:
+        raise ConnectionLost(f"a prediction for {count} rows with a step of {batch.num_rows}")
+    return batch, rows
+
+
+@dataclass(frozen=True)
+class GroupPredictor:
+    """On the first rank: a `Predictor` over all ranks."""
+
+    runner: RankRunner
+
+    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> WholeStep:
+        """See `Predictor`. Each rank still has the rows of `result`."""
+        return self.runner.begin_prediction(*known_rows(plan, found))
 
 
 class ShardedModel:
@@ -117,18 +167,37 @@ class ShardedModel:
     ) -> None:
         self._model, self._memory, self._device, self._block_size = model, memory, device, block_size
         self._rows, self._collectives = rows, collectives
+        self._last: torch.Tensor | None = None
+        """[n, h] all rows of the last step after the last block, where a layer goes on from them."""
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """See `RunBatch`."""
+        model, device = self._model, self._device
+        hidden = model.embed(to_device(batch.token_ids, device))
+        hidden = self._through(range(len(model.blocks)), batch, hidden)
+        self._last = None if model.prediction is None else hidden
+        return hidden[to_device(batch.logit_rows, device)]
+
+    def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
+        """See `RunPrediction`."""
+        model, device = self._model, self._device
+        if model.prediction is None or self._last is None or not len(rows) or rows.max() >= len(self._last):
+            raise ConnectionLost("a prediction for rows of an unknown step")
+        layer, kept = model.prediction.layer, self._last[to_device(rows, device)]
+        hidden = model.before_prediction(kept, to_device(batch.token_ids, device))
+        return self._through(range(layer, layer + 1), batch, hidden)[to_device(batch.logit_rows, device)]
+
+    def _through(self, layers: range, batch: TokenBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, h] before the first of these layers -> [n, h] after the last one."""
         device = self._device
         attention = AttentionBatch.build(batch, self._block_size, device)
         positions = to_device(batch.positions, device)
-        hidden = self._model.embed(to_device(batch.token_ids, device))
         self._collectives.begin(batch.token_ids)
-        for layer, block in enumerate(self._model.blocks):
+        for layer in layers:
+            block = self._model.block(layer)
             partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
             if block.routed:
                 hidden = self._collectives.feed_forward(layer, block, hidden, partial)
             else:
                 hidden = dense_feed_forward(self._rows, block, hidden, partial)
-        return hidden[to_device(batch.logit_rows, device)]
+        return hidden

@@ -93,11 +93,12 @@ class AttentionRank:
 
     def follow(self) -> None:
         """Attend until the first rank is gone. Raises ConnectionLost then, or for a damaged message."""
-        rows, attention = self._rows, None
-        nothing = torch.empty(0, self._model.spec.hidden_size, device=self._device)
+        rows, attention, spec = self._rows, None, self._model.spec
+        layers = spec.num_layers + spec.predicting
+        nothing = torch.empty(0, spec.hidden_size, device=self._device)
         with torch.inference_mode():
             while True:
-                layer, step = _parsed(next_message(rows.group, self._memory), len(self._model.blocks))
+                layer, step = _parsed(next_message(rows.group, self._memory), layers)
                 if step:
                     attention = AttentionBatch.build(unpack(step), self._block_size, self._device)
                 if attention is None:
@@ -105,7 +106,7 @@ class AttentionRank:
                 sizes = _at_first(attention.batch.num_rows, rows.group.size)
                 hidden = rows.all_gather(nothing, sizes)
                 positions = to_device(attention.batch.positions, self._device)
-                block = self._model.blocks[layer]
+                block = self._model.block(layer)
                 partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
                 rows.reduce_scatter(partial, sizes)
 

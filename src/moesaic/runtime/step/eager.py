@@ -21,30 +21,38 @@ class EagerRunner:
 
     def begin(self, batch: TokenBatch) -> RunningStep:
         """Begin a step. Without rows it still sends an empty request to the experts of each layer."""
-        generator = self._rows(batch) if batch.num_rows else self._no_rows()
-        return RunningStep(self.experts, generator)
+        return self.begin_layers(range(len(self.stages.model.blocks)), batch)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
         """See `SegmentRunner`."""
         first = self.stages.model.spec.moe_layers[segment - 1] + 1
-        return RunningStep(self.experts, self._rows(batch, hidden, first))
+        return self.begin_layers(range(first, len(self.stages.model.blocks)), batch, hidden)
 
-    def _rows(self, batch: TokenBatch, hidden: torch.Tensor | None = None, first: int = 0) -> StepGenerator:
+    def begin_layers(
+        self, layers: range, batch: TokenBatch, hidden: torch.Tensor | None = None
+    ) -> RunningStep:
+        """Begin a step through these layers only. hidden: [n, h] before the first one; None: embeddings."""
+        generator = self._rows(layers, batch, hidden) if batch.num_rows else self._no_rows(layers)
+        return RunningStep(self.experts, generator)
+
+    def _rows(self, layers: range, batch: TokenBatch, hidden: torch.Tensor | None) -> StepGenerator:
         device = self.stages.device
         attention = AttentionBatch.build(batch, self.stages.block_size, device)
         positions = moved(batch.positions, device)
         token_ids = moved(batch.token_ids, device)
-        every = yield from self.stages.run(token_ids, positions, attention, hidden, first)
+        every = yield from self.stages.run(token_ids, positions, attention, hidden, layers)
         wanted = every.hidden[moved(batch.logit_rows, device)]
         kept = None if self.stages.model.prediction is None else every.hidden
         return StepResult(wanted, expert_ids=every.expert_ids, rows=kept)
 
-    def _no_rows(self) -> StepGenerator:
+    def _no_rows(self, layers: range) -> StepGenerator:
         """Servers that wait for the rows of every worker wait for this worker's empty requests too."""
         spec, device = self.stages.model.spec, self.stages.device
         hidden = torch.zeros((0, spec.hidden_size), device=device)
         ids = torch.zeros((0, spec.top_k), dtype=torch.int64, device=device)
-        for layer in spec.moe_layers:
+        for layer in layers:
+            if not self.stages.model.block(layer).routed:
+                continue
             yield ExpertRequest(layer, hidden, ids)
             yield None
         return StepResult(hidden)

@@ -39,17 +39,18 @@ class BlockStages:
         positions: torch.Tensor,
         attention: AttentionBatch,
         hidden: torch.Tensor | None = None,
-        first: int = 0,
+        layers: range | None = None,
     ) -> StepGenerator:
-        """Every stage of every block from layer `first` on. Returns the hidden states [n, h] of all rows.
+        """Every stage of the blocks of these layers. Returns the hidden states [n, h] of all rows.
 
-        hidden: [n, h] before layer `first`; None: the embeddings of the tokens.
+        hidden: [n, h] before the first of them; None: the embeddings of the tokens. layers: None: all but the
+        one that predicts the token after the next one.
         """
         if hidden is None:
             hidden = self.model.embed(token_ids)
         expert_ids: list[torch.Tensor] = []
-        for layer, block in enumerate(self.model.blocks[first:], first):
-            attend = self.shared or until_output_projection
+        for layer in range(len(self.model.blocks)) if layers is None else layers:
+            block, attend = self.model.block(layer), self.shared or until_output_projection
             gated = block.gate(hidden, attend(block, layer, hidden, positions, attention, self.memory))
             del hidden  # as in every stage: many rows are megabytes, which go as soon as nothing needs them
             if gated.expert_ids is None:

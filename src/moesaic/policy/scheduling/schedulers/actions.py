@@ -114,8 +114,7 @@ class StepPlan:
     """[p] how many of the last rows of each entry of `sampled` are drafted tokens. The row before them is
     that of its newest token. Empty if no entry has any."""
     following: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[s] the token after the last row of each sequence; NO_TOKEN where it is to be sampled. Empty with
-    --schedule async, where no layer of the model predicts tokens."""
+    """[s] the token after the last row of each sequence; NO_TOKEN where it is to be sampled."""
 
     @property
     def sample_rows(self) -> IntArray:

@@ -189,7 +189,7 @@ class LockstepScheduler:
         return actions
 
     def _begin(self, chunks: list[Chunk], now: float) -> RunStep:
-        plan = step_plan(self._begun, chunks, self._blocks, following=True)
+        plan = step_plan(self._begun, chunks, self._blocks)
         self._flights[self._begun] = _Flight(plan, chunks, now)
         self._begun += 1
         return RunStep(plan)

@@ -62,7 +62,7 @@ class Runs:
         before = self._whole_run(slots)
         if before is not None:
             plan, whole = before.plan, before.number
-            same = plan.request_ids, plan.epochs, plan.sampled, plan.scored, plan.drafted
+            same = plan.request_ids, plan.epochs, plan.sampled, plan.scored, plan.drafted, plan.following
             plan = StepPlan(number, plan.batch, *same)
             action = RunSegment(plan, segment, [RowSource(whole, 0, plan.batch.num_rows)])
             before.left = 0

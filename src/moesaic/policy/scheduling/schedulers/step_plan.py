@@ -20,14 +20,13 @@ from moesaic.policy.scheduling.schedulers.actions import (
 from moesaic.policy.scheduling.sequence import Sequence
 
 
-def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks, following: bool = False) -> StepPlan:
+def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     """The plan of a step with these chunks. Chunk i becomes sequence i of the batch.
-
-    following: also say which token comes after each chunk.
 
     Example: block_size 4. A has 6 tokens, of which 5 are computed. B is a new prompt of 7 tokens, of which 3
     rows fit. The chunks [(A, 1), (B, 3)] give positions [5, 0, 1, 2], query_starts [0, 1, 4], context_lens
-    [6, 3], sampled [0] (only A's newest token is in the step) and logit_rows [0].
+    [6, 3], sampled [0] (only A's newest token is in the step), logit_rows [0] and following [NO_TOKEN, B's
+    fourth token].
     """
     if not chunks:
         return _nothing(step)
@@ -52,16 +51,15 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks, following: bool 
     request_ids = _ints([sequence.request_id for sequence in sequences])
     epochs = _ints([sequence.epoch for sequence in sequences])
     drafted = drafted if drafted.any() else drafted[:0]
-    after = zip(sequences, newest, strict=True) if following else ()
-    tokens = _ints([sequence.token_at(end) for sequence, end in after])
-    return StepPlan(step, batch, request_ids, epochs, sampled, scored, drafted, tokens)
+    following = _ints([sequence.token_at(end) for sequence, end in zip(sequences, newest, strict=True)])
+    return StepPlan(step, batch, request_ids, epochs, sampled, scored, drafted, following)
 
 
 def _nothing(step: int) -> StepPlan:
     """A plan without rows, for a worker that only takes part in the steps of others."""
     none, starts = _ints([]), _ints([0])
     batch = TokenBatch(none, none, starts, none, np.zeros((0, 0), dtype=np.int64), none)
-    return StepPlan(step, batch, none, none, none, none)
+    return StepPlan(step, batch, none, none, none, none, none, none)
 
 
 def _ints(values: Ordered[int]) -> IntArray:

@@ -20,8 +20,9 @@ from moesaic.policy.scheduling.sequence import Sequence
 
 Number = TypeVar("Number", bound=np.generic)
 NO_RUN = -1
-FIELDS = 6
-"""Lines of `UnitTable.columns`: token, position, context length, request, epoch, whether it is sampled."""
+FIELDS = 7
+"""Lines of `UnitTable.columns`: token, position, context length, request, epoch, whether it is sampled, the
+token after it."""
 
 
 @dataclass(eq=False)
@@ -89,7 +90,7 @@ class UnitTable:
         sampled[plan.sampled] = 1
         self._columns[:, slots] = (
             *(batch.token_ids[first], batch.positions[first], batch.context_lens, plan.request_ids),
-            *(plan.epochs, sampled),
+            *(plan.epochs, sampled, plan.following),
         )
         width = batch.block_tables.shape[1]
         if width > self._tables.shape[1]:
@@ -107,7 +108,7 @@ class UnitTable:
         if not self._plain[slots].all():
             return self._planned(number, slots)
         count = len(slots)
-        tokens, positions, contexts, requests, epochs, sampled = self._columns.take(slots, axis=1)
+        tokens, positions, contexts, requests, epochs, sampled, following = self._columns.take(slots, axis=1)
         width, states = int(self._lengths[slots].max()), self._states
         every = counted(count + 1)
         chosen = every[:count] if sampled.all() else np.flatnonzero(sampled)
@@ -121,7 +122,7 @@ class UnitTable:
             chosen,
             states.take(slots, axis=0) if len(states) else states,
         )
-        return StepPlan(number, batch, requests, epochs, chosen, none, none)
+        return StepPlan(number, batch, requests, epochs, chosen, none, none, following)
 
     def runs(self, slots: IntArray) -> tuple[IntArray, IntArray]:
         """The runs that computed these units last, in their order, and how many units each has."""

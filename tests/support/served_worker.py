@@ -1,0 +1,78 @@
+"""A worker of this thread that asks an expert server of another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from moesaic.config import WorkerConfig
+from moesaic.core import messages
+from moesaic.core.endpoint import Endpoint
+from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
+from moesaic.core.request import Request, SamplingParams
+from moesaic.experts.server import ExpertServer
+from moesaic.experts.torch_backend import TorchBackend
+from moesaic.policy.scheduling.microqueue import MostTokensFirst
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
+from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
+from moesaic.runtime.worker import Worker
+from moesaic.transport.listening import Listener
+from moesaic.transport.local import local_pair
+from moesaic.transport.wakeup import Wakeup
+
+SECRET = b"a secret of the tests"
+
+
+@contextmanager
+def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory]:
+    """A thread with all experts, on the CPU, and who is to be asked."""
+    arithmetic = TorchBackend(path, layout, "cpu", "reference", 1)
+    held = {layer: list(range(layout.num_experts)) for layer in layout.layers}
+    arithmetic.take(held)
+    address = f"unix:{folder}/server"
+    service = ExpertServerScheduler(layout.layers, MostTokensFirst(), Enough())
+    listener = Listener(address, SECRET)
+    serving = ExpertServer(layout, arithmetic, listener, service, time.monotonic)
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.is_set():
+            serving.turn(0.01)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield Directory(1, [ServerEntry(0, 1, Endpoint(address))], {0: held})
+    finally:
+        stopped.set()
+        thread.join()
+        serving.close()
+
+
+def generated(
+    config: WorkerConfig,
+    directory: Directory,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    looked_at: Callable[[Worker], None] = lambda _: None,
+) -> dict[int, list[int]]:
+    """Tokens of a worker that asks servers. looked_at: gets the worker at the end."""
+    ours, theirs = local_pair()
+    worker, _ = build_worker(WorkerContext(config, theirs, time.monotonic, wakeup=Wakeup()))
+    requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
+    ours.send(messages.Serving(directory, SECRET))
+    ours.send(messages.Submit(requests))
+    found: dict[int, list[int]] = {request.request_id: [] for request in requests}
+    with closing(worker._servers):  # type: ignore[type-var]
+        while any(len(tokens) < params.max_tokens for tokens in found.values()):
+            worker.turn(1.0)
+            while (message := ours.receive(0.0)) is not None:
+                if isinstance(message, messages.Tokens):
+                    for number, token in zip(message.request_ids, message.token_ids, strict=True):
+                        found[number].append(token)
+    looked_at(worker)
+    return found
