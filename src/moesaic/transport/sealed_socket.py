@@ -5,7 +5,7 @@ Unix sockets are used as they are: their bytes do not leave the host.
 
 Sending: a piece of memory of at least DIRECT bytes is encrypted from where it lies. Smaller pieces are copied
 together first, so that a header and its rows are one record. Such a record carries at most SMALL bytes, also
-of a large piece behind a header. The more bytes wait, the larger is a record, so there are fewer system calls.
+of a large piece behind a header. The more bytes wait, the larger is a record, so system calls are few.
 With few bytes, small records let one end encrypt while the other one decrypts.
 
 Receiving: bytes are read into a buffer. A record is decrypted directly into its destination if that has room
