@@ -69,7 +69,7 @@ def measured(model: str, servers: int, relay: str, combine: str, requests: int) 
 
 def speeds(arguments: argparse.Namespace, servers: int, relay: str, combine: str) -> list[float]:
     """Tokens/s over each of the rates."""
-    shape = {"expert_servers": servers // 2, "rebalance_interval": 0.0}
+    shape = {"expert_servers": servers // 2, "rebalance_interval": 0.0, "max_model_len": 512}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given = [folder] if arguments.model == "demo" else [folder, Path(arguments.model)]
