@@ -12,8 +12,8 @@ workers make it: blocks of 32 layers are copied out of a cache, sent in pieces o
 receiver. tcp is encrypted, as moesaic always sends over TCP. tcp-plain is the same code without encryption,
 for comparison only. What is compared takes turns. Shown are medians.
 
-The bounds are those of one core: copying memory, AES-256-GCM over records, bytes through a TCP socket. "In
-two threads" is what AES-256-GCM gives in two threads of one process, together.
+The bounds are those of one core: copying memory, and AES-256-GCM over records. "In two threads" is what
+AES-256-GCM gives in two threads of one process, together.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def measure(options: argparse.Namespace, hosts: Hosts | None, transport: str, ca
             command = [sys.executable, __file__, *common, *case, *more]
             begin: Callable[..., Any] = subprocess.Popen if hosts is None else hosts[place].popen
             one: subprocess.Popen[str] = begin(command, stdout=subprocess.PIPE, text=True)
-            processes.callback(one.wait)
+            processes.enter_context(one)
             processes.callback(one.kill)
             return one
 
