@@ -113,7 +113,8 @@ def test_a_record_that_is_sent_in_parts_is_sealed_once(ends: tuple[SealedSocket,
         return size
 
     end._sealer.seal = watched  # type: ignore[method-assign]
-    data, found, blocked = memoryview(noise(64 * RECORD)), bytearray(), 0
+    size = 64 * RECORD
+    data, found, blocked = memoryview(noise(size)), bytearray(), 0
     bare.settimeout(0.05)
     while len(data) or len(found) < sum(map(len, sealed)):
         try:
@@ -123,7 +124,7 @@ def test_a_record_that_is_sent_in_parts_is_sealed_once(ends: tuple[SealedSocket,
             found += bare.recv(1_000_003)
         if not len(data):
             found += bare.recv(1_000_003)
-    assert blocked and bytes(found) == b"".join(sealed) and len(sealed) == 64
+    assert blocked and bytes(found) == b"".join(sealed) and len(found) == size + len(sealed) * OVERHEAD
 
 
 def test_the_end_of_a_stream_inside_a_record(ends: tuple[SealedSocket, socket.socket]) -> None:

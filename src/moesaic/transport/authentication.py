@@ -26,7 +26,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport.calls import MAX_HEAP, MIN_HEAP
 from moesaic.transport.sealing import Keys, client_keys
 
-MAGIC = b"moesaic3"
+MAGIC = b"moesaic4"
 """Name and version of the protocol. Ends of different versions refuse each other."""
 _NAME = b"moesaic"
 NONCE = 32

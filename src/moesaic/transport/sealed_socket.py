@@ -4,10 +4,14 @@ It has the methods of a socket that stream.py and frames.py use, so both send an
 Unix sockets are used as they are: their bytes do not leave the host.
 
 Sending: a piece of memory of at least DIRECT bytes is encrypted from where it lies. Smaller pieces are copied
-together first, so that a header and its rows are one record. Receiving: bytes are read into a buffer of
-READ_RECORDS records. A record is decrypted directly into its destination if that has room for all of it.
-Otherwise it is decrypted into a second buffer and copied from there. The memory of a connection is thus
-bounded, whatever is sent.
+together first, so that a header and its rows are one record. Such a record carries at most SMALL bytes, also
+of a large piece behind a header. The more bytes wait, the larger is a record, so system calls are few.
+With few bytes, small records let one end encrypt while the other one decrypts.
+
+Receiving: bytes are read into a buffer. A record is decrypted directly into its destination if that has room
+for all of it. Otherwise it is decrypted into a second buffer and copied from there. While a large record
+arrives, nothing is read beyond it but a header, since the rest would have to be moved. The memory of a
+connection is bounded, whatever is sent. It is allocated when it is first written.
 
 One thread may send while another receives.
 """
@@ -21,10 +25,12 @@ import numpy as np
 
 from moesaic.transport.sealing import HEADER, OVERHEAD, RECORD, TAG, Keys, Opener, Sealer
 
-DIRECT = RECORD // 2
+SMALL = 1 << 16
+"""Maximum bytes of a record that is copied together, and of each record while few bytes wait."""
+SHARE = 8
+"""A record of a large piece carries this part of the bytes that wait, between SMALL and RECORD."""
+DIRECT = SMALL // 2
 """Bytes of a piece from which on it is encrypted without a copy."""
-READ_RECORDS = 4
-"""Records that one system call may read."""
 _NOTHING = memoryview(b"")
 
 
@@ -37,10 +43,10 @@ class SealedSocket:
     def __init__(self, sock: socket.socket, keys: Keys) -> None:
         self._socket = sock
         self._sealer, self._opener = Sealer(keys.sending), Opener(keys.receiving)
-        self._gathered, self._record = _memory(RECORD), _memory(RECORD + OVERHEAD)
+        self._gathered, self._record = _memory(SMALL), _memory(RECORD + OVERHEAD)
         self._unsent, self._covered = _NOTHING, 0
         """The rest of a record that the socket has not accepted, and the bytes of its plaintext."""
-        self._buffer = _memory(READ_RECORDS * (RECORD + OVERHEAD))
+        self._buffer = _memory(RECORD + OVERHEAD + HEADER)
         self._start, self._end = 0, 0
         """Where received bytes that are not decrypted begin and end in the buffer."""
         self._announced: int | None = None
@@ -121,10 +127,11 @@ class SealedSocket:
     def _next_plain(self, pieces: Sequence[memoryview]) -> memoryview:
         """[1 to RECORD] the first bytes of the pieces in one place."""
         if len(pieces) == 1 or len(pieces[0]) >= DIRECT:
-            return pieces[0][:RECORD]
+            waiting = sum(map(len, pieces))
+            return pieces[0][: min(RECORD, max(SMALL, waiting // SHARE))]
         filled = 0
         for piece in pieces:
-            part = piece[: RECORD - filled]
+            part = piece[: SMALL - filled]
             self._gathered[filled : filled + len(part)] = part
             filled += len(part)
         return self._gathered[:filled]
@@ -151,7 +158,10 @@ class SealedSocket:
             waiting = self._buffer[self._start : self._end]
             self._buffer[: len(waiting)] = waiting
             self._start, self._end = 0, len(waiting)
-        got = self._socket.recv_into(self._buffer[self._end :])
+        until = len(self._buffer)
+        if self._announced is not None and self._announced > SMALL:
+            until = self._announced + TAG + HEADER
+        got = self._socket.recv_into(self._buffer[self._end : until])
         if not got and (self._end or self._announced is not None):
             raise self._opener.cut()
         self._end += got

@@ -38,7 +38,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 
-RECORD = 1 << 16
+RECORD = 1 << 19
 """Maximum bytes that a record carries."""
 TAG = 16
 _LENGTH = struct.Struct("<I")
@@ -46,7 +46,7 @@ HEADER = _LENGTH.size + TAG
 """Bytes of a sealed length."""
 OVERHEAD = HEADER + TAG
 """Bytes of a record in addition to those that it carries."""
-KEY_MESSAGES = 1 << 20
+KEY_MESSAGES = 1 << 17
 """Messages that are sealed with one key."""
 MAX_MESSAGES = 1 << 64
 """Messages of one direction of a connection. The nonce has room for no larger number."""
