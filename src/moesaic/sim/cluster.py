@@ -10,6 +10,7 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.fleet.relays import Relays
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.placement.dispatch import Dispatch, RoundRobin, least_loaded
 from moesaic.policy.placement.solvers import SOLVERS
@@ -171,6 +172,8 @@ class SimulatedCluster:
             every_server=kind in IN_ROUNDS,
             done=self.record.answered,
             way=None if links is None else partial(links.way, number),
+            relays=Relays(scenario.schedule.relay, row),
+            partial=scenario.schedule.combine == "partial",
         )
         executor = SimulatedExecutor(
             f"attention worker {number}",
