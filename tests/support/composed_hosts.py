@@ -21,7 +21,7 @@ from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.launch import Launched, launch
 
-PATIENCE = 90.0
+PATIENCE = 240.0
 """Seconds after which a test counts as hanging, also on a busy machine."""
 
 

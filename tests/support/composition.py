@@ -84,7 +84,7 @@ STEPS = "the ranks run whole steps together, one at a time"
 PASSES = "without expert servers a pass loads one worker's experts, layer by layer"
 DRAFTS = "routes of drafted tokens that are not accepted must not be recorded"
 IN_STEP = "the two halves of a batch take turns in lockstep"
-FILES = "its parts are files of the host of `serve`"
+FILES = "its files are on the host of `serve`"
 PLACES = "the places of a standby are for whole processes that join, in any order"
 REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("`--moe-collectives`", BESIDE, HOLDING),

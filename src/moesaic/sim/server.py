@@ -47,10 +47,12 @@ class SimulatedServer:
         shape: tuple[int, int],
         row_bytes: int,
         partial_sums: bool = False,
+        hop: float = HOP,
     ) -> None:
         """shape: layers and experts of the model. row_bytes: of a row of an answer.
 
         partial_sums: answers have one row for each row of the call, not for each pair.
+        hop: seconds that it needs for a message that it passes on.
         """
         self.number = number
         self.stream = stream
@@ -68,7 +70,7 @@ class SimulatedServer:
         self._service = service
         self._seconds = seconds
         self._row_bytes = row_bytes
-        self._partial = partial_sums
+        self._partial, self._hop = partial_sums, hop
         self._barrier = StepBarrier()
         self._inbox: list[tuple[Connection, Message]] = []
         self._inbox_pairs = 0
@@ -254,7 +256,7 @@ class SimulatedServer:
 
     def _after_a_hop(self, act: Callable[[], None]) -> None:
         """Do it once this process has received and copied a message, unless it dies."""
-        self._timeline.at(self._timeline.now + HOP, lambda: act() if self.alive else None)
+        self._timeline.at(self._timeline.now + self._hop, lambda: act() if self.alive else None)
 
     def _pass_on(self, part: RelayedPart) -> None:
         """Send a part to its server, which takes its rows as those of the worker."""

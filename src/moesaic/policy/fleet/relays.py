@@ -60,11 +60,19 @@ def passed_bytes(shares: Sequence[Share], row_bytes: int, partial: bool) -> int:
     return row_bytes * sum(share.rows + (share.rows if partial else share.pairs) for share in others)
 
 
-def pays(shares: Sequence[Share], rows: int, row_bytes: int, partial: bool, summed: bool, way: Way) -> bool:
+def pays(
+    shares: Sequence[Share],
+    rows: int,
+    row_bytes: int,
+    partial: bool,
+    summed: bool,
+    way: Way,
+    hop: float = HOP,
+) -> bool:
     """Whether these shares of a call should go through a relay. way: from the client to this host."""
     saved = saved_bytes(shares, rows, row_bytes, summed) / way.link.bandwidth
     passed = passed_bytes(shares, row_bytes, partial) / way.inside.bandwidth
-    return saved > passed + 2 * (way.inside.latency + HOP)
+    return saved > passed + 2 * (way.inside.latency + hop)
 
 
 class Resting:
@@ -95,9 +103,9 @@ def by_host(servers: Sequence[int], ways: Mapping[int, Way]) -> list[list[int]]:
 class Relays:
     """Which servers of other hosts a client asks through one of them."""
 
-    def __init__(self, use: str, row_bytes: int) -> None:
-        """use: --relay, so auto, always or off. row_bytes: of a hidden state."""
-        self._use, self._row_bytes = use, row_bytes
+    def __init__(self, use: str, row_bytes: int, hop: float = HOP) -> None:
+        """use: --relay, so auto, always or off. row_bytes: of a hidden state. hop: as `HOP`."""
+        self._use, self._row_bytes, self._hop = use, row_bytes, hop
         self._resting = Resting()
 
     def groups(
@@ -120,7 +128,7 @@ class Relays:
             known = [Share(one, len(pairs[one]), len(np.unique(rows[one]))) for one in servers]
             distinct = len(np.unique(np.concatenate(list(rows.values()))))
             saved = saved_bytes(known, distinct, self._row_bytes, partial)
-            alike = known, distinct, self._row_bytes, partial, partial, way
+            alike = known, distinct, self._row_bytes, partial, partial, way, self._hop
             if saved and (self._use == "always" or pays(*alike)):
                 relay = relay_of(known)
                 found.append(sorted(servers, key=lambda server: (server != relay, server)))
