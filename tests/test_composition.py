@@ -71,8 +71,8 @@ class Workshop:
         found = merged(names)
         assert found is not None
         flags, model = found
-        path = self.path(model)
-        return path, [word.replace("{}", str(path.parent)) for pair in flags.items() for word in pair if word]
+        path, home = self.path(model), str(self._folder / model)
+        return path, [word.replace("{}", home) for pair in flags.items() for word in pair if word]
 
     def run(self, names: Sequence[str]) -> tuple[int, Path]:
         """The exit code, and the file of results."""
@@ -101,7 +101,7 @@ class Workshop:
         if watched is not None:
             place = words.index("--standby-for")
             del words[place : place + 2]
-        hosts = OtherHosts(path.parent, joins, watched)
+        hosts = OtherHosts(self._folder / merged(names)[1], joins, watched)  # type: ignore[index]
         with hosts.around():
             code, out = self.run_words(path, words)
         assert code == 0, (names, hosts.ended)

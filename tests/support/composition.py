@@ -174,6 +174,13 @@ def groups(several_hosts: bool) -> list[tuple[str, ...]]:
 
 def in_words() -> str:
     """The lines of docs/cluster.md."""
-    lines = [f"- {', '.join(FEATURES)}.", "", "| feature | refused with | why |", "|---|---|---|"]
+    here = ", ".join(name for name in FEATURES if name not in HOSTS)
+    lines = [
+        f"- {here}.",
+        f"- Of [several hosts](hosts.md): {', '.join(HOSTS)}.",
+        "",
+        "| feature | refused with | why |",
+        "|---|---|---|",
+    ]
     lines += [f"| {one} | {', '.join(others)} | {why} |" for one, others, why in (*REASONS, *AT_THE_DOOR)]
     return "\n".join(lines) + "\n"

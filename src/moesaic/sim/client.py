@@ -62,14 +62,10 @@ class SimulatedExperts:
         self.replicas = replicas
         self.calls = self.pairs = 0
         self._timeline = timeline
-        self._num_experts = num_experts
-        self._row_bytes = row_bytes
-        self._portion_rows = portion_rows
-        self._every_server = every_server
+        self._num_experts, self._row_bytes = num_experts, row_bytes
+        self._portion_rows, self._every_server = portion_rows, every_server
         self._done = done
-        self._way = way
-        self._relays = relays
-        self._partial = partial
+        self._way, self._relays, self._partial = way, relays, partial
         self._through: list[RelayedCall] = []
         """Calls that go through a relay, as long as some of their parts are open."""
         self._entries: dict[int, ServerEnd] = {}

@@ -75,10 +75,10 @@ class SimulatedCluster:
         routes: Routes | None = None,
         dispatch: Dispatch | None = None,
         topology: Topology | None = None,
-        hop: float = HOP,
+        folded: float = 1.0,
     ) -> None:
         """span: gets every run of every device. routes, dispatch, topology: in place of the scenario's.
-        hop: seconds that a relay needs for a message.
+        folded: layers for which each simulated one stands; a relay needs that many times as long.
 
         Raises ConfigError for files that cannot be read, and for sizes that do not fit.
         """
@@ -96,7 +96,7 @@ class SimulatedCluster:
             self.links.check(scenario.workers.count)
         layers, sampler = len(self.shape.layout.layers), scenario.workers.sampler_ms
         self.durations = Durations(self.devices, layers + 1, None if sampler is None else 1e-3 * sampler)
-        self._span, self._dispatch, self._hop = span, dispatch, hop
+        self._span, self._dispatch, self._hop = span, dispatch, folded * HOP
         self.hardware: dict[str, Device] = {}
         """The devices by name."""
         self.streams: dict[str, Stream] = {}

@@ -16,7 +16,6 @@ from moesaic.planning.deployment.estimate import Estimate
 from moesaic.planning.deployment.hosts import topology
 from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.spec import ClusterSpec
-from moesaic.policy.fleet.relays import HOP
 from moesaic.sim.cluster import SimulatedCluster
 from moesaic.sim.figures import Figures
 from moesaic.sim.scenario import (
@@ -177,7 +176,7 @@ class Simulator:
             scenario,
             modelled.few_layers(self.model, few),
             topology=topology(layout, self.spec, part) if several else None,
-            hop=part * HOP,
+            folded=part,
         )
 
         def look() -> None:
