@@ -180,7 +180,7 @@ def test_what_is_refused_is_one_line(
 def test_without_servers_a_fast_memory_is_that_of_one_process(
     feature: str, workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = FEATURES["`--fast-memory`"].flags | FEATURES[feature].flags
+    flags = {**FEATURES["`--fast-memory`"].flags, **FEATURES[feature].flags}
     path = workshop.path("plain")
     words = [word.replace("{}", str(path.parent)) for pair in flags.items() for word in pair]
     code, _ = workshop.run_words(path, words)

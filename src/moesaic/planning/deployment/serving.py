@@ -22,8 +22,8 @@ def commands(plan: Deployments, candidate: Candidate, model: str) -> list[str]:
 def per_host(plan: Deployments, candidate: Candidate, model: str) -> list[tuple[str, list[str]]]:
     """The commands of each host: (its name, its commands in their order)."""
     serve, *joins = commands(plan, candidate, model)
-    layout, found = candidate.layout, []
-    for host in topology(layout, plan.spec).hosts:
+    found: list[tuple[str, list[str]]] = []
+    for host in topology(candidate.layout, plan.spec).hosts:
         own = (len(host.workers) + len(host.servers)) if found else 0
         found.append((host.name, joins[:own] if found else [serve]))
         joins = joins[own:]
