@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,25 @@ import pytest
 import torch
 
 from moesaic import SamplingParams, cli
+from moesaic.joining import standby
 from moesaic.testing import byte_tokenizer
 from tests.commands.test_run_batch_offload import MACHINE, SIZES, answers, ask
-from tests.support import model_configs, pairs, quantizers, tiny_models
-from tests.support.composition import FEATURES, REASONS, groups, in_words, merged
+from tests.support import model_configs, pairs, quantizers, ray_nodes, tiny_models
+from tests.support.composed_hosts import OtherHosts
+from tests.support.composition import AT_THE_DOOR, FEATURES, HOSTS, REASONS, groups, in_words, merged
 from tests.support.group_placements import recorded, write
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_workers")]
+pytestmark = [
+    pytest.mark.usefixtures("quick_workers"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+]
 
 LENGTHS = (3, 16, 30, 45)
+APART = """
+links = { latency_us = 100, gb_per_s = 1, inside_latency_us = 5, inside_gb_per_s = 10 }
+hosts = [{ name = "a", workers = [0, 1] }, { name = "b", servers = [0, 1] }]
+"""
+"""Workers on one host, and servers on another one, so that a relay is of use."""
 
 
 class Workshop:
@@ -36,6 +46,7 @@ class Workshop:
             home.mkdir()
             self._paths[model] = self._saved(model, home / "model")
             (home / "this.toml").write_text(MACHINE)
+            (home / "hosts.toml").write_text(APART)
             params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
             prompts = [tiny_models.prompt(20, model_configs.VOCAB, seed=seed) for seed in range(2)]
             made = write(home, recorded(str(self._paths[model]), prompts, params)[1], units=2)
@@ -55,25 +66,46 @@ class Workshop:
             return to
         return quantizers.quantize(to, to.parent / "both", quantizers.FORMATS["fp8 blocks"])[0]
 
-    def run(self, names: Sequence[str]) -> tuple[int, Path]:
-        """The exit code, and the file of results."""
+    def command(self, names: Sequence[str]) -> tuple[Path, list[str]]:
+        """The model's path, and the flags of these features as words."""
         found = merged(names)
         assert found is not None
         flags, model = found
-        path = self.path(model)
+        path, home = self.path(model), str(self._folder / model)
+        return path, [word.replace("{}", home) for pair in flags.items() for word in pair if word]
+
+    def run(self, names: Sequence[str]) -> tuple[int, Path]:
+        """The exit code, and the file of results."""
+        return self.run_words(*self.command(names))
+
+    def run_words(self, path: Path, words: list[str]) -> tuple[int, Path]:
         self._runs += 1
         asked, out = self._folder / "in.jsonl", self._folder / f"out{self._runs}.jsonl"
         asked.write_text("".join(ask(f"r{length}", length) + "\n" for length in LENGTHS))
-        words = [
-            word.replace("{}", str(self._folder / model)) for pair in flags.items() for word in pair if word
-        ]
         command = ["run-batch", "-i", str(asked), "-o", str(out), "--model", str(path), "--threads", "1"]
         return cli.main([*command, "--served-model-name", "tiny", *words]), out
 
     def answers(self, names: Sequence[str]) -> dict[str, str]:
         code, out = self.run(names)
         assert code == 0, names
-        return {name: choices[0]["text"] for name, choices in answers(out).items()}
+        return _texts(out)
+
+    def answers_of_hosts(self, names: Sequence[str]) -> tuple[dict[str, str], OtherHosts]:
+        """The same with processes of other hosts, and what became of these.
+
+        `run-batch` has no --standby-for. So the cluster gets it once the settings were read.
+        """
+        watched = FEATURES["`--standby-for`"].flags["--standby-for"] if "`--standby-for`" in names else None
+        joins = [role for name in names for role in FEATURES[name].joins]
+        path, words = self.command(names)
+        if watched is not None:
+            place = words.index("--standby-for")
+            del words[place : place + 2]
+        hosts = OtherHosts(self._folder / merged(names)[1], joins, watched)  # type: ignore[index]
+        with hosts.around():
+            code, out = self.run_words(path, words)
+        assert code == 0, (names, hosts.ended)
+        return _texts(out), hosts
 
     def alone(self, names: Sequence[str]) -> dict[str, str]:
         """What the model of these features answers without any other one."""
@@ -85,33 +117,99 @@ class Workshop:
         return self._known[str(key)]
 
 
+def _texts(out: Path) -> dict[str, str]:
+    return {name: choices[0]["text"] for name, choices in answers(out).items()}
+
+
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("workshop"))
 
 
-@pytest.mark.parametrize("names", groups(), ids=" ".join)
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    """Two nodes of a Ray cluster."""
+    pytest.importorskip("ray", reason="the extra moesaic[ray] is missing")
+    with ray_nodes.running([16, 16]):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", groups(several_hosts=False), ids=" ".join)
 def test_what_goes_together_gives_the_same_answers(names: tuple[str, ...], workshop: Workshop) -> None:
     assert workshop.answers(names) == workshop.alone(names)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("names", groups(several_hosts=True), ids=" ".join)
+def test_what_goes_together_on_several_hosts_gives_the_same_answers(
+    names: tuple[str, ...], workshop: Workshop, request: pytest.FixtureRequest
+) -> None:
+    if "Ray" in names:
+        request.getfixturevalue("ray")
+    found, hosts = workshop.answers_of_hosts(names)
+    assert found == workshop.alone(names)
+    assert not any(code for code, _ in hosts.ended), hosts.ended
+
+
+REFUSALS = [(one, other) for one, others, _ in REASONS for other in others]
+
+
 @pytest.mark.parametrize(
-    ("feature", "other"),
-    pairs.some(
-        [(one, other) for one, others, _ in REASONS for other in others],
-        [(one, others[-1]) for one, others, _ in REASONS],
-    ),
+    ("feature", "other"), pairs.some(REFUSALS, [(one, others[-1]) for one, others, _ in REASONS])
 )
 def test_what_is_refused_is_one_line(
-    feature: str, other: str, workshop: Workshop, capsys: pytest.CaptureFixture[str]
+    feature: str,
+    other: str,
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out = workshop.run((feature, other))
-    said = capsys.readouterr().err
-    assert code == 2 and not (out.exists() and out.read_text())
+    monkeypatch.setattr(standby, "watch", _watched)
+    path, words = workshop.command((feature, other))
+    if "`--standby-for`" in (feature, other):
+        code = cli.main(["serve", str(path), "--threads", "1", "--port", "0", *words])
+    else:
+        code, out = workshop.run_words(path, words)
+        assert not (out.exists() and out.read_text())
+    _refused(code, capsys.readouterr().err)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", sorted(set(HOSTS) - {"`join --role expert-server`"}))
+def test_without_servers_a_fast_memory_is_that_of_one_process(
+    feature: str, workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {**FEATURES["`--fast-memory`"].flags, **FEATURES[feature].flags}
+    path = workshop.path("plain")
+    words = [word.replace("{}", str(path.parent)) for pair in flags.items() for word in pair]
+    code, _ = workshop.run_words(path, words)
+    _refused(code, capsys.readouterr().err)
+
+
+def _refused(code: int, said: str) -> None:
+    """Whether a command ended with one line that names a flag and what is allowed."""
+    assert code == 2
     assert [line for line in said.splitlines() if line.startswith("moesaic: --") and "; allowed: " in line]
     assert "Traceback" not in said
 
 
+def _watched(*_: object) -> None:
+    raise AssertionError("a standby begins to watch with settings that are refused later")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("role", "other"), [(one, other) for one, others, _ in AT_THE_DOOR for other in others]
+)
+def test_who_is_refused_at_the_door_gets_one_line(role: str, other: str, workshop: Workshop) -> None:
+    found, hosts = workshop.answers_of_hosts((role, other))
+    assert found == workshop.alone((role, other))
+    [(code, said)] = [one for one in hosts.ended if one[0]]
+    assert code == 1 and said.count("\n") == 1 and f"{role.strip('`').removeprefix('join ')}: " in said
+
+
+@pytest.mark.slow
 def test_the_table_in_the_docs_is_this_one() -> None:
     page = (Path(__file__).parent.parent / "docs" / "cluster.md").read_text()
     assert in_words() in page

@@ -67,7 +67,7 @@ def launch(
     """
     cluster = cluster and cluster.resolved()
     config = _with_devices(config, cluster)
-    path = _checked(config, cluster, record)
+    path = check(config, cluster, record)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
     live = _live_routing(config, cluster, record)
@@ -98,6 +98,19 @@ def launch(
             ended=None if ends is None else ends.add,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
+
+
+def check(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordConfig) -> Path:
+    """The directory of the checkpoint. Raises ConfigError for settings that contradict each other."""
+    if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
+        raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
+    if cluster is not None and cluster.elsewhere:
+        _check_elsewhere(config, record, cluster)
+    if cluster is not None and cluster.paced is not None:
+        paced.read(Path(cluster.paced))
+    if cluster is not None and cluster.schedule_policy_file is not None:
+        curves.read(Path(cluster.schedule_policy_file))
+    return files.resolve(config.model.model, config.model.revision)
 
 
 def _launcher(config: WorkerConfig, cluster: ClusterConfig) -> tuple[Launcher, ClusterConfig]:
@@ -167,19 +180,6 @@ def _first_of_one(config: WorkerConfig) -> WorkerConfig:
     """`config` for a single worker, which writes its own parts of the trace and of the recorded routing."""
     trace, rows = (part_of(file, "attention worker 0") for file in (config.trace, config.record))
     return replace(config, trace=trace, record=rows)
-
-
-def _checked(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordConfig) -> Path:
-    """The directory of the checkpoint. Raises ConfigError for settings that contradict each other."""
-    if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
-        raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
-    if cluster is not None and cluster.elsewhere:
-        _check_elsewhere(config, record, cluster)
-    if cluster is not None and cluster.paced is not None:
-        paced.read(Path(cluster.paced))
-    if cluster is not None and cluster.schedule_policy_file is not None:
-        curves.read(Path(cluster.schedule_policy_file))
-    return files.resolve(config.model.model, config.model.revision)
 
 
 def _check_elsewhere(config: WorkerConfig, record: RecordConfig, cluster: ClusterConfig) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,70 +17,20 @@ import pytest
 from moesaic.cluster.scaling_limits import ScalingLimits
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from tests.cluster.test_identity import alone, workload
-from tests.support import cluster_driver
+from tests.support import cluster_driver, ray_nodes
 from tests.support.cluster_driver import Answer, Cluster, Running
 from tests.support.processes import gone
+from tests.support.ray_nodes import Nodes
 
 ray = pytest.importorskip("ray", reason="the extra moesaic[ray] is missing")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")]
 
-STORE = 80 << 20
-"""Bytes of each node's object store, the least that Ray takes. Nothing is put there."""
-
-
-class Nodes:
-    """A Ray cluster on this machine. Each node has room for one process."""
-
-    def __init__(self, count: int) -> None:
-        from ray.cluster_utils import Cluster
-
-        self._folder = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray")
-        Path(self._folder, "ray").mkdir()  # Ray's file with the address of its last cluster stands there
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": self._folder}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE})
-        self.address = str(self._cluster.address)
-        self.nodes: list[Any] = [self.add(wait=False) for _ in range(count)]
-        self._cluster.wait_for_nodes()
-
-    def add(self, wait: bool = True, **resources: float) -> Any:
-        given = {"num_cpus": 1} | resources
-        return self._cluster.add_node(wait=wait, object_store_memory=STORE, **given)
-
-    def remove(self, node: Any) -> None:
-        self._cluster.remove_node(node)
-
-    def kill(self, node: Any) -> None:
-        """Kills a node with SIGKILL. Its actors end when they notice."""
-        self._cluster.remove_node(node, allow_graceful=False)
-
-    def close(self) -> None:
-        self._cluster.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def left(self) -> tuple[list[str], list[str]]:
-        """Actors that live and placement groups that have room, once nobody is connected."""
-        from ray._private import state
-        from ray.util.placement_group import placement_group_table
-
-        ray.init(address=self.address, configure_logging=False, log_to_driver=False)
-        try:
-            actors = [one["State"] for one in state.actors().values() if one["State"] != "DEAD"]
-            groups = [one["state"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
-            return actors, groups
-        finally:
-            ray.shutdown()
-
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_TMPDIR", "")
-        started = Nodes(4)
-        patch.setenv("RAY_ADDRESS", started.address)
+    with ray_nodes.running([1, 1, 1, 1]) as started:
         yield started
-        started.close()
 
 
 def command(pid: int) -> str:

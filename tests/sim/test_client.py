@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from moesaic.policy.fleet.replicas import Replicas
-from moesaic.sim.client import _by_server
+from moesaic.sim.shares import by_server
 
 
 def test_worked_example() -> None:
     pairs, experts = np.arange(4), np.array([7, 6, 1, 7])
-    found = _by_server(np.array([5, 5, 3, 5]), pairs, experts, 2)
+    found = by_server(np.array([5, 5, 3, 5]), pairs, experts, 2)
     assert [(one.server, one.pairs.tolist(), one.experts.tolist(), one.rows) for one in found] == [
         (3, [2], [1], 1),
         (5, [0, 1, 3], [7, 6, 7], 2),
     ]
-    assert _by_server(np.zeros(0, int), np.zeros(0, int), np.zeros(0, int), 2) == []
+    assert by_server(np.zeros(0, int), np.zeros(0, int), np.zeros(0, int), 2) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -28,7 +28,7 @@ def test_the_same_shares_as_a_real_worker(seed: int) -> None:
     for server in (0, 1, 3):
         subject.joined(server)
     experts, pairs = rng.integers(0, 8, 30), np.sort(rng.choice(60, 30, replace=False))
-    found = _by_server(subject.route(0, experts), pairs, experts, 3)
+    found = by_server(subject.route(0, experts), pairs, experts, 3)
     wanted = subject.shares(0, experts)
     assert [one.server for one in found] == [server for server, _ in wanted]
     for one, (_, mask) in zip(found, wanted, strict=True):

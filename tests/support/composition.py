@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 SERVERS = {"--expert-servers": "2"}
 RANKS = {"--tensor-parallel-size": "2"}
+DOOR = {"--cluster-address": "tcp:127.0.0.1:0", "--cluster-secret-file": "{}/secret"}
+NOBODY = "tcp:127.0.0.1:9"
+"""A host that a standby watches, which is gone."""
 Flags = Mapping[str, str]
 Pair = frozenset[str]
 
@@ -19,6 +22,8 @@ class Feature:
     flags: Flags
     """Flags with their values, and those that it needs. {} in a value is the folder of the model."""
     model: str = "plain"
+    joins: tuple[str, ...] = ()
+    """Roles of processes of other hosts that join beside those that the flags ask for."""
 
 
 FEATURES: dict[str, Feature] = {
@@ -45,12 +50,30 @@ FEATURES: dict[str, Feature] = {
         {"--speculative-config": '{"method": "ngram", "num_speculative_tokens": 3}'}
     ),
     "`--kv-cache-dtype int8`": Feature({"--kv-cache-dtype": "int8"}),
+    "`--relay`": Feature({**SERVERS, "--relay": "always", "--topology": "{}/hosts.toml"}),
     "`--trace`": Feature({"--trace": "{}/trace.json"}),
     "`--record-routing`": Feature({"--record-routing": "{}/routing.npz"}),
     "`--fast-memory`": Feature({"--fast-memory": "6MiB", "--hardware": "{}/this.toml"}),
     "a model with states": Feature({}, "states"),
     "quantised experts": Feature({}, "quantised"),
+    "`join --role expert-server`": Feature({**SERVERS, **DOOR}, joins=("expert-server",)),
+    "`join --role attention-worker`": Feature(DOOR, joins=("attention-worker",)),
+    "`join --role prefill-worker`": Feature({"--prefill-workers": "1", **DOOR}, joins=("prefill-worker",)),
+    "`--nnodes`": Feature({**RANKS, **DOOR, "--nnodes": "2"}),
+    "`--standby-for`": Feature({**DOOR, "--standby-for": NOBODY}),
+    "Ray": Feature({"--distributed-executor-backend": "ray", "--cluster-secret-file": "{}/secret"}),
 }
+
+HOSTS = (
+    "`join --role expert-server`",
+    "`join --role attention-worker`",
+    "`join --role prefill-worker`",
+    "`--nnodes`",
+    "`--standby-for`",
+    "Ray",
+)
+"""Features with processes of several hosts."""
+WORKERS_JOIN = HOSTS[1:3]
 
 ON_SERVERS = tuple(name for name, one in FEATURES.items() if "--expert-servers" in one.flags)
 """Features of which each needs expert servers."""
@@ -61,6 +84,8 @@ STEPS = "the ranks run whole steps together, one at a time"
 PASSES = "without expert servers a pass loads one worker's experts, layer by layer"
 DRAFTS = "routes of drafted tokens that are not accepted must not be recorded"
 IN_STEP = "the two halves of a batch take turns in lockstep"
+FILES = "its files are on the host of `serve`"
+PLACES = "the places of a standby are for whole processes that join, in any order"
 REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("`--moe-collectives`", BESIDE, HOLDING),
     ("`--moe-collectives`", OBSERVED, STEPS),
@@ -72,11 +97,32 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("`--record-routing`", ("`--speculative-config`",), DRAFTS),
     ("`--inflight-batches 2`", ("`--schedule barrier`", "`--schedule async`", "`--schedule auto`"), IN_STEP),
     ("`--rebalance routing`", ("`--speculative-config`",), DRAFTS),
+    ("`--nnodes`", ("Ray",), "a group of ranks is on one node"),
+    ("`--nnodes`", ("`--autoscale`",), "no host can be added for a group by itself"),
+    ("`--standby-for`", ("`--placement`", "`--enable-expert-parallel`", "`--nnodes`", "Ray"), PLACES),
+    ("`--standby-for`", ("`--rebalance routing`",), "it needs `--enable-expert-parallel`"),
+    ("`--standby-for`", ("`--trace`", "`--record-routing`"), FILES),
+    ("Ray", ("`--rebalance routing`", "`--trace`", "`--record-routing`"), FILES),
 )
 """(feature, those that are refused with it, why)."""
-REFUSED: dict[Pair, str] = {frozenset((one, other)): why for one, others, why in REASONS for other in others}
-WITH_SERVERS = {frozenset(("`--tensor-parallel-size`", one)) for one in OBSERVED}
-"""Pairs that need expert servers as well, since ranks that hold experts refuse the second feature."""
+AT_THE_DOOR: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
+    (one, others, why)
+    for one in WORKERS_JOIN
+    for others, why in (
+        (("`--record-routing`", "`--rebalance routing`"), "workers of other hosts record no routing"),
+        (("`--nnodes`",), "each worker of the cluster has ranks on several hosts"),
+    )
+)
+"""The same, where the cluster refuses the process that joins."""
+REFUSED: dict[Pair, str] = {
+    frozenset((one, other)): why for one, others, why in (*REASONS, *AT_THE_DOOR) for other in others
+}
+WITH_SERVERS = {
+    *(frozenset(("`--tensor-parallel-size`", one)) for one in OBSERVED),
+    *(frozenset(("`--nnodes`", one)) for one in OBSERVED),
+    *(frozenset(("`--fast-memory`", one)) for one in HOSTS),
+}
+"""Pairs that need expert servers as well, since what holds the experts itself refuses the second feature."""
 
 
 def merged(names: Iterable[str]) -> tuple[dict[str, str], str] | None:
@@ -97,21 +143,25 @@ def merged(names: Iterable[str]) -> tuple[dict[str, str], str] | None:
 
 def allowed(names: Iterable[str]) -> bool:
     """Whether all of these go together, by the tables above."""
-    names = list(names)
-    pairs = map(frozenset, itertools.combinations(names, 2))
-    return merged(names) is not None and not any(pair in REFUSED for pair in pairs)
+    names, found = list(names), merged(names)
+    if found is None or {"--expert-servers", "--moe-collectives"} <= found[0].keys():
+        return False
+    return not any(frozenset(pair) in REFUSED for pair in itertools.combinations(names, 2))
 
 
-def groups() -> list[tuple[str, ...]]:
+def groups(several_hosts: bool) -> list[tuple[str, ...]]:
     """Features that are started together, so that every pair that goes together is in one of the groups.
 
+    several_hosts: the pairs with a feature of several hosts; else those without.
     Each group takes the feature that meets the most others for the first time, until none can be added.
     """
-    left = {frozenset(pair) for pair in itertools.combinations(FEATURES, 2) if allowed(pair)}
+    offered = [name for name in FEATURES if several_hosts or name not in HOSTS]
+    pairs = map(frozenset, itertools.combinations(offered, 2))
+    left = {pair for pair in pairs if allowed(pair) and any(one in HOSTS for one in pair) == several_hosts}
     found = []
     while left:
         group: list[str] = sorted(min(left, key=sorted))
-        while more := [name for name in FEATURES if name not in group and allowed([*group, name])]:
+        while more := [name for name in offered if name not in group and allowed([*group, name])]:
             met = {name: sum(frozenset((name, one)) in left for one in group) for name in more}
             best = max(more, key=lambda name: met[name])
             if not met[best]:
@@ -124,6 +174,13 @@ def groups() -> list[tuple[str, ...]]:
 
 def in_words() -> str:
     """The lines of docs/cluster.md."""
-    lines = [f"- {', '.join(FEATURES)}.", "", "| feature | refused with | why |", "|---|---|---|"]
-    lines += [f"| {one} | {', '.join(others)} | {why} |" for one, others, why in REASONS]
+    here = ", ".join(name for name in FEATURES if name not in HOSTS)
+    lines = [
+        f"- {here}.",
+        f"- Of [several hosts](hosts.md): {', '.join(HOSTS)}.",
+        "",
+        "| feature | refused with | why |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {one} | {', '.join(others)} | {why} |" for one, others, why in (*REASONS, *AT_THE_DOOR)]
     return "\n".join(lines) + "\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moesaic.config import RelayUse
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
@@ -87,9 +88,15 @@ class Dialling:
 class FarHost:
     """Three servers of a host, and a client on another one."""
 
-    def __init__(self, folder: Path, held: dict[int, dict[int, list[int]]] = APART, far: str = "012") -> None:
-        """held: server -> layer -> experts. far: the servers of the other host."""
-        self.held, self.now = held, 0.0
+    def __init__(
+        self,
+        folder: Path,
+        held: dict[int, dict[int, list[int]]] = APART,
+        far: str = "012",
+        relay: RelayUse = "always",
+    ) -> None:
+        """held: server -> layer -> experts. far: the servers of the other host. relay: of the client."""
+        self.held, self.now, self.use = held, 0.0, relay
         self.backends = [Backend() for _ in range(3)]
         self.entries = [ServerEntry(number, 1, Endpoint(f"unix:{folder}/{number}")) for number in range(3)]
         self.rings = [Wakeup() for _ in range(3)]
@@ -125,7 +132,7 @@ class FarHost:
             wakeup,
             lambda: self.now,
             check=AnswerCheck(lambda layer, expert, row: True),
-            relay="always",
+            relay=self.use,
         )
         self.clients.append(client)
         client.update(Directory(1, self.entries, self.held, ways=self.ways), SECRET)

@@ -97,6 +97,8 @@ class ChangeQueue:
         self._current: _QueuedChange | None = None
         self._arriving: list[_QueuedChange] = []
         """Workers of other hosts that are loading."""
+        self._early: list[tuple[RemoteProcess, str]] = []
+        """Servers that called before the layout was known, and the checkpoint's fingerprint."""
         self._quiet_until = -math.inf
         self._gone: list[str] = []
         """Names of the servers that the last attempt to remove lost servers knew. Another loss does not wait
@@ -124,6 +126,9 @@ class ChangeQueue:
         if copies > most:
             LOG.warning(what, copies, servers, most)
         self.balancing = Balancing(layout, self._cluster, self._clock(), homes)
+        early, self._early = self._early, []
+        for process, weights in early:
+            self.join(process, weights)
 
     # ---- requests
 
@@ -154,7 +159,7 @@ class ChangeQueue:
             return
         server = process.role is Role.SERVER
         if server and self.layout is None:
-            process.kill()  # it will try again
+            self._early.append((process, weights))
             return
         unlike = self._members.unlike(process)
         if unlike is not None:
@@ -213,6 +218,8 @@ class ChangeQueue:
         open_changes, self._current = [self._current, *self._queue], None
         self._queue.clear()
         self._arriving.clear()
+        for process, _ in self._early:
+            process.kill()
         for wanted in open_changes:
             if wanted is not None and wanted.future is not None and not wanted.future.done():
                 wanted.future.set_exception(ScalingError(why))

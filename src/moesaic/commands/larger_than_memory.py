@@ -17,6 +17,9 @@ from moesaic.runtime.model_loading import gpus_of
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.trace.options import RecordConfig
 
+SEVERAL = ("nnodes", "attention_workers", "prefill_workers", "autoscale", "standby_for", "cluster_address")
+"""Settings of several processes, which one that runs a plan has not."""
+
 
 def planned_server(
     worker: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
@@ -49,7 +52,7 @@ def machine_of(worker: WorkerConfig, offload: OffloadConfig) -> tuple[Hardware, 
 
 def check_levels(cluster: ClusterConfig, record: RecordConfig) -> None:
     """Raises ConfigError for what a model that is larger than its memory does not have yet."""
-    for name in ("nnodes", "attention_workers", "prefill_workers", "autoscale", "standby_for"):
+    for name in SEVERAL:
         value, default = getattr(cluster, name), getattr(ClusterConfig, name)
         if value != default:
             flag, only = "--" + name.replace("_", "-"), "nothing" if default is None else default

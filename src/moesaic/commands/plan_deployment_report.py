@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +15,7 @@ from moesaic.commands.processes import in_text
 from moesaic.commands.tables import numbers
 from moesaic.cost.sizes import KNOWN
 from moesaic.planning.deployment.search import Deployments
-from moesaic.planning.deployment.serving import commands, notes
+from moesaic.planning.deployment.serving import commands, notes, per_host
 from moesaic.planning.deployment.trials import Trial
 from moesaic.sim.figures import Spread
 
@@ -49,6 +50,7 @@ def _entry(plan: Deployments, trial: Trial, options: Plan) -> Mapping[str, Any]:
         "devices": candidate.layout.devices,
         "hosts": candidate.layout.hosts,
         "commands": commands(plan, candidate, str(options.model)),
+        "per_host": dict(per_host(plan, candidate, str(options.model))),
         "notes": notes(plan, candidate),
         "throughput": figures.throughput,
         "good_tokens": trial.good_tokens,
@@ -131,11 +133,11 @@ def _commands(plan: Deployments, trial: Trial, number: int, model: str) -> list[
     candidate, figures = trial.candidate, trial.figures
     goodput = "" if figures.goodput is None else f"; {figures.goodput:,.2f} good requests/s"
     lines = [f"{number}. {candidate.layout.describe()}, {candidate.describe()}{goodput}"]
-    found = commands(plan, candidate, model)
-    joins = found[1:]
-    lines.append(f"  {found[0]}")
-    if joins:
-        lines.append(f"  {joins[0]}    # {len(joins)} times, on {candidate.layout.hosts - 1} further hosts")
+    for host, found in per_host(plan, candidate, model):
+        if candidate.layout.hosts > 1:
+            lines.append(f"  on {host}:")
+        for command, count in Counter(found).items():
+            lines.append(f"  {command}{f'    # {count} times' if count > 1 else ''}")
     return lines
 
 

@@ -89,7 +89,7 @@ def run(
         config = _planned(config, cluster, offload, record)
     if processes is not None and processes.standby_for is not None:
         with _stoppable():
-            standing_by.stand_by(config, processes, server, as_json)
+            standing_by.stand_by(config, processes, server, record, as_json)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (

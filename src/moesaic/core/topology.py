@@ -114,6 +114,10 @@ class Topology:
         here, there = self.host_of_worker(worker), self.host_of_server(server)
         return Way(self.link(here, there), here == there, there, self.inside)
 
+    def server_hosts(self, servers: int) -> dict[int, str]:
+        """The host of each of these expert servers."""
+        return {server: self.host_of_server(server) for server in range(servers)}
+
     @property
     def workers(self) -> tuple[int, ...]:
         """The attention workers that hosts name, ascending."""
@@ -201,7 +205,7 @@ def of_tables(tables: Mapping[str, Any], name: str) -> Topology:
         hosts,
         _link(checks, links, "links", "inside_"),
         _link(checks, links, "links"),
-        _pairs(checks, between, {host.name for host in hosts}),
+        pairs(checks, between, {host.name for host in hosts}),
     )
 
 
@@ -245,7 +249,8 @@ def _check_hosts(checks: Tables, hosts: tuple[Host, ...]) -> None:
                 raise checks.wrong(f"hosts: {what}", one, "each once")
 
 
-def _pairs(checks: Tables, tables: list[Any], names: set[str]) -> tuple[HostLink, ...]:
+def pairs(checks: Tables, tables: list[Any], names: set[str]) -> tuple[HostLink, ...]:
+    """The tables [[between]]: links of two of these hosts. Raises ConfigError that names the key."""
     found: dict[frozenset[str], HostLink] = {}
     for index, table in enumerate(tables):
         place = f"between.{index}"

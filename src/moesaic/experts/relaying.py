@@ -16,7 +16,7 @@ If a part of a sum is taken back, the sum's other parts are as well: nothing els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,8 +26,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts import wire
 from moesaic.experts.outstanding import AnswerMemory, OpenCall, ServerConnection, Submission
-from moesaic.policy.fleet import relays
-from moesaic.policy.fleet.relays import Share
+from moesaic.policy.fleet.relays import Relays
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.transport.calls import Call
 
@@ -147,31 +146,16 @@ class Relaying:
 
     def __init__(self, use: RelayUse, replicas: Replicas, row_bytes: int, worker: int) -> None:
         """row_bytes: of a hidden state. worker: this worker's number in requests."""
-        self._use, self._replicas, self._row_bytes, self._worker = use, replicas, row_bytes, worker
-        self._resting = relays.Resting()
+        self._replicas, self._worker = replicas, worker
+        self._relays = Relays(use, row_bytes)
         self._number = 0
 
     def groups(self, submission: Submission, shares: Shares, now: float) -> list[Shares]:
         """The shares, with those together that are sent as the parts of one call. The relay is the first."""
-        ways = self._replicas.ways
-        if self._use == "off" or len(shares) < 2 or not ways:
-            return [[share] for share in shares]
-        pairs, found = dict(shares), []
-        for servers in relays.by_host(list(pairs), ways):
-            way = ways[servers[0]]
-            if self._resting.rests(way.host, now) or len(servers) > wire.MOST_PARTS:
-                continue
-            rows = {server: pairs[server] // submission.top_k for server in servers}
-            known = [Share(one, len(pairs[one]), len(np.unique(rows[one]))) for one in servers]
-            distinct = len(np.unique(np.concatenate(list(rows.values()))))
-            partial = submission.gate_weights is not None
-            saved = relays.saved_bytes(known, distinct, self._row_bytes, partial)
-            alike = known, distinct, self._row_bytes, partial, partial, way
-            if saved and (self._use == "always" or relays.pays(*alike)):
-                relay = relays.relay_of(known)
-                order = sorted(servers, key=lambda server: (server != relay, server))
-                found.append([(server, pairs.pop(server)) for server in order])
-        return found + [[share] for share in pairs.items()]
+        pairs, partial = dict(shares), submission.gate_weights is not None
+        groups = self._relays.groups(pairs, submission.top_k, self._replicas.ways, partial, now)
+        together = [[(server, pairs.pop(server)) for server in group] for group in groups]
+        return together + [[share] for share in pairs.items()]
 
     def post(
         self, connection: ServerConnection, submission: Submission, shares: Shares, version: int
@@ -208,7 +192,7 @@ class Relaying:
 
     def rest(self, relayed: RelayedCall, now: float) -> None:
         """Send no parts to this host for a while."""
-        self._resting.begin(relayed.host, now)
+        self._relays.rest(relayed.host, now)
 
     def _part(
         self, relayed: RelayedCall, submission: Submission, pairs: IntArray, first: int, version: int
@@ -237,31 +221,6 @@ def _place_sums(relayed: RelayedCall) -> None:
         part.call.firsts = pairs[chosen[rows]], rows
 
 
-def needing(relayed: RelayedCall, server: int) -> list[RelayedPart]:
-    """The parts that are of no use, or have to be sent in another way, if this server is lost or slow.
-
-    Example: server 1 passes on parts for servers 2 and 3. If 1 is slow these are the parts of 2 and 3, and if
-    2 is slow it is its own part. Of sums it is each part in both cases.
-    """
-    live = relayed.live
-    if relayed.summed:
-        return live if server in [relayed.relay, *(part.server for part in live)] else []
-    if relayed.relay == server:
-        return [part for part in live if part.server != server]
-    return [part for part in live if part.server == server]
-
-
 def open_calls(connections: Mapping[int, ServerConnection]) -> list[RelayedCall]:
     """The calls with parts that are under way."""
     return [relayed for one in connections.values() for relayed in one.relayed.values() if relayed.live]
-
-
-def waited_for(calls: Sequence[RelayedCall]) -> set[int]:
-    """The servers whose parts would be taken back if they were slow."""
-    return {
-        server
-        for relayed in calls
-        for part in relayed.live
-        for server in (relayed.relay, part.server)
-        if relayed.summed or part.server != relayed.relay
-    }

@@ -34,14 +34,10 @@ from moesaic.experts.outstanding import (
     every_pair,
 )
 from moesaic.experts.posting import Arrivals, Sender
-from moesaic.experts.relaying import (
-    Relaying,
-    needing,
-    open_calls,
-    waited_for,
-)
+from moesaic.experts.relaying import Relaying, open_calls
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
+from moesaic.policy.fleet.relays import needing, waited_for
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.transport.calls import Caller
 from moesaic.transport.waiting import wait, yield_core

@@ -39,8 +39,6 @@ MOST_ROWS = 1 << 22
 """Maximum rows, and maximum pairs, that the header of a request may name. It bounds damaged headers."""
 MOST_STEPS = 1 << 62
 """Maximum number of a step. It bounds damaged messages."""
-MOST_PARTS = 255
-"""Maximum parts of a request."""
 NOT_COMPUTED = 0x7FC0A5A5
 """Every number of an answer's row has these bits, a NaN that no computation gives, if its part could not be
 passed on."""

@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.core.tokens import IntArray
 from moesaic.core.topology import Way
+from moesaic.policy.fleet.relays import Relays, needing, waited_for
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
-from moesaic.sim.connection import AtBarrier, Call, Connection, Goodbye, Hello, ServerEnd, Submission
+from moesaic.sim.connection import (
+    AtBarrier,
+    Call,
+    Connection,
+    Goodbye,
+    Hello,
+    RelayedCall,
+    RelayedPart,
+    ServerEnd,
+    Submission,
+)
 from moesaic.sim.device import Stream
+from moesaic.sim.shares import Share, by_server
 from moesaic.sim.timeline import Timeline
 
 SOON = 1e-3
@@ -37,23 +48,26 @@ class SimulatedExperts:
         wake: Callable[[], None] = lambda: None,
         done: Callable[[Call, float], None] = lambda call, now: None,
         way: Callable[[int], Way] | None = None,
+        relays: Relays | None = None,
+        partial: bool = False,
     ) -> None:
         """row_bytes: of a row that travels. portion_rows, every_server: as in `RemoteExperts`.
 
         wake: called when something has arrived. done: called with each call that is answered, and the time.
         way: returns the way to a server. None: all servers are near.
+        relays: which servers are asked through another one. None: none. partial: answers are sums.
         """
         self.stream = stream
         self.wake = wake
         self.replicas = replicas
         self.calls = self.pairs = 0
         self._timeline = timeline
-        self._num_experts = num_experts
-        self._row_bytes = row_bytes
-        self._portion_rows = portion_rows
-        self._every_server = every_server
+        self._num_experts, self._row_bytes = num_experts, row_bytes
+        self._portion_rows, self._every_server = portion_rows, every_server
         self._done = done
-        self._way = way
+        self._way, self._relays, self._partial = way, relays, partial
+        self._through: list[RelayedCall] = []
+        """Calls that go through a relay, as long as some of their parts are open."""
         self._entries: dict[int, ServerEnd] = {}
         """The servers of the directory."""
         self._connections: dict[int, Connection] = {}
@@ -130,8 +144,9 @@ class SimulatedExperts:
 
     def deadline(self) -> float:
         """When to look again although nothing has arrived: the next timeout of a server."""
-        found = self.replicas.next_deadline()
-        return math.inf if found is None else max(self._timeline.now + SOON, found)
+        slow = self.replicas.next_slow(waited_for(self._relayed())) if self._through else None
+        found = [one for one in (self.replicas.next_deadline(), slow) if one is not None]
+        return max(self._timeline.now + SOON, min(found)) if found else math.inf
 
     def take(self, connection: Connection, news: Callable[[], None]) -> None:
         """See `ClientEnd`."""
@@ -148,6 +163,9 @@ class SimulatedExperts:
         for connection in lost:
             if self._connections.get(connection.server) is connection:
                 self._fail(connection.server)
+        through = self._relayed()
+        for server in self.replicas.slow(waited_for(through), self._timeline.now) if through else ():
+            self._take_back([part for one in through for part in needing(one, server)])
         for server in self.replicas.late(self._timeline.now):
             self.replicas.mask(server)
             self._fail(server)
@@ -203,6 +221,8 @@ class SimulatedExperts:
 
     def answered(self, connection: Connection, number: int, pairs: IntArray) -> None:
         """A server has answered these of the call's pairs: indices [r]."""
+        if self._connections.get(connection.server) is not connection or number not in connection.calls:
+            return  # it came through a relay, and was taken back meanwhile
         call, now = connection.calls[number], self._timeline.now
         fresh, one = call.receive(pairs), call.submission
         one.missing -= fresh
@@ -210,6 +230,8 @@ class SimulatedExperts:
         self._report(one, call.pairs[pairs])
         if not call.left:
             del connection.calls[number]
+            if call.relayed is not None:
+                call.relayed.end(call)
             self._done(call, now)
         if not one.missing:
             self._open.pop(one.number, None)
@@ -227,7 +249,14 @@ class SimulatedExperts:
 
     def _send(self, one: Submission, pairs: IntArray) -> None:
         experts = one.experts[pairs]
-        for share in _by_server(self.replicas.route(one.layer, experts), pairs, experts, one.top_k):
+        found = by_server(self.replicas.route(one.layer, experts), pairs, experts, one.top_k)
+        shares = {share.server: share for share in found}
+        if self._relays is not None:
+            mine = {server: share.pairs for server, share in shares.items()}
+            ways, now = self.replicas.ways, self._timeline.now
+            for group in self._relays.groups(mine, one.top_k, ways, self._partial, now):
+                self._post_parts(one, [shares.pop(server) for server in group])
+        for share in shares.values():
             if share.server == NOBODY:
                 one.unsent.append(share.pairs)
             else:
@@ -241,24 +270,63 @@ class SimulatedExperts:
         for server in sorted(self._connections.keys() & self._entries.keys()):
             if not any(call.submission is one for call in self._connections[server].calls.values()):
                 one.missing, one.whole = one.missing + 1, True
-                self._post(one, _Share(server, nothing, nothing, 0))
+                self._post(one, Share(server, nothing, nothing, 0))
 
-    def _post(self, one: Submission, share: _Share) -> None:
-        connection, now, count = self._connections[share.server], self._timeline.now, len(share.pairs)
+    def _post(self, one: Submission, share: Share) -> None:
+        call = self._call(one, share)
+        self.calls += 1
+        self._connections[share.server].send(call, share.rows * self._row_bytes)
+
+    def _post_parts(self, one: Submission, shares: list[Share]) -> None:
+        """Send the shares as the parts of one call to the server of the first share."""
+        over = self._connections[shares[0].server]
+        rows = len(np.unique(np.concatenate([share.pairs for share in shares]) // one.top_k))
+        parts = [RelayedPart(self._connections[share.server], self._call(one, share)) for share in shares]
+        relayed = RelayedCall(over, self.replicas.ways[over.server].host, rows, self._partial, parts)
+        for part in parts:
+            part.call.relayed = relayed
+        self._through.append(relayed)
+        self.calls += 1
+        over.send(relayed, rows * self._row_bytes)
+
+    def _call(self, one: Submission, share: Share) -> Call:
+        """A call that is under way from now on."""
+        now, count = self._timeline.now, len(share.pairs)
         self._called += 1
         call = Call(self._called, one, share.pairs, share.experts, share.rows, max(1, count), now)
-        connection.calls[call.number] = call
-        self.calls, self.pairs = self.calls + 1, self.pairs + count
+        self._connections[share.server].calls[call.number] = call
+        self.pairs += count
         self.replicas.sent(share.server, call.left, now, again=one.attempt > 0)
-        connection.send(call, share.rows * self._row_bytes)
+        return call
+
+    def _relayed(self) -> list[RelayedCall]:
+        """The calls of which parts are open."""
+        self._through = [one for one in self._through if one.live]
+        return self._through
+
+    def _take_back(self, parts: list[RelayedPart]) -> None:
+        """Send what these parts lack directly, as `posting.Sender` does."""
+        for part in [one for one in parts if one.live]:
+            call = part.call
+            assert call.relayed is not None and self._relays is not None
+            del part.connection.calls[call.number]
+            self._relays.rest(call.relayed.host, self._timeline.now)
+            call.relayed.end(call)
+            call.submission.attempt += 1
+            self._send(call.submission, call.missing)
+            self.replicas.taken_back(part.server, call.left)
 
     def _connect(self, server: int) -> None:
         Connection(server, self, self._entries[server]).send(Hello(), 0)
 
     def _fail(self, server: int) -> None:
         """Give up a connection, connect again, and send its unanswered pairs to other servers."""
+        others = [part for one in self._relayed() for part in needing(one, server) if part.server != server]
         connection = self._connections.pop(server, None)
         if connection is not None:
+            for call in connection.calls.values():
+                if call.relayed is not None:
+                    call.relayed.end(call)
             self.replicas.lost(
                 server, sum(len(call.pairs) and call.left for call in connection.calls.values())
             )
@@ -275,6 +343,7 @@ class SimulatedExperts:
                 continue
             one.attempt += 1
             self._send(one, call.missing)
+        self._take_back(others)
 
     def _close(self, connection: Connection) -> None:
         connection.closed = True
@@ -295,37 +364,3 @@ class SimulatedExperts:
                 connection = self._connections.pop(server)
                 self.replicas.lost(server)
                 self._close(connection)
-
-
-class _Share(NamedTuple):
-    """The pairs of a submission that one server gets."""
-
-    server: int
-    pairs: IntArray
-    """[p] ascending."""
-    experts: IntArray
-    """[p] the expert of each."""
-    rows: int
-    """Number of their rows."""
-
-
-def _by_server(servers: IntArray, pairs: IntArray, experts: IntArray, top_k: int) -> list[_Share]:
-    """The pairs [n] of each server, by ascending servers. servers, experts: [n] of each pair.
-
-    Example: top-2, pairs 0 1 2 3 with servers 5 5 3 5 -> server 3 has pair 2, and server 5 has pairs 0 1 3 of
-    two rows.
-    """
-    if not len(pairs):
-        return []
-    order = np.argsort(servers, kind="stable")
-    found, mine, chosen = servers[order], pairs[order], experts[order]
-    another = found[1:] != found[:-1]
-    row, first = mine // top_k, np.ones(len(mine), dtype=np.int64)
-    first[1:] = another | (row[1:] != row[:-1])
-    starts = np.concatenate([[0], np.flatnonzero(another) + 1])
-    rows, numbers, bounds = np.add.reduceat(first, starts).tolist(), found[starts].tolist(), starts.tolist()
-    ends = [*bounds[1:], len(mine)]
-    return [
-        _Share(server, mine[begin:end], chosen[begin:end], count)
-        for server, begin, end, count in zip(numbers, bounds, ends, rows, strict=True)
-    ]

@@ -9,7 +9,9 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
+from moesaic.core.topology import Topology
 from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.fleet.relays import HOP, Relays
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.placement.dispatch import Dispatch, RoundRobin, least_loaded
 from moesaic.policy.placement.solvers import SOLVERS
@@ -72,8 +74,11 @@ class SimulatedCluster:
         span: Span | None = None,
         routes: Routes | None = None,
         dispatch: Dispatch | None = None,
+        topology: Topology | None = None,
+        folded: float = 1.0,
     ) -> None:
-        """span: gets every run of every device. routes, dispatch: in place of those of the scenario.
+        """span: gets every run of every device. routes, dispatch, topology: in place of the scenario's.
+        folded: layers for which each simulated one stands; a relay needs that many times as long.
 
         Raises ConfigError for files that cannot be read, and for sizes that do not fit.
         """
@@ -84,14 +89,14 @@ class SimulatedCluster:
             self.shape = replace(self.shape, routes=routes)
         self.devices = durations.of_scenario(scenario, model)
         self.timeline = Timeline()
-        topology, beside = scenario.topology, scenario.servers.beside_workers
+        topology, beside = topology or scenario.topology, scenario.servers.beside_workers
         self.links = None if topology is None else HostLinks(self.timeline, topology, beside)
         """The links between hosts. None without a topology."""
         if self.links is not None:
             self.links.check(scenario.workers.count)
         layers, sampler = len(self.shape.layout.layers), scenario.workers.sampler_ms
         self.durations = Durations(self.devices, layers + 1, None if sampler is None else 1e-3 * sampler)
-        self._span, self._dispatch = span, dispatch
+        self._span, self._dispatch, self._hop = span, dispatch, folded * HOP
         self.hardware: dict[str, Device] = {}
         """The devices by name."""
         self.streams: dict[str, Stream] = {}
@@ -99,7 +104,8 @@ class SimulatedCluster:
         self.record = Record(self)
         self.front = self._front()
         self.workers = [self._worker(number) for number in range(scenario.workers.count)]
-        placement = first_placement(scenario, self.shape.layout, self._solved())
+        hosts = None if topology is None else topology.server_hosts(scenario.servers.count)
+        placement = first_placement(scenario, self.shape.layout, self._solved(), hosts)
         self.fleet = Fleet(self.timeline, scenario, self.shape.layout, placement, self._server, self.front)
 
     def run(self) -> Figures:
@@ -171,6 +177,8 @@ class SimulatedCluster:
             every_server=kind in IN_ROUNDS,
             done=self.record.answered,
             way=None if links is None else partial(links.way, number),
+            relays=Relays(scenario.schedule.relay, row, self._hop),
+            partial=scenario.schedule.combine == "partial",
         )
         executor = SimulatedExecutor(
             f"attention worker {number}",
@@ -230,6 +238,7 @@ class SimulatedCluster:
             (len(layout.layers), layout.num_experts),
             layout.hidden * scenario.links.number_bytes,
             scenario.schedule.combine == "partial",
+            self._hop,
         )
 
     def _server_scheduler(self, rule: StartRule) -> ExpertServerScheduler:

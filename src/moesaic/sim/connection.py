@@ -53,6 +53,8 @@ class Call:
     """When the run of its first pairs began."""
     computed: float = 0.0
     """When the run of its last pairs ended."""
+    relayed: RelayedCall | None = None
+    """The call of which it is a part. None: it was sent directly."""
     _arrived: npt.NDArray[np.bool_] | None = None
     """[p] whether each pair has its answer. None before the first part of the answer."""
 
@@ -70,6 +72,63 @@ class Call:
     def missing(self) -> IntArray:
         """The pairs without an answer, of a call under way."""
         return self.pairs if self._arrived is None else self.pairs[~self._arrived]
+
+
+@dataclass(eq=False)
+class RelayedPart:
+    """The part of a call that one server computes."""
+
+    connection: Connection
+    """Of the worker to that server."""
+    call: Call
+    live: bool = True
+    """Whether its answer is awaited."""
+
+    @property
+    def server(self) -> int:
+        """The server's number."""
+        return self.connection.server
+
+
+@dataclass(eq=False)
+class RelayedCall:
+    """A call that goes to a relay, which passes on all parts but the first."""
+
+    over: Connection
+    """To the relay."""
+    host: str
+    rows: int
+    """Distinct rows of all parts."""
+    summed: bool
+    """Whether the relay adds up the parts' sums."""
+    parts: list[RelayedPart]
+    computed: int = 0
+    """Parts whose sums the relay has."""
+
+    @property
+    def relay(self) -> int:
+        """The relay's number."""
+        return self.over.server
+
+    @property
+    def live(self) -> list[RelayedPart]:
+        """The parts whose answers are awaited."""
+        return [part for part in self.parts if part.live]
+
+    def end(self, call: Call) -> None:
+        """This part is complete, or it is taken back."""
+        for part in self.parts:
+            part.live &= part.call is not call
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A server has computed pairs [r] of a part, and the relay has the answer."""
+
+    call: Call
+    pairs: IntArray
+    rows: int
+    """Rows of the answer."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +149,7 @@ class AtBarrier:
     step: int
 
 
-Message = Hello | Goodbye | AtBarrier | Call
+Message = Hello | Goodbye | AtBarrier | Call | RelayedCall | Returned
 
 
 class ServerEnd(Protocol):

@@ -62,6 +62,12 @@ def text(what: str) -> Allowed:
     return Allowed(what, lambda value: isinstance(value, str) and bool(value))
 
 
+def names() -> Allowed:
+    """A list of texts that are not empty."""
+    good = lambda value: isinstance(value, list) and all(isinstance(one, str) and one for one in value)  # noqa: E731
+    return Allowed("a list of names", good, tuple)
+
+
 def flag() -> Allowed:
     """true or false."""
     return Allowed("true, false", lambda value: isinstance(value, bool))

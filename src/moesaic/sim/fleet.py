@@ -29,8 +29,10 @@ def layout_of(layers: int, experts: int, top_k: int, hidden: int, width: int) ->
     return ExpertLayout(prefixes, "gate", "up", "down", hidden, width, experts, top_k, "bfloat16")
 
 
-def first_placement(scenario: Scenario, layout: ExpertLayout, solved: Placement | None) -> Placement:
-    """The placement at the beginning. solved: by the scenario's solver.
+def first_placement(
+    scenario: Scenario, layout: ExpertLayout, solved: Placement | None, hosts: Mapping[int, str] | None = None
+) -> Placement:
+    """The placement at the beginning. solved: by the scenario's solver. hosts: server -> its host.
 
     Raises ConfigError for a file that does not fit the model or the servers.
     """
@@ -41,7 +43,8 @@ def first_placement(scenario: Scenario, layout: ExpertLayout, solved: Placement 
     if table.kind == "even":
         load = np.ones((len(layers), layout.num_experts))
         weights = dict.fromkeys(range(servers), 1.0)
-        return balance.place(load, layers, weights, table.redundant_experts, table.min_replicas)
+        copies = table.redundant_experts, table.min_replicas
+        return balance.place(load, layers, weights, *copies, hosts=hosts)
     placement = solved
     if placement is None:
         assert table.file is not None

@@ -114,6 +114,8 @@ class ScheduleTable:
     are used part by part. 0: always, as in the paper. Without it: as the devices' curves say."""
     combine: str = setting("exact", choice("exact", "partial"))
     """Whether a server answers each (row, expert) pair, or a sum for each row."""
+    relay: str = setting("auto", choice("auto", "always", "off"))
+    """With a topology: whether a row goes to another host once, also if several servers there need it."""
 
 
 @dataclass(frozen=True, kw_only=True)

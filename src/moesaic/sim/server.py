@@ -9,10 +9,21 @@ from functools import partial
 import numpy as np
 
 from moesaic.core.tokens import IntArray
+from moesaic.policy.fleet.relays import HOP
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.sim.client import SimulatedExperts
-from moesaic.sim.connection import AtBarrier, Call, Connection, Goodbye, Hello, Message
+from moesaic.sim.connection import (
+    AtBarrier,
+    Call,
+    Connection,
+    Goodbye,
+    Hello,
+    Message,
+    RelayedCall,
+    RelayedPart,
+    Returned,
+)
 from moesaic.sim.device import Device, Stream
 from moesaic.sim.timeline import Idle, Process, Timeline, Until, Waits
 
@@ -36,10 +47,12 @@ class SimulatedServer:
         shape: tuple[int, int],
         row_bytes: int,
         partial_sums: bool = False,
+        hop: float = HOP,
     ) -> None:
         """shape: layers and experts of the model. row_bytes: of a row of an answer.
 
         partial_sums: answers have one row for each row of the call, not for each pair.
+        hop: seconds that it needs for a message that it passes on.
         """
         self.number = number
         self.stream = stream
@@ -57,7 +70,7 @@ class SimulatedServer:
         self._service = service
         self._seconds = seconds
         self._row_bytes = row_bytes
-        self._partial = partial_sums
+        self._partial, self._hop = partial_sums, hop
         self._barrier = StepBarrier()
         self._inbox: list[tuple[Connection, Message]] = []
         self._inbox_pairs = 0
@@ -79,9 +92,10 @@ class SimulatedServer:
         """See `ServerEnd`."""
         if self.alive:
             self._count()
-            if isinstance(message, Call):
-                message.arrived = self._timeline.now
-                self._inbox_pairs += len(message.pairs)
+            call = message.parts[0].call if isinstance(message, RelayedCall) else message
+            if isinstance(call, Call):
+                call.arrived = self._timeline.now
+                self._inbox_pairs += len(call.pairs)
             self._inbox.append((connection, message))
             self._waited = self.waiting_pairs
             self._process.wake()
@@ -137,6 +151,12 @@ class SimulatedServer:
                     self._at_barrier(connection, message)
                 case Call():
                     self._take(connection, message)
+                case RelayedCall():
+                    self._take(connection, message.parts[0].call)
+                    for part in message.parts[1:]:
+                        self._after_a_hop(partial(self._pass_on, part))
+                case Returned():
+                    self._after_a_hop(partial(self._pass_back, message))
 
     def _accept(self, connection: Connection) -> None:
         client, self._next_client = self._next_client, self._next_client + 1
@@ -228,10 +248,51 @@ class SimulatedServer:
             return
         else:
             rows, answered = call.rows, np.arange(len(call.pairs))
-        end = connection.client_end
+        if call.relayed is None or (connection is call.relayed.over and not self._partial):
+            end = connection.client_end
+            assert isinstance(end, SimulatedExperts)
+            news = partial(end.answered, connection, call.number, answered)
+            connection.answer(news, rows * self._row_bytes)
+        elif connection is call.relayed.over:
+            self._pass_back(Returned(call, answered, rows))
+        else:
+            over, found = call.relayed.over, Returned(call, answered, rows)
+            arrive = lambda: None if over.broken else over.server_end.take(over, found)  # noqa: E731
+            self.stream.send(over.server_end.stream.name, rows * self._row_bytes, arrive)
+
+    # ---- as a relay
+
+    def _after_a_hop(self, act: Callable[[], None]) -> None:
+        """Do it once this process has received and copied a message, unless it dies."""
+        self._timeline.at(self._timeline.now + self._hop, lambda: act() if self.alive else None)
+
+    def _pass_on(self, part: RelayedPart) -> None:
+        """Send a part to its server, which takes its rows as those of the worker."""
+        there, call = part.connection, part.call
+        arrive = lambda: None if there.broken else there.server_end.take(there, call)  # noqa: E731
+        self.stream.send(there.server_end.stream.name, call.rows * self._row_bytes, arrive)
+
+    def _pass_back(self, found: Returned) -> None:
+        """Send an answer of a part to the worker. Sums are sent once all parts have theirs."""
+        relayed = found.call.relayed
+        assert relayed is not None
+        if not relayed.summed:
+            news, rows = [(found.call, found.pairs)], found.rows
+        else:
+            relayed.computed += 1
+            if relayed.computed < len(relayed.parts):
+                return
+            news = [(part.call, np.arange(len(part.call.pairs))) for part in relayed.parts]
+            rows = relayed.rows
+        connections = {part.call.number: part.connection for part in relayed.parts}
+        end = relayed.over.client_end
         assert isinstance(end, SimulatedExperts)
-        news = partial(end.answered, connection, call.number, answered)
-        connection.answer(news, rows * self._row_bytes)
+
+        def tell() -> None:
+            for call, pairs in news:
+                end.answered(connections[call.number], call.number, pairs)
+
+        relayed.over.answer(tell, rows * self._row_bytes)
 
 
 def _chosen(call: Call, pairs: IntArray) -> IntArray:

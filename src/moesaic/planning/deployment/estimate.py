@@ -84,6 +84,8 @@ class Estimates:
 
     def _step(self, layout: Layout, devices: PacedDevices, rows: float, workers: int) -> float:
         """Seconds of a step of all layers. workers: number of those that compute as many rows."""
+        if layout.copied:
+            return self._step(layout.one_of_copies, devices, rows, -(-workers // layout.spread))
         fullest = self.fullest(layout.servers)
         worker = devices.attention.seconds(rows)
         servers = self._run(layout, devices, workers * rows * fullest)

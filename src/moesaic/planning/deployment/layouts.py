@@ -30,6 +30,10 @@ class Layout:
     servers: int
     beside: bool = False
     """Whether server i shares the device of worker i (data and expert parallelism)."""
+    spread: int = 1
+    """Hosts that have attention workers, each of them as many. 1: the first host has all workers."""
+    copied: bool = False
+    """Whether the servers of each host have all experts, so that no row leaves its host."""
 
     @property
     def attention_devices(self) -> int:
@@ -41,15 +45,22 @@ class Layout:
         return self.attention_devices + (0 if self.beside else self.servers)
 
     @property
+    def workers_here(self) -> int:
+        """Attention workers on the first host."""
+        return self.workers // self.spread
+
+    @property
     def servers_here(self) -> int:
-        """Expert servers on the first host, where the attention workers are."""
-        if self.beside:
-            return self.servers
+        """Expert servers on the first host."""
+        if self.beside or self.spread > 1:
+            return self.servers // self.spread
         return min(self.servers, self.pool.per_host - self.attention_devices)
 
     @property
     def hosts(self) -> int:
         """Hosts that are used."""
+        if self.spread > 1:
+            return self.spread
         return 1 + -(-(self.servers - self.servers_here) // self.pool.per_host)
 
     @property
@@ -58,15 +69,26 @@ class Layout:
         return None if self.pool.price_per_hour is None else self.hosts * self.pool.price_per_hour
 
     def link(self, between: LinkModel) -> LinkModel:
-        """The link between workers and servers. With several hosts all of it is the one between hosts."""
-        return self.pool.inside if self.hosts == 1 else between
+        """The link between workers and servers. If rows leave hosts, all of it is the one between hosts."""
+        return self.pool.inside if self.hosts == 1 or self.copied else between
+
+    @property
+    def one_of_copies(self) -> Layout:
+        """What one host has, where all hosts have all experts."""
+        if not self.copied:
+            return self
+        own = self.workers_here, self.ranks, self.servers_here
+        return Layout(self.pool, *own)
 
     def describe(self) -> str:
         """The processes in words."""
         if self.beside:
             return f"{self.workers} x (attention and experts)"
         ranks = f" of {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"{self.workers} attention{ranks} + {self.servers} experts"
+        if self.spread == 1:
+            return f"{self.workers} attention{ranks} + {self.servers} experts"
+        each = f"({self.workers_here} attention{ranks} + {self.servers_here} experts)"
+        return f"{self.spread} hosts x {each}{', all experts on each' if self.copied else ''}"
 
 
 def apart(pool: Pool, model: ModelSizes) -> Iterator[Layout]:
@@ -86,7 +108,22 @@ def beside(pool: Pool, model: ModelSizes) -> Iterator[Layout]:
         yield Layout(pool, ranks, 1, ranks, beside=True)
 
 
-FORMS: tuple[Callable[[Pool, ModelSizes], Iterator[Layout]], ...] = (apart, beside)
+def spread(pool: Pool, model: ModelSizes) -> Iterator[Layout]:
+    """Several whole hosts, each with as many attention workers and expert servers as the others.
+
+    The experts are divided among all servers, or each host has all of them.
+    """
+    for hosts in sorted({pool.hosts, *(count for count in (2, 4, 8, 16) if count < pool.hosts)} - {1}):
+        for ranks in _ranks(pool, model):
+            for workers in _numbers((pool.per_host - 1) // ranks):
+                servers = pool.per_host - workers * ranks
+                if servers * hosts <= model.experts:
+                    yield Layout(pool, workers * hosts, ranks, servers * hosts, spread=hosts)
+                if hosts <= servers <= model.experts:  # serve begins with a server for each copy
+                    yield Layout(pool, workers * hosts, ranks, servers * hosts, spread=hosts, copied=True)
+
+
+FORMS: tuple[Callable[[Pool, ModelSizes], Iterator[Layout]], ...] = (apart, beside, spread)
 
 
 def every(spec: ClusterSpec, model: ModelSizes) -> Iterator[Layout]:
@@ -148,7 +185,8 @@ def memory(model: ModelSizes, layout: Layout, min_replicas: int = 1, redundant: 
     """The memory of a layout whose experts have these copies."""
     rank = attention_model(model, layout.ranks)
     number = model.number if layout.pool.on_gpu else 4.0
-    copies = max(model.experts * min_replicas, model.experts + redundant)
+    least = max(min_replicas, layout.spread if layout.copied else 1)
+    copies = max(model.experts * least, model.experts + redundant)
     held = model.moe_layers * -(-copies // layout.servers) * model.expert_bytes
     return Memory(
         replace(rank, experts=model.experts).other,

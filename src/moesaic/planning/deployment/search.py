@@ -21,6 +21,7 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment import devices, ideas
 from moesaic.planning.deployment.demand import Demand
 from moesaic.planning.deployment.estimate import Estimate, Estimates
+from moesaic.planning.deployment.hosts import device_link
 from moesaic.planning.deployment.ideas import Verdict
 from moesaic.planning.deployment.layouts import Layout, every, memory
 from moesaic.planning.deployment.spec import FLAG, ClusterSpec
@@ -134,7 +135,7 @@ class Search:
     def _estimates_of(self, layout: Layout) -> Estimate | None:
         """The estimate of a layout, or None if it does not fit."""
         tokens = memory(self.model, layout).kv_tokens
-        modelled = devices.of_layout(self.model, layout, self.spec.between, self.demand.context)
+        modelled = devices.of_layout(self.model, layout, device_link(layout, self.spec), self.demand.context)
         return self._estimates.of(layout, modelled, tokens)
 
     @property
@@ -220,7 +221,10 @@ class Search:
         if base.seqs > 1:
             yield replace(base, schedule="lockstep", inflight=2)
         yield replace(base, schedule="async", inflight=1)
-        if base.layout.servers > 1 and not base.solver:
+        if base.layout.hosts > 1 and not base.layout.copied:
+            yield replace(base, relay="always")
+            yield replace(base, relay="off")
+        if base.layout.servers > 1 and not base.solver and not base.layout.copied:
             more = max(1, self.model.experts // 8)
             if self._fits(base, redundant=more):
                 yield replace(base, redundant=more)
@@ -236,6 +240,7 @@ def _cheapest(trial: Trial) -> tuple[float, ...]:
     the defaults."""
     candidate = trial.candidate
     changed = (candidate.schedule != "lockstep") + candidate.inflight + bool(candidate.redundant)
+    changed += candidate.relay != "auto"
     latency = round(math.log(trial.figures.itl.mean) / EQUAL) if trial.figures.itl.mean else 0
     price = candidate.layout.price_per_hour or 0.0
     return price, float(candidate.layout.devices), float(latency), float(changed + bool(candidate.solver))

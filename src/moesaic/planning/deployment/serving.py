@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from moesaic.planning.deployment.hosts import topology
 from moesaic.planning.deployment.search import Deployments
 from moesaic.planning.deployment.trials import Candidate
 
-ADDRESS = "tcp:FIRST_HOST:7000"
+PORT = 7000
 SECRET = "cluster.secret"
 PLACEMENT = "placement.json"
 
@@ -16,6 +17,17 @@ PLACEMENT = "placement.json"
 def commands(plan: Deployments, candidate: Candidate, model: str) -> list[str]:
     """The commands of a candidate, in their order. model: as the user named it."""
     return [" ".join(_serve(plan, candidate, model)), *_joins(candidate)]
+
+
+def per_host(plan: Deployments, candidate: Candidate, model: str) -> list[tuple[str, list[str]]]:
+    """The commands of each host: (its name, its commands in their order)."""
+    serve, *joins = commands(plan, candidate, model)
+    found: list[tuple[str, list[str]]] = []
+    for host in topology(candidate.layout, plan.spec).hosts:
+        own = (len(host.workers) + len(host.servers)) if found else 0
+        found.append((host.name, joins[:own] if found else [serve]))
+        joins = joins[own:]
+    return found
 
 
 def _serve(plan: Deployments, candidate: Candidate, model: str) -> Iterator[str]:
@@ -40,7 +52,7 @@ def _processes(plan: Deployments, candidate: Candidate) -> Iterator[str]:
     if layout.beside:
         yield f"--data-parallel-size {layout.workers} --enable-expert-parallel"
     else:
-        yield f"--attention-workers {layout.workers} --expert-servers {layout.servers_here}"
+        yield f"--attention-workers {layout.workers_here} --expert-servers {layout.servers_here}"
     if layout.ranks > 1:
         yield f"--tensor-parallel-size {layout.ranks}"
     if candidate.schedule != "lockstep":
@@ -49,26 +61,36 @@ def _processes(plan: Deployments, candidate: Candidate) -> Iterator[str]:
         yield f"--inflight-batches {candidate.inflight}"
     if candidate.redundant:
         yield f"--redundant-experts {candidate.redundant}"
-    if candidate.min_replicas > 1:
-        yield f"--min-replicas {min(candidate.min_replicas, layout.servers_here)}"
+    if candidate.copies > 1:
+        yield f"--min-replicas {min(candidate.copies, layout.servers_here)}"
+    if candidate.relay != "auto":
+        yield f"--relay {candidate.relay}"
     if candidate.solver:
         yield f"--placement {PLACEMENT}"
     if wanted.ttft_ms is not None:
         yield f"--slo-ttft {wanted.ttft_ms:g}"
     if wanted.itl_ms is not None:
         yield f"--slo-itl {wanted.itl_ms:g}"
-    here = layout.attention_devices + (0 if layout.beside else layout.servers_here)
+    here = layout.workers_here * layout.ranks + (0 if layout.beside else layout.servers_here)
     if layout.pool.on_gpu and here > 1:
         yield f"--devices {','.join(map(str, range(here)))}"
     if layout.hosts > 1:
-        yield f"--cluster-address {ADDRESS} --cluster-secret-file {SECRET}"
+        yield f"--cluster-address tcp:{_door(candidate)} --cluster-secret-file {SECRET}"
 
 
 def _joins(candidate: Candidate) -> Iterator[str]:
-    """The command that each further server needs, on its host."""
-    layout = candidate.layout
-    for _ in range(layout.servers - layout.servers_here):
-        yield f"moesaic join {ADDRESS.removeprefix('tcp:')} --secret-file {SECRET}"
+    """The command that each further process needs, host by host."""
+    layout, join = candidate.layout, f"moesaic join {_door(candidate)} --secret-file {SECRET}"
+    if layout.spread == 1:
+        yield from [join] * (layout.servers - layout.servers_here)
+    for _ in range(layout.spread - 1):
+        yield from [f"{join} --role attention-worker"] * layout.workers_here
+        yield from [join] * layout.servers_here
+
+
+def _door(candidate: Candidate) -> str:
+    """HOST:PORT at which processes join."""
+    return f"{candidate.layout.pool.names[0]}:{PORT}"
 
 
 def notes(plan: Deployments, candidate: Candidate) -> list[str]:
@@ -82,6 +104,6 @@ def notes(plan: Deployments, candidate: Candidate) -> list[str]:
         )
     if layout.hosts > 1 and layout.pool.on_gpu:
         found.append(
-            "A server that joins uses the first GPU that it sees: give each its own CUDA_VISIBLE_DEVICES."
+            "A process that joins uses the first GPU that it sees: give each its own CUDA_VISIBLE_DEVICES."
         )
     return found

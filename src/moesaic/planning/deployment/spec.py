@@ -10,11 +10,17 @@ several tables [[machines]] the plan compares them. Each deployment uses machine
     gb_per_s = 50.0
 
     [[machines]]
+    names = ["a", "b"]         # optional: of the hosts
     hosts = 2
     devices = 4                # of each host
     device = "h100"            # a machine of `moesaic plan`, or a file of `moesaic hardware measure`
     curves = "measured.toml"   # optional: a file of curves, in place of the device's roofline
     price_per_hour = 12.0      # optional: of one host
+
+    [[between]]                # optional, as in a file of --topology: all devices of a host share this link
+    hosts = ["a", "b"]
+    latency_us = 10.0
+    gb_per_s = 12.5
 """
 
 from __future__ import annotations
@@ -26,11 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core import paced
+from moesaic.core.curves import Tables
 from moesaic.core.errors import ConfigError
 from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.topology import HostLink, pairs
 from moesaic.cost.hardware import Hardware, from_tables
 from moesaic.cost.machines import MACHINES
-from moesaic.sim.fields import number, read, setting, text, whole
+from moesaic.sim.fields import names, number, read, setting, text, whole
 
 FLAG = "--cluster"
 SHORT = re.compile(
@@ -61,6 +69,8 @@ class _Machines:
     """A table [[machines]]."""
 
     hosts: int = setting(1, whole(1))
+    names: tuple[str, ...] = setting((), names())
+    """Of the hosts. Without it: FIRST_HOST, HOST2 and so on."""
     devices: int = setting(1, whole(1))
     device: str = setting(MISSING, text(f"{', '.join(MACHINES)}, or a .toml file of a machine"))
     curves: str | None = setting(None, text("the path of a file of curves"))
@@ -81,6 +91,8 @@ class Pool:
     """Between devices of a host."""
     price_per_hour: float | None = None
     """Price of one host."""
+    names: tuple[str, ...] = ("FIRST_HOST",)
+    """Of the hosts."""
     curves: PacedDevices | None = None
     """Measured curves. None: by the roofline of `hardware`."""
 
@@ -100,9 +112,11 @@ class ClusterSpec:
 
     pools: tuple[Pool, ...]
     between: LinkModel
-    """Between devices of different hosts."""
+    """From one device to those of other hosts."""
     assumed: tuple[str, ...] = ()
     """What was assumed of links, one sentence each."""
+    links: tuple[HostLink, ...] = ()
+    """Links of two hosts, each of which all devices of a host share."""
 
     @property
     def priced(self) -> bool:
@@ -160,8 +174,8 @@ def parse(tables: dict[str, Any], folder: Path) -> ClusterSpec:
     Raises ConfigError that names the field.
     """
     for name in tables:
-        if name not in ("machines", "links"):
-            raise ConfigError.field(name, tables[name], "only these tables: machines, links")
+        if name not in ("machines", "links", "between"):
+            raise ConfigError.field(name, tables[name], "only these tables: machines, links, between")
     machines = tables.get("machines")
     if not isinstance(machines, list) or not machines:
         raise ConfigError.field("machines", machines, "at least one table [[machines]]")
@@ -177,7 +191,19 @@ def parse(tables: dict[str, Any], folder: Path) -> ClusterSpec:
         assumed.append(f"Assumed: a device sends {BETWEEN / 1e9:g} GB/s to other hosts (links.gb_per_s).")
     latency = BETWEEN_LATENCY if links.latency_us is None else 1e-6 * links.latency_us
     rate = BETWEEN if links.gb_per_s is None else 1e9 * links.gb_per_s
-    return ClusterSpec(tuple(pools), LinkModel(latency, rate), tuple(assumed))
+    return ClusterSpec(tuple(pools), LinkModel(latency, rate), tuple(assumed), _between(tables, pools))
+
+
+def _between(tables: dict[str, Any], pools: list[Pool]) -> tuple[HostLink, ...]:
+    """The tables [[between]]."""
+    given = tables.get("between", [])
+    if not isinstance(given, list):
+        raise ConfigError.field("between", given, "tables [[between]]")
+    known = [name for pool in pools for name in pool.names]
+    try:
+        return pairs(Tables("links", "the cluster"), given, set(known))
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix("links: the cluster: ")) from error
 
 
 def _pool(table: _Machines, folder: Path, place: str) -> Pool:
@@ -194,8 +220,19 @@ def _pool(table: _Machines, folder: Path, place: str) -> Pool:
         table.hosts,
         table.devices,
         price_per_hour=table.price_per_hour,
+        names=_names(table, place),
         curves=curves,
     )
+
+
+def _names(table: _Machines, place: str) -> tuple[str, ...]:
+    """The names of the hosts."""
+    if not table.names:
+        return ("FIRST_HOST", *(f"HOST{number}" for number in range(2, table.hosts + 1)))
+    if len(table.names) != table.hosts or len(set(table.names)) < table.hosts:
+        allowed = f"{table.hosts} different names, as {place}hosts"
+        raise ConfigError.field(f"{place}names", list(table.names), allowed)
+    return table.names
 
 
 def _hardware(name: str, folder: Path, place: str) -> Hardware:

@@ -13,6 +13,7 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment import devices as modelled
 from moesaic.planning.deployment.demand import Demand
 from moesaic.planning.deployment.estimate import Estimate
+from moesaic.planning.deployment.hosts import topology
 from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.spec import ClusterSpec
 from moesaic.sim.cluster import SimulatedCluster
@@ -44,6 +45,7 @@ EVENTS_EACH, EVENTS_OF_CALL = 3, 9
 """Events of a worker's layer, and of its call of one server."""
 
 Schedule = Literal["barrier", "lockstep", "async"]
+Relay = Literal["auto", "always", "off"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,15 @@ class Candidate:
     """Further copies of experts in each layer."""
     solver: str | None = None
     """Solver of the placement. None: consecutive experts."""
+    relay: Relay = "auto"
+    """--relay, where rows leave a host"""
     links: bool = True
     """False: what links would take is left out, to see what it costs. No such deployment exists."""
+
+    @property
+    def copies(self) -> int:
+        """Minimum number of servers that hold each expert."""
+        return max(self.min_replicas, self.layout.spread if self.layout.copied else 1)
 
     def describe(self) -> str:
         """How its processes work together, in words."""
@@ -74,6 +83,8 @@ class Candidate:
             parts.append(f"each expert {self.min_replicas} times")
         if self.redundant:
             parts.append(f"{self.redundant} more {'copies' if self.redundant > 1 else 'copy'} in each layer")
+        if self.relay != "auto":
+            parts.append(f"relays {self.relay}")
         if self.solver:
             parts.append(f"placed by {self.solver}")
         return ", ".join(parts)
@@ -153,13 +164,20 @@ class Simulator:
         few, scenario = self.scenario(candidate, estimate, layers)
         length = scenario.duration - scenario.warm_up
         at = tuple(replace(one, at=scenario.warm_up + one.at * length) for one in faults)
-        figures = self._run(replace(scenario, faults=at), few)
+        figures = self._run(replace(scenario, faults=at), few, candidate)
         return Trial(candidate, figures, few, estimate, candidate.layout.price_per_hour)
 
-    def _run(self, scenario: Scenario, few: int) -> Figures:
+    def _run(self, scenario: Scenario, few: int, candidate: Candidate) -> Figures:
         if self.time_over():
             raise OutOfTime
-        cluster = SimulatedCluster(scenario, modelled.few_layers(self.model, few))
+        part, layout = self.model.moe_layers / few, candidate.layout
+        several = layout.hosts > 1 and candidate.links
+        cluster = SimulatedCluster(
+            scenario,
+            modelled.few_layers(self.model, few),
+            topology=topology(layout, self.spec, part) if several else None,
+            folded=part,
+        )
 
         def look() -> None:
             if self.time_over():
@@ -180,7 +198,8 @@ class Simulator:
         few = layers or _few(self.model.moe_layers, (warm_up + measured) / estimate.itl, candidate.layout)
         if self.demand.routing.file is not None:
             few = self.model.moe_layers  # a profile has the shares of each layer
-        found = modelled.of_layout(self.model, candidate.layout, self.spec.between, self.demand.context)
+        layout = candidate.layout  # the links between its hosts are those of its topology
+        found = modelled.of_layout(self.model, layout, layout.pool.inside, self.demand.context)
         found = modelled.folded(found, self.model.moe_layers, few)
         if not candidate.links:
             found = replace(found, link=FREE)
@@ -231,7 +250,9 @@ def _processes(candidate: Candidate, demand: Demand) -> Mapping[str, Any]:
             kind="solver" if candidate.solver else "even",
             solver=candidate.solver or "ours",
             redundant_experts=0 if candidate.solver else candidate.redundant,
-            min_replicas=candidate.min_replicas,
+            min_replicas=candidate.copies,
         ),
-        "schedule": ScheduleTable(kind=candidate.schedule, inflight_batches=candidate.inflight),
+        "schedule": ScheduleTable(
+            kind=candidate.schedule, inflight_batches=candidate.inflight, relay=candidate.relay
+        ),
     }

@@ -9,11 +9,17 @@ of the host, so it pays for calls that are large enough:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+import numpy as np
+
+from moesaic.core.tokens import IntArray
 from moesaic.core.topology import Way
 
+MOST_PARTS = 255
+"""Maximum servers that a call reaches through a relay."""
 HOP = 200e-6
 """Seconds that a relay needs to receive, copy and send a message. An assumption, not a measurement."""
 REST = 1.0
@@ -54,11 +60,19 @@ def passed_bytes(shares: Sequence[Share], row_bytes: int, partial: bool) -> int:
     return row_bytes * sum(share.rows + (share.rows if partial else share.pairs) for share in others)
 
 
-def pays(shares: Sequence[Share], rows: int, row_bytes: int, partial: bool, summed: bool, way: Way) -> bool:
+def pays(
+    shares: Sequence[Share],
+    rows: int,
+    row_bytes: int,
+    partial: bool,
+    summed: bool,
+    way: Way,
+    hop: float = HOP,
+) -> bool:
     """Whether these shares of a call should go through a relay. way: from the client to this host."""
     saved = saved_bytes(shares, rows, row_bytes, summed) / way.link.bandwidth
     passed = passed_bytes(shares, row_bytes, partial) / way.inside.bandwidth
-    return saved > passed + 2 * (way.inside.latency + HOP)
+    return saved > passed + 2 * (way.inside.latency + hop)
 
 
 class Resting:
@@ -84,3 +98,99 @@ def by_host(servers: Sequence[int], ways: Mapping[int, Way]) -> list[list[int]]:
         if way is not None and not way.near:
             found.setdefault(way.host, []).append(server)
     return [group for group in found.values() if len(group) > 1]
+
+
+class Relays:
+    """Which servers of other hosts a client asks through one of them."""
+
+    def __init__(self, use: str, row_bytes: int, hop: float = HOP) -> None:
+        """use: --relay, so auto, always or off. row_bytes: of a hidden state. hop: as `HOP`."""
+        self._use, self._row_bytes, self._hop = use, row_bytes, hop
+        self._resting = Resting()
+
+    def groups(
+        self, pairs: Mapping[int, IntArray], top_k: int, ways: Mapping[int, Way], partial: bool, now: float
+    ) -> list[list[int]]:
+        """The groups of servers that are asked through a relay, which is the first of each. Others are asked
+        directly.
+
+        pairs: server -> its (row, slot) pairs [p] of a call, as row * top_k + slot.
+        partial: answers are sums.
+        """
+        if self._use == "off" or len(pairs) < 2 or not ways:
+            return []
+        found = []
+        for servers in by_host(list(pairs), ways):
+            way = ways[servers[0]]
+            if self._resting.rests(way.host, now) or len(servers) > MOST_PARTS:
+                continue
+            rows = {server: pairs[server] // top_k for server in servers}
+            known = [Share(one, len(pairs[one]), len(np.unique(rows[one]))) for one in servers]
+            distinct = len(np.unique(np.concatenate(list(rows.values()))))
+            saved = saved_bytes(known, distinct, self._row_bytes, partial)
+            alike = known, distinct, self._row_bytes, partial, partial, way, self._hop
+            if saved and (self._use == "always" or pays(*alike)):
+                relay = relay_of(known)
+                found.append(sorted(servers, key=lambda server: (server != relay, server)))
+        return found
+
+    def rest(self, host: str, now: float) -> None:
+        """Ask the servers of this host directly for a while."""
+        self._resting.begin(host, now)
+
+
+class Part(Protocol):
+    """The part of a call with parts that one server computes."""
+
+    @property
+    def server(self) -> int:
+        """The server's id."""
+        ...
+
+
+P = TypeVar("P", bound=Part)
+P_co = TypeVar("P_co", bound=Part, covariant=True)
+
+
+class WithParts(Protocol[P_co]):
+    """A call that a relay passes on."""
+
+    @property
+    def relay(self) -> int:
+        """The id of the relay."""
+        ...
+
+    @property
+    def summed(self) -> bool:
+        """Whether the relay adds up the parts' sums."""
+        ...
+
+    @property
+    def live(self) -> Sequence[P_co]:
+        """The parts whose answers are awaited."""
+        ...
+
+
+def needing(relayed: WithParts[P], server: int) -> list[P]:
+    """The parts that are of no use, or have to be sent in another way, if this server is lost or slow.
+
+    Example: server 1 passes on parts for servers 2 and 3. If 1 is slow these are the parts of 2 and 3, and if
+    2 is slow it is its own part. Of sums it is each part in both cases.
+    """
+    live = list(relayed.live)
+    if relayed.summed:
+        return live if server in [relayed.relay, *(part.server for part in live)] else []
+    if relayed.relay == server:
+        return [part for part in live if part.server != server]
+    return [part for part in live if part.server == server]
+
+
+def waited_for(calls: Iterable[WithParts[Part]]) -> set[int]:
+    """The servers whose parts would be taken back if they were slow."""
+    return {
+        server
+        for relayed in calls
+        for part in relayed.live
+        for server in (relayed.relay, part.server)
+        if relayed.summed or part.server != relayed.relay
+    }
