@@ -25,7 +25,7 @@ from moesaic.models.shard import Shard
 from moesaic.planning.search import Job, JobSearch
 from moesaic.planning.sizes import ROW_BYTES, of_checkpoint
 from moesaic.policy.offloading.pipeline import Schedule
-from moesaic.policy.offloading.planner import SearchLimits
+from moesaic.policy.offloading.planner import SEARCHED, SearchLimits
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 SAMPLING = 14
@@ -35,8 +35,6 @@ NEAR = 0.01
 limit."""
 OVER_DISK: tuple[Schedule, ...] = ("cgopipe", "on-demand")
 """Schedules that work with a disk as the slow level, in the order of the search."""
-OVER_RAM: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand", "split")
-"""Schedules for a GPU over RAM, where the CPU can compute."""
 COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "split", "s2", "s3")
 """Schedules in which the CPU computes."""
 GATED_FIRST: tuple[Schedule, ...] = ("on-demand", "in-place", "split")
@@ -197,7 +195,7 @@ def longest_request(worker: WorkerConfig) -> int:
 
 def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLimits:
     size = options.micro_batch_size
-    searched = OF_A_GROUP if ranks > 1 else OVER_RAM if gpu else OVER_DISK
+    searched = OF_A_GROUP if ranks > 1 else SEARCHED if gpu else OVER_DISK
     return SearchLimits(
         schedules=searched if options.offload_schedule == "auto" else (options.offload_schedule,),
         largest_batch=job.requests,
