@@ -98,7 +98,7 @@ def plan(
     if gpu and hardware.link.staging is None:
         # Pages go through pinned memory, which the CPU reads and writes.
         hardware = replace(hardware, link=replace(hardware.link, staging=hardware.slow.bandwidth / 2))
-    model, limits = _sizes(worker, options.profile), _limits(options, job, ranks, gpu)
+    model, limits = _sizes(worker, options.profile, gpu), _limits(options, job, ranks, gpu)
     if ranks > 1:
         model = model_of_rank(model, ranks, _experts_of_rank(worker, model))
         hardware = share_of_rank(hardware, ranks, gpus)
@@ -253,15 +253,16 @@ def _padded(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
     return replace(worker, offload=replace(worker.offload, padded=longest), cache=cache)
 
 
-def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
+def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:
     """The model's sizes, with its routing from the file `profile`.
 
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
     tied = registry.is_tied(path)  # first, since it checks the sizes that are read without a check
-    kernels = table.pick("cpu", worker.model.kernels)
-    model = of_checkpoint(path, worker.model.model, kernels, worker.model.dtype)
+    device = "cuda" if gpu else "cpu"
+    kernels = table.pick(device, worker.model.kernels)
+    model = of_checkpoint(path, worker.model.model, kernels, worker.model.dtype, device)
     model = replace(model, computed=ROW_BYTES, tied=tied)
     if profile is not None:
         known = Profile.load(Path(profile))
