@@ -14,9 +14,10 @@ from moesaic import cli
 from moesaic.commands.plan import find_model
 from moesaic.commands.plan import plan as plan_command
 from moesaic.commands.plan_options import Plan
-from moesaic.config import ModelConfig, OffloadConfig, WorkerConfig
+from moesaic.config import KernelName, ModelConfig, OffloadConfig, WorkerConfig
 from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import GIB
+from moesaic.cost.machines import machine
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.headers import Headers
@@ -192,14 +193,28 @@ def test_the_command_plans_it_and_says_what_it_assumes(
 
 
 @pytest.mark.slow
-def test_on_a_gpu_it_is_planned_in_bf16(written: Written) -> None:
+def test_on_a_gpu_it_is_planned_as_tritons_kernels_compute_it(written: Written) -> None:
+    """RAM has the memory for conversions, and the link carries experts as they are on the GPU."""
     options = Plan(model=str(written["packed int4"]), hardware="l4", prompt_len=30, gen_len=8)
     found = plan_command(options)
-    assert (found.model.quantized, found.model.number, found.model.staging) == (None, 2.0, 0.0)
-    assert len(found.assumed) == 1 and "On a GPU quantised experts become bf16" in found.assumed[0]
+    assert (found.model.quantized, found.model.staging) == ("int4", 0.0)
+    assert found.model.read_bytes == found.model.expert_bytes
+    assert len(found.assumed) == 3 and "Assumed: --kernels triton." in found.assumed[2]
     found = plan_command(replace(options, model=str(written["columns"])))
-    assert (found.model.staging, found.model.number) == (0.0, 2.0)
-    assert len(found.assumed) == 1 and "On a GPU --fast-memory refuses those in columns" in found.assumed[0]
+    assert (found.model.staging, found.model.number, found.model.conversion) == (0.0, 2.0, "columns")
+    assert len(found.assumed) == 1 and "converting columns takes no time" in found.assumed[0]
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), [("triton", "int4"), ("reference", "bfloat16")])
+def test_a_worker_on_a_gpu_is_planned_with_its_own_kernels(
+    written: Written, kernels: KernelName, dtype: str
+) -> None:
+    path = written["packed int4"]
+    worker = WorkerConfig(ModelConfig(str(path), kernels=kernels))
+    found = plan(worker, OffloadConfig("16MiB"), JOB, machine("l4"), gpus=1).model
+    layout = registry.expert_layout(path, table.pick("cuda", kernels), "cuda")
+    assert layout.dtype == dtype and found.expert_bytes == found.read_bytes == layout.expert_bytes
+    assert found.staging == 0 and found.conversion == ("int4" if dtype == "int4" else "float32")
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,15 @@ from moesaic import cli
 from moesaic.commands import plan_picture
 from moesaic.commands.plan import find_hardware, find_model, plan
 from moesaic.commands.plan_options import Plan
-from moesaic.commands.plan_report import as_text
+from moesaic.commands.plan_report import Report, as_json, as_text
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB
 from moesaic.cost.machines import MACHINES, machine
+from moesaic.cost.sizes import KNOWN
 from moesaic.papers import report
 from moesaic.papers.moe_lightning_settings import FLEXGEN, settings
+from moesaic.policy.offloading.policies import Policy, Workload
+from moesaic.policy.offloading.pricing import Pricing
 
 MACHINE = """
 [machine]
@@ -256,3 +259,12 @@ def test_the_paper_for_people_and_for_machines(monkeypatch: pytest.MonkeyPatch) 
     assert len(cross) == 6
     assert cross["FlexGen's", "s4"]["measured"] == 9.5
     assert cross["MoE-Lightning's", "cgopipe"]["fitted"] > cross["MoE-Lightning's", "s4"]["fitted"]
+
+
+def test_a_plan_that_splits_experts_says_that_both_processors_compute_them() -> None:
+    model, hardware, job = KNOWN["qwen3-30b-a3b"], machine("l4"), Workload(77, 128)
+    policy = Policy("split", 4, 1, slow_attention=False, static_experts=38, slow_cache=0.0)
+    found = Report(model, hardware, job, Pricing(model, hardware, job).price(policy), None)
+    shown = re.sub(r"\s+", " ", as_text(found))
+    assert "experts computed at GPU memory and RAM, 24 cores (in decode)" in shown
+    assert json.loads(as_json(found))["policy"]["experts"] == "both"

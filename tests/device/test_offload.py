@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models import test_quantized
-from tests.support import gpu_cases, pairs, quantizers, tiny_models
+from tests.support import gpu_cases, pairs, tiny_models
 from tests.support import model_configs as model_cases
 from tests.support.gpu_sanitizer import NAME, TAKEN, sanitized
 from tests.support.model_configs import VOCAB
@@ -134,25 +133,6 @@ def test_what_a_gpu_does_not_carry_out_is_refused(
     with sanitized(), pytest.raises(ConfigError) as raised:
         LLM(str(written("mixtral-window")), device="cuda", offload=offload)
     assert str(raised.value) == line
-
-
-def test_experts_in_columns_are_refused(tmp_path: Path) -> None:
-    tiny_models.save(tiny_models.build(*model_cases.CASES["gpt-oss"]), tmp_path)
-    byte_tokenizer(tmp_path)
-    with sanitized(), pytest.raises(ConfigError) as raised:
-        LLM(str(tmp_path), device="cuda", offload=STAYS)
-    allowed = "cpu with --fast-memory, for experts that are stored in columns"
-    assert str(raised.value) == f"--device: got 'cuda'; allowed: {allowed}"
-
-
-def test_quantised_experts_are_refused(tmp_path: Path) -> None:
-    source = tiny_models.save(tiny_models.build(*test_quantized.CASES["qwen3"]), tmp_path / "source")
-    byte_tokenizer(source)
-    path, _ = quantizers.quantize(source, tmp_path, quantizers.FORMATS["packed int4"])
-    with sanitized(), pytest.raises(ConfigError) as raised:
-        LLM(str(path), device="cuda", offload=STAYS)
-    allowed = "cpu with --fast-memory, for experts that are quantised"
-    assert str(raised.value) == f"--device: got 'cuda'; allowed: {allowed}"
 
 
 LARGE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 4}

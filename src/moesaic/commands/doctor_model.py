@@ -20,7 +20,7 @@ from moesaic.commands.plan import find_hardware
 from moesaic.commands.program import program
 from moesaic.config import ModelConfig, SchedulerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD, QUANTIZED, unquantized
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD, QUANTIZED, is_packed, unquantized
 from moesaic.core.text_config import TEXT
 from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import Hardware
@@ -307,7 +307,7 @@ def _too_large(
     try:
         if command.found.directory is not None:
             paged_layout(ModelConfig(str(command.found.directory)))
-        elif loaded != report.stored.type:
+        elif loaded != report.stored.type and not is_packed(report.stored.type):
             raise ConfigError(
                 f"--fast-memory: the experts are stored as {report.stored.type} and computed from as "
                 f"{loaded}; allowed: experts that are computed from as they are stored"

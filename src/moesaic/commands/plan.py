@@ -22,9 +22,10 @@ from moesaic.cost.machines import MACHINES
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.kernels import table
+from moesaic.models.conversion import DECOMPRESSED
 from moesaic.models.files import gguf_at, is_gguf
 from moesaic.papers import report as papers
-from moesaic.planning.sizes import by_config, has_weights, in_format, of_checkpoint
+from moesaic.planning.sizes import by_config, has_weights, of_checkpoint, over_ram
 from moesaic.policy.offloading import advice, planner
 from moesaic.policy.offloading.policies import Workload
 
@@ -80,16 +81,15 @@ def plan(options: Plan, here: Hardware | None = None) -> Report:
 
 def _of_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list[str]]:
     """The sizes of a model as the machine's fast level computes it, and what the plan assumes."""
+    if hardware.slow.processor is not None and model.compressed:
+        model = replace(model, compressed=False, conversion=DECOMPRESSED)
     if hardware.slow.processor is None or model.conversion is None:
         return model, assumed(model, hardware)
-    if model.conversion == "columns":
-        note = "Assumed: experts are stored in rows. On a GPU --fast-memory refuses those in columns."
-        return replace(model, conversion=None, read=None, staging=0.0), [note]
-    note = (
-        "Assumed: the checkpoint is in bf16. On a GPU quantised experts become bf16, and --fast-memory "
-        "refuses them there."
-    )
-    return in_format(model, "bfloat16", gpu=True), [note]
+    model = over_ram(model)
+    notes = assumed(model, hardware)
+    if model.quantized is not None:
+        notes.append("Assumed: --kernels triton. With the reference, quantised experts become bf16 on a GPU.")
+    return model, notes
 
 
 def _measured_now(options: Plan) -> Hardware | None:

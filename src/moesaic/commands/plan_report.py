@@ -15,7 +15,7 @@ from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.offloading.advice import Batch, Help, pays_from
-from moesaic.policy.offloading.policies import Workload
+from moesaic.policy.offloading.policies import Policy, Workload
 from moesaic.policy.offloading.pricing import Phase, Price, Pricing
 
 
@@ -115,7 +115,7 @@ def as_json(report: Report) -> str:
             | {
                 "batch": price.policy.batch,
                 "attention": "slow" if price.policy.slow_attention else "fast",
-                "experts": "slow" if price.policy.in_place else "fast",
+                "experts": _experts_at(price.policy, "fast", "slow", "both"),
                 "weights_fast_share": price.policy.static_experts / report.model.experts,
                 "cache_fast_share": 1 - price.policy.slow_cache,
             },
@@ -176,7 +176,9 @@ def _policy(report: Report) -> Table:
         "schedule": policy.schedule,
         "batch": f"{policy.batch} requests = {policy.micro_batches} micro-batches of {policy.micro_batch}",
         "attention computed at": slow if policy.slow_attention else fast,
-        "experts computed at": f"{slow} (in decode)" if policy.in_place else fast,
+        "experts computed at": _experts_at(
+            policy, fast, f"{slow} (in decode)", f"{fast} and {slow} (in decode)"
+        ),
         "static experts": f"{policy.static_experts} of {model.experts} per layer stay in {fast}",
         "weight pages per layer": str(policy.pages) if not policy.in_place else "none: weights stay in place",
         **({"experts prefetched": f"{policy.likely_experts} per layer"} if policy.likely_experts else {}),
@@ -185,6 +187,11 @@ def _policy(report: Report) -> Table:
         "prompts per prefill pass": str(_prompts(report)),
     }
     return pairs("Policy", rows)
+
+
+def _experts_at(policy: Policy, fast: str, slow: str, both: str) -> str:
+    """The words for the level that computes experts in decode."""
+    return slow if policy.in_place else both if policy.computes_there else fast
 
 
 def _prompts(report: Report) -> int:

@@ -19,7 +19,8 @@ def assumed(model: ModelSizes, hardware: Hardware) -> list[str]:
             rates = f"the rates of unquantised ones: the machine's file has none of {kind} (fast.experts)"
         found.append(f"Assumed: experts in {kind} compute at {rates}.")
     if model.conversion is not None and model.conversion not in dict(hardware.link.conversions):
-        what = "columns" if model.conversion == "columns" else f"quantised experts to {model.conversion}"
+        plain = {"columns": "columns", "decompressed": "compressed experts"}
+        what = plain.get(model.conversion, f"quantised experts to {model.conversion}")
         found.append(
             f"Assumed: converting {what} takes no time when they are loaded: the machine's file has no rate "
             f"of it (link.convert_gib.{model.conversion})."

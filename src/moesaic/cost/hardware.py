@@ -15,7 +15,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.stored import QUANTIZED, of_matrices
 
 GIB = 2.0**30
-CONVERSIONS = (*QUANTIZED, "float32", "columns")
+CONVERSIONS = (*QUANTIZED, "float32", "columns", "decompressed")
 """What experts in files may be converted from. See ModelSizes.conversion."""
 
 

@@ -161,7 +161,8 @@ class ModelSizes:
     """Numbers of the biases of a routed expert, which are float32."""
     conversion: str | None = None
     """What happens to a routed expert that is loaded to the fast level: it is converted to a quantised type,
-    by the type's name; a quantised one is made "float32"; or its "columns" become rows. None: nothing."""
+    by the type's name; a quantised one is made "float32"; a compressed one is "decompressed"; or its
+    "columns" become rows. None: nothing."""
     read: float | None = None
     """Bytes of the files that are read to load one such expert. None: as many as it has in memory."""
     staging: float = 0.0

@@ -11,13 +11,16 @@ import torch
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, TURNED, ExpertLayout
+from moesaic.core.stored import is_packed
 from moesaic.models.checkpoint import Claims
 from moesaic.models.gguf.scheme import Gguf
-from moesaic.models.headers import BYTES, Headers
+from moesaic.models.headers import BYTES, COMPRESSED_ROWS, Headers
 from moesaic.models.quantization.parse import parse
 from moesaic.models.quantization.scheme import FLOATS, Kinds
 from moesaic.models.quantization.scheme import scratch_of as scratch_of
 
+DECOMPRESSED = "decompressed"
+"""Name of the conversion of compressed experts, where the kernels do not read them."""
 BLOCK = 4096
 """Bytes of a block of a disk. A tensor that is read may begin and end within blocks."""
 
@@ -27,7 +30,8 @@ class Conversion:
     """How an expert comes from the files to memory."""
 
     name: str
-    """The quantised type that it gets, "float32" for a quantised one, or "columns", which become rows."""
+    """The quantised type that it gets, "float32" for a quantised one that becomes floats of any type,
+    "decompressed", or "columns", which become rows."""
     read: int
     """Bytes of the files that it has."""
     staging: int
@@ -39,12 +43,16 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
 
     Layers may have experts of several types. Then `read` is a mean, and `name` the largest type in memory.
     """
-    if layout.form == ROWS and headers.quantized(*layout.tensors(layout.layers[0], 0)[0]) is None:
+    first = layout.tensors(layout.layers[0], 0)[0]
+    plain = layout.form == ROWS and headers.quantized(*first) is None
+    compressed = plain and headers.find(*first).dtype == COMPRESSED_ROWS
+    if plain and (not compressed or is_packed(layout.dtype)):
         return None
     of_types = {layout.dtype_of(layer): layer for layer in layout.layers}
     sizes = {dtype: sizes_of(headers, layout, layer) for dtype, layer in of_types.items()}
     read = sum(sizes[layout.dtype_of(layer)][0] for layer in layout.layers) // len(layout.layers)
-    name = "columns" if layout.form in TURNED else layout.largest
+    kind = layout.largest if is_packed(layout.largest) else "float32"
+    name = "columns" if layout.form in TURNED else DECOMPRESSED if compressed else kind
     return Conversion(name, read, max(staging for _, staging in sizes.values()))
 
 
@@ -63,6 +71,8 @@ def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, i
     read = sum(place.size for place in places)
     stored = layout.dtype_of(layer)
     scratch = max((one.scratch(stored) for one in matrices if one is not None), default=0)
+    if any(place.dtype == COMPRESSED_ROWS for place in places) and not is_packed(stored):
+        scratch = scratch_of("bfloat16", layout.hidden * layout.width)
     return read, read + 2 * BLOCK * len(places) + scratch
 
 

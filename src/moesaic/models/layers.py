@@ -101,8 +101,8 @@ class GroupedQueryAttention:
         return self.kernels.linear(attended, self.out.weight, self.out.bias)
 
     def with_attention_kernels(self, kernels: Kernels) -> GroupedQueryAttention:
-        """The same attention, whose `attend` runs on a CPU with these kernels. It reads no weights."""
-        return replace(self, kernels=kernels)
+        """The same attention, whose `attend` runs on a CPU with these kernels. It reads only sinks."""
+        return replace(self, kernels=kernels, sinks=None if self.sinks is None else self.sinks.cpu())
 
 
 @dataclass(frozen=True)

@@ -114,11 +114,11 @@ def load(
     return model
 
 
-def bytes_outside_experts(path: Path, kernels: Kernels, dtype: str = "auto") -> int:
-    """Bytes that all but the routed experts takes in memory, on a CPU. Only headers are read."""
+def bytes_outside_experts(path: Path, kernels: Kernels, dtype: str = "auto", device: str = "cpu") -> int:
+    """Bytes that all but the routed experts takes in the memory of `device`. Only headers are read."""
     file, config = _parse(path)
     counted = Counted(path)
-    loader = Loader(counted, kernels, "meta", _dtype(dtype, "cpu", counted, kernels), positions=0)
+    loader = Loader(counted, kernels, "meta", _dtype(dtype, device, counted, kernels), positions=0)
     _outside(config, config.spec, loader)
     file.blocks(config, loader)
     return counted.bytes

@@ -1,7 +1,8 @@
 """Routed experts that the files do not have as the kernels read them, of a model larger than the fast memory.
 
-They are in columns (see `core.experts.ExpertLayout.form`) or quantised by another program. So each expert is
-read into memory that all share, and converted from there to its place. A page is a number of whole experts.
+They are in columns (see `core.experts.ExpertLayout.form`), quantised by another program, or compressed while
+the kernels do not read that. So each expert is read into memory that all share, and converted from there to
+its place. A page is a number of whole experts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import BIASED, COLUMNS, DOWN_COLUMNS, ExpertLayout
 from moesaic.core.stored import of_matrices, row_bytes
+from moesaic.kernels.compressed import decompress
 from moesaic.models.columns import transpose
-from moesaic.models.headers import Headers, Place
+from moesaic.models.headers import COMPRESSED_ROWS, Headers, Place
 from moesaic.models.pages import aligned
 from moesaic.models.quantization.scheme import Bytes
 from moesaic.offload.arena import Arena
@@ -36,7 +38,7 @@ class ConvertingReader:
     def __init__(self, plan: Plan, layout: ExpertLayout, files: Files, staging: torch.Tensor) -> None:
         """staging: [bytes] uint8, which every expert passes through."""
         self._plan, self._layout, self._files, self._staging = plan, layout, files, staging
-        self._convert = CONVERSIONS.get(layout.form, _from_quantised)
+        self._convert = CONVERSIONS.get(layout.form, _from_packed)
 
     @staticmethod
     def sizes(plan: Plan, layout: ExpertLayout) -> tuple[int, int]:
@@ -117,13 +119,13 @@ def _from_down_columns(
 
 
 CONVERSIONS = {COLUMNS: _from_columns, DOWN_COLUMNS: _from_down_columns}
-"""Form of experts -> their conversion, where that is not from quantised ones."""
+"""Form of experts -> their conversion, where that is not from quantised or compressed ones."""
 
 
-def _from_quantised(
+def _from_packed(
     headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
 ) -> None:
-    """Converts the matrices of an expert to the type that the kernels read, one after another.
+    """Converts the quantised or compressed matrices of an expert to the type that the kernels read.
 
     Raises CheckpointError for NaN and infinite numbers.
     """
@@ -132,7 +134,7 @@ def _from_quantised(
         for (name, *shape), into in zip(layout.tensors(layer, expert)[:3], target[:3], strict=True):
             matrix = headers.quantized(name, *shape)
             if matrix is None:
-                into.copy_(_numbers(headers.find(name, *shape), stored))
+                into.copy_(_numbers(headers.find(name, *shape), stored, shape[-1]))
             elif into.dtype is torch.uint8:
                 matrix.packed(read, into.view(torch.uint8).numpy())
             else:
@@ -158,8 +160,11 @@ def _bias(headers: Headers, stored: Stored, name: str, *shape: int) -> torch.Ten
     return torch.from_numpy(matrix.floats(headers.reader(stored))).view(shape)
 
 
-def _numbers(place: Place, stored: Stored) -> torch.Tensor:
-    """A tensor that is stored as it is."""
+def _numbers(place: Place, stored: Stored, columns: int = 0) -> torch.Tensor:
+    """A tensor that is stored as it is or compressed. columns: of one that may be compressed."""
+    if place.dtype == COMPRESSED_ROWS:
+        bits = decompress(stored(place).reshape(place.shape), columns)
+        return torch.from_numpy(bits).view(torch.bfloat16)
     return torch.from_numpy(stored(place)).view(NUMBERS[place.dtype]).view(place.shape)
 
 

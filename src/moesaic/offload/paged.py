@@ -9,8 +9,9 @@ import torch
 
 from moesaic.core.experts import PARTS, ExpertLayout
 from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.conversion import conversion_of
 from moesaic.offload.by_expert import Expert, Reader, StreamedByExpert, memory_of
-from moesaic.offload.converted import dense_expert, dense_size
+from moesaic.offload.converted import ConvertingReader, dense_expert, dense_size
 from moesaic.offload.device import DeviceLink, DeviceMemory, pinned_memory
 from moesaic.offload.link import Link
 from moesaic.offload.page_table import PageTable
@@ -23,7 +24,8 @@ BUFFERS = 2
 class PagedByExpert(StreamedByExpert):
     """As StreamedByExpert, on a device. `experts` has those that are there, with a page table.
 
-    Raises the same errors as Streamed.
+    Experts that the files do not have as the kernels read them are converted in RAM, on their way to pinned
+    memory. Raises the same errors as Streamed.
     """
 
     def __init__(
@@ -73,8 +75,12 @@ class PagedByExpert(StreamedByExpert):
         return memory_of(plan, layout, dense_size(layout), 0)
 
     def _made_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
-        size = dense_size(layout)
-        return PinningReader(MappedReader(self._plan, layout, self._files), size, self._down), size
+        size, stored = dense_size(layout), self._plan.headers
+        reader: Reader = MappedReader(self._plan, layout, self._files)
+        if conversion_of(stored, layout) is not None:
+            staging = torch.empty(ConvertingReader.sizes(self._plan, layout)[1], dtype=torch.uint8)
+            reader = ConvertingReader(self._plan, layout, self._files, staging)
+        return PinningReader(reader, size, self._down), size
 
 
 class MappedReader:

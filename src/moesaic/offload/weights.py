@@ -18,9 +18,10 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.stored import PACKED, of_matrices
+from moesaic.core.stored import NUMBER_BYTES, PACKED, of_matrices
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models.headers import STORED, WIDTHS, Headers, Place
+from moesaic.models.conversion import conversion_of
+from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
 from moesaic.offload.arrangement import Arrangement, Span, merged
 from moesaic.offload.link import Link, MappedFile
 from moesaic.offload.reading import DirectFile
@@ -268,7 +269,7 @@ def _find(
     headers: Headers, layout: ExpertLayout, owned: Mapping[int, Sequence[int]] | None
 ) -> dict[tuple[int, int], tuple[Place, ...]]:
     """Returns (layer, expert) -> the places of its tensors, for the owned experts."""
-    found = {}
+    found, converts = {}, conversion_of(headers, layout) is not None
     for layer in layout.layers:
         dtype = layout.dtype_of(layer)
         if not set(of_matrices(dtype)) <= DTYPES.keys():
@@ -277,7 +278,9 @@ def _find(
         for expert in range(layout.num_experts) if owned is None else map(int, owned[layer]):
             parts = zip(layout.tensors(layer, expert), types, strict=False)
             found[layer, expert] = tuple(
-                place for part, stored in parts for place in _places(headers, *part, stored=stored)
+                place
+                for part, stored in parts
+                for place in _places(headers, *part, stored=stored, converts=converts)
             )
     return found
 
@@ -287,24 +290,29 @@ def dtype_of_part(part: int, dtype: str) -> str:
     return of_matrices(dtype)[part == 2]
 
 
-def _places(headers: Headers, name: str, *shape: int, stored: str) -> list[Place]:
-    """Finds the tensors of a matrix or of a vector. stored: the type of a matrix that the kernels read."""
+def _places(headers: Headers, name: str, *shape: int, stored: str, converts: bool) -> list[Place]:
+    """Finds the tensors of a matrix or of a vector. stored: the type of a matrix that the kernels read.
+
+    converts: whether experts are converted when they are loaded. Then compressed ones are decompressed.
+    """
     matrix = headers.quantized(name, *shape)
     if matrix is None:
         return (
             [headers.find(name, *shape)]
             if len(shape) == 1
-            else [_place(headers, name, *shape, stored=stored)]
+            else [_place(headers, name, *shape, stored=stored, converts=converts)]
         )
-    if len(shape) == 2 and stored not in (matrix.dtype, "float32"):
+    if len(shape) == 2 and stored not in (matrix.dtype, *NUMBER_BYTES):
         problem = f"an expert is stored as {matrix.dtype}; allowed: {stored}, as others"
         raise CheckpointError(f"{headers.path}: tensor {matrix.name}: {problem}")
     return [headers.own(part)[0] for part in matrix.parts]
 
 
-def _place(headers: Headers, name: str, *shape: int, stored: str) -> Place:
+def _place(headers: Headers, name: str, *shape: int, stored: str, converts: bool) -> Place:
     """Finds a matrix. Kernels read the file's bytes as they are, so type and alignment must be right."""
     place = headers.find(name, *shape)
+    if converts and place.dtype == COMPRESSED_ROWS and stored in NUMBER_BYTES:
+        return place
     if place.dtype != STORED.get(stored):
         kind = STORED.get(stored, f"{stored}, as others")
         allowed = f"{kind}: streamed experts are computed from as they are stored"

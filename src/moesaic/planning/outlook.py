@@ -9,10 +9,10 @@ from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.stored import OF_EXPERTS
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
-from moesaic.planning.plan import NEAR, OVER_DISK, OVER_RAM
+from moesaic.planning.plan import NEAR, OVER_DISK
 from moesaic.planning.search import MIB, Job, JobSearch
 from moesaic.planning.sizes import in_format
-from moesaic.policy.offloading.planner import PolicySearch, SearchLimits
+from moesaic.policy.offloading.planner import SEARCHED, PolicySearch, SearchLimits
 from moesaic.policy.offloading.policies import Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
 
@@ -151,7 +151,7 @@ def streamed(model: ModelSizes, hardware: Hardware, cache_number: float, context
     gpu = hardware.slow.processor is not None
     prompt, generate = lengths(context)
     limits = SearchLimits(
-        OVER_RAM if gpu else OVER_DISK,
+        SEARCHED if gpu else OVER_DISK,
         largest_batch=REQUESTS,
         requests=REQUESTS,
         whole_cache=True,

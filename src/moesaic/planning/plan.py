@@ -25,7 +25,7 @@ from moesaic.models.shard import Shard
 from moesaic.planning.search import Job, JobSearch
 from moesaic.planning.sizes import ROW_BYTES, of_checkpoint
 from moesaic.policy.offloading.pipeline import Schedule
-from moesaic.policy.offloading.planner import SearchLimits
+from moesaic.policy.offloading.planner import SEARCHED, SearchLimits
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 SAMPLING = 14
@@ -35,8 +35,6 @@ NEAR = 0.01
 limit."""
 OVER_DISK: tuple[Schedule, ...] = ("cgopipe", "on-demand")
 """Schedules that work with a disk as the slow level, in the order of the search."""
-OVER_RAM: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand", "split")
-"""Schedules for a GPU over RAM, where the CPU can compute."""
 COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "split", "s2", "s3")
 """Schedules in which the CPU computes."""
 GATED_FIRST: tuple[Schedule, ...] = ("on-demand", "in-place", "split")
@@ -100,7 +98,7 @@ def plan(
     if gpu and hardware.link.staging is None:
         # Pages go through pinned memory, which the CPU reads and writes.
         hardware = replace(hardware, link=replace(hardware.link, staging=hardware.slow.bandwidth / 2))
-    model, limits = _sizes(worker, options.profile), _limits(options, job, ranks, gpu)
+    model, limits = _sizes(worker, options.profile, gpu), _limits(options, job, ranks, gpu)
     if ranks > 1:
         model = model_of_rank(model, ranks, _experts_of_rank(worker, model))
         hardware = share_of_rank(hardware, ranks, gpus)
@@ -197,7 +195,7 @@ def longest_request(worker: WorkerConfig) -> int:
 
 def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLimits:
     size = options.micro_batch_size
-    searched = OF_A_GROUP if ranks > 1 else OVER_RAM if gpu else OVER_DISK
+    searched = OF_A_GROUP if ranks > 1 else SEARCHED if gpu else OVER_DISK
     return SearchLimits(
         schedules=searched if options.offload_schedule == "auto" else (options.offload_schedule,),
         largest_batch=job.requests,
@@ -255,15 +253,16 @@ def _padded(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
     return replace(worker, offload=replace(worker.offload, padded=longest), cache=cache)
 
 
-def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
+def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:
     """The model's sizes, with its routing from the file `profile`.
 
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
     tied = registry.is_tied(path)  # first, since it checks the sizes that are read without a check
-    kernels = table.pick("cpu", worker.model.kernels)
-    model = of_checkpoint(path, worker.model.model, kernels, worker.model.dtype)
+    device = "cuda" if gpu else "cpu"
+    kernels = table.pick(device, worker.model.kernels)
+    model = of_checkpoint(path, worker.model.model, kernels, worker.model.dtype, device)
     model = replace(model, computed=ROW_BYTES, tied=tied)
     if profile is not None:
         known = Profile.load(Path(profile))

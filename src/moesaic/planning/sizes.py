@@ -54,24 +54,36 @@ def converted(model: ModelSizes, stored: str, raw: Mapping[str, Any]) -> ModelSi
     return replace(found, conversion=stored, read=read, staging=(read or found.expert_bytes) + scratch)
 
 
-def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") -> ModelSizes:
-    """The sizes of a checkpoint on a CPU. The files say what quantised experts and those in columns take."""
+def of_checkpoint(
+    path: Path, name: str, kernels: Kernels, dtype: str = "auto", device: str = "cpu"
+) -> ModelSizes:
+    """The sizes of a checkpoint. The files say what quantised experts and those in columns take.
+
+    device: of the fast level, "cpu" or "cuda"; `kernels` are its kernels.
+    """
     raw = files.read_config(path)
     model = by_config(raw, name)
     quantised = registry.quantised_type(raw) is not None
-    if not quantised and raw.get("model_type") not in IN_COLUMNS:
+    if not (quantised or model.compressed) and raw.get("model_type") not in IN_COLUMNS:
         return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
-    layout = registry.expert_layout(path, kernels, "cpu", dtype)
+    layout = registry.expert_layout(path, kernels, device, dtype)
     if quantised:
         model = replace(in_format(model, layout.largest, gpu=False), tied=registry.is_tied(path))
-        outside = registry.bytes_outside_experts(path, kernels, dtype)
+        outside = registry.bytes_outside_experts(path, kernels, dtype, device)
         model = replace(model, number=outside / model.outside, quantized=layout.largest)
     elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
+    model = replace(model, compressed=layout.dtype == COMPRESSED)
     found = conversion_of(Headers(path), layout)
     if found is None:
         return model
-    return replace(model, conversion=found.name, read=float(found.read), staging=float(found.staging))
+    model = replace(model, conversion=found.name, read=float(found.read), staging=float(found.staging))
+    return model if device == "cpu" else over_ram(model)
+
+
+def over_ram(model: ModelSizes) -> ModelSizes:
+    """The sizes where RAM is the slow level: experts are converted there, and then the link carries them."""
+    return replace(model, read=None, staging=0.0)
 
 
 def has_weights(path: Path) -> bool:

@@ -45,7 +45,8 @@ Core = Callable[[], AbstractContextManager[None]]
 Owned = Mapping[int, Sequence[int]]
 """Layer -> the experts of one process, ascending."""
 CHOSEN = ("on-demand", "in-place", "split")
-"""Schedules in which decode steps load chosen experts or none. On a GPU each expert then has a place."""
+"""Schedules in which decode steps load chosen experts or none. On a GPU each expert then has a place, as
+experts that are converted have with every schedule."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def levels(
     static = {layer: frozenset(experts) for layer, experts in kept.items()}
     if loaded.device.type == "cuda":
         down, up = DeviceLink(loaded.device), DeviceLink(loaded.device)
-        if offload.schedule in CHOSEN:
+        if offload.schedule in CHOSEN or conversion_of(Headers(path), layout) is not None:
             paged = PagedByExpert(path, layout, kept, DeviceMemory(loaded.device), down, owned)
             paged.load_static()
             down.finish()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import ROWS, ExpertLayout
+from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats, PlanStats
 from moesaic.core.offload import Offload
 from moesaic.core.stored import is_packed
@@ -19,7 +19,7 @@ from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.conversion import conversion_of, sizes_of
-from moesaic.models.headers import STORED, Headers
+from moesaic.models.headers import COMPRESSED_ROWS, STORED, Headers
 from moesaic.models.spec import ModelSpec
 from moesaic.offload import converted
 from moesaic.offload.caches import Cache, MovingCache, ResidentCache
@@ -208,24 +208,20 @@ def load(
 def paged_layout(config: ModelConfig) -> ExpertLayout:
     """Where the experts are in the checkpoint.
 
-    Raises ConfigError for experts that the kernels cannot use as they are stored: of pages, only quantised
-    experts and those in columns are converted, and only for a CPU.
+    Raises ConfigError for experts that the kernels cannot use as they are stored: only quantised experts,
+    compressed ones and those in columns are converted.
     """
     path = files.resolve(config.model, config.revision)
     layout = layout_of(config)
     _require_like_types(layout, path)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
-    matrix = headers.quantized(*first)
-    if on_gpu(config) and (layout.form != ROWS or matrix is not None):
-        how = "stored in columns" if matrix is None else "quantised"
-        raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, for experts that are {how}")
-    stored = None if matrix is not None else headers.find(*first).dtype
-    if stored is not None and stored != STORED.get(layout.dtype):
+    stored = None if headers.quantized(*first) is not None else headers.find(*first).dtype
+    if stored not in (None, COMPRESSED_ROWS, STORED.get(layout.dtype)):
         kernels = table.pick(str(device_of(config)), config.kernels).name
         raise ConfigError(
             f"--fast-memory: the experts of {path} are stored as {stored}, which {kernels} kernels "
             f"compute from as {layout.dtype}; allowed: experts that are computed from as they are stored, "
-            "or quantised"
+            "or quantised or compressed"
         )
     return layout
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from moesaic.core.errors import ConfigError
+from moesaic.cost import ops
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.cost.machines import machine
 from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
@@ -15,7 +16,8 @@ from moesaic.policy.offloading.pipeline import SCHEDULES, Schedule
 from moesaic.policy.offloading.planner import SearchLimits, candidates, filled, search
 from moesaic.policy.offloading.policies import PREFILL_ROW_SHARES, Policy, Workload, slow_share
 from moesaic.policy.offloading.pricing import SLOW_MEMORY, Pricing, tasks_of
-from moesaic.policy.offloading.tasks import Lane
+from moesaic.policy.offloading.splitting import experts_to_load
+from moesaic.policy.offloading.tasks import Kind, Lane
 from moesaic.policy.offloading.timeline import run
 
 MIXTRAL, L4, JOB = KNOWN["mixtral-8x7b"], machine("l4"), Workload(77, 128)
@@ -250,3 +252,42 @@ def test_prompts_take_less_memory_where_requests_and_experts_need_it(
     assert wide.policy.prefill_share == PREFILL_ROW_SHARES[0]
     assert (found.policy.prefill_share < PREFILL_ROW_SHARES[0]) == smaller
     assert (found.throughput > wide.throughput) == smaller
+
+
+QWEN3 = KNOWN["qwen3-30b-a3b"]
+FEW = SearchLimits(largest_batch=4)
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("l4", True), ("a100-40", True), ("h100", False)])
+def test_few_requests_split_the_experts_where_some_are_in_ram(name: str, chosen: bool) -> None:
+    """On the H100 all of them fit. The price is that of the split by which a worker then runs."""
+    found = search(QWEN3, machine(name), Workload(77, 128), FEW)
+    assert (found.policy.schedule == "split") == chosen
+    without = tuple(one for one in planner.SEARCHED if one != "split")
+    others = search(QWEN3, machine(name), Workload(77, 128), replace(FEW, schedules=without))
+    assert found.throughput > others.throughput if chosen else found == others
+
+
+@pytest.mark.parametrize("slower", ["link", "CPU", "no CPU"])
+def test_no_experts_are_split_where_that_cannot_win(slower: str) -> None:
+    hardware = {
+        "link": replace(L4, link=replace(L4.link, down=L4.link.down / 1000)),
+        "CPU": replace(L4, slow=replace(L4.slow, processor=Processor(1e7))),
+        "no CPU": replace(L4, slow=replace(L4.slow, processor=None)),
+    }[slower]
+    assert search(QWEN3, hardware, Workload(77, 128), FEW).policy.schedule != "split"
+
+
+def test_a_split_step_is_priced_as_the_experts_that_a_worker_would_load() -> None:
+    pricing = Pricing(QWEN3, L4, Workload(77, 128))
+    policy = Policy("split", 4, 1, slow_attention=False, static_experts=38, slow_cache=0.0)
+    table, prices = pricing.durations.decode(policy), pricing.durations.split_prices()
+    missing = round(ops.distinct(QWEN3, 4) * (1 - 38 / 128))
+    held = round(ops.distinct(QWEN3, 4)) - missing
+    rows = round(ops.rows_each(QWEN3, 4))
+    count = len(experts_to_load(prices, dict.fromkeys(range(missing), rows), [rows] * held))
+    assert 0 < count < missing
+    per_expert = QWEN3.expert_bytes / L4.link.down
+    assert table[Kind.LOAD_CHOSEN, Lane.DOWN] == pytest.approx(count * per_expert, rel=0.1)
+    there = prices.slow.seconds(rows) * (missing - count)
+    assert table[Kind.EXPERTS, Lane.SLOW] == pytest.approx(there, rel=0.2)

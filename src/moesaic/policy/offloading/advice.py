@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 from moesaic.cost.hardware import Hardware, Processor
 from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.planner import PolicySearch, SearchLimits, search
 from moesaic.policy.offloading.policies import Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
 
+STAYING: tuple[Schedule, ...] = ("in-place", "on-demand", "split")
+"""Schedules that stream no layers of weights."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Batch sizes at which streaming weights is compared with leaving them where they are."""
 
@@ -74,14 +77,15 @@ class Batch:
     streamed: float | None
     """Throughput if whole layers of experts are streamed over the link."""
     left: float | None
-    """Throughput if weights stay: the experts' own level computes them, or only chosen experts are loaded."""
+    """Throughput if weights stay: the experts' own level computes them, or only chosen experts are loaded, or
+    both."""
 
 
 def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: int) -> list[Batch]:
     """Compare both ways for batches of 1, 2, 4, ... up to `most` requests."""
     pricing = Pricing(model, hardware, workload)
     streamed = PolicySearch(pricing, SearchLimits(("cgopipe",), most))
-    left = PolicySearch(pricing, SearchLimits(("in-place", "on-demand"), most))
+    left = PolicySearch(pricing, SearchLimits(STAYING, most))
 
     def rate(found: PolicySearch, requests: int) -> float | None:
         best = found.best(requests)

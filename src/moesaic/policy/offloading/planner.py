@@ -2,7 +2,7 @@
 
 The search covers all variables of MoE-Lightning (section 4.2): batch and micro-batch, the processor of
 attention and of experts, and the shares of weights and cache on the fast level. It also covers the
-schedules that stream layers, load chosen experts, or compute experts in place.
+schedules that stream layers, load chosen experts, compute experts in place, or split them by price.
 
 A policy is priced as the executor would run it: rounded to whole experts, pages and blocks, including
 prefill. Its task list is priced only if some order of the tasks could be faster than the best policy so
@@ -29,7 +29,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of micro-batches that are searched, besides the largest that fits."""
 LARGEST = 4096
 """Largest micro-batch that is searched."""
-SEARCHED: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
+SEARCHED: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand", "split")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,103 @@
+"""`moesaic serve --fast-memory` on the sanitizer's device: processes, HTTP and Triton's kernels together."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+from tests.support import gpu_cases, gpu_sanitizer, model_configs, pairs, tiny_models
+from tests.support.gpu_process import NAME
+from tests.support.triton_kernels import INTERPRETED
+from tests.test_serve import Server
+
+from moesaic import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs")
+
+LENGTHS = (1, 3, 5, 20)
+TOKENS = 6
+ROOT = Path(__file__).parents[2]
+CHOSEN, PAGED = (
+    f'moesaic:offloaded_decode_steps_total{{,schedule="{one}"}}' for one in ("on-demand", "paged")
+)
+READ = 'moesaic:expert_bytes_total{level="slow",}'
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtral")
+    gpu_cases.write("mixtral-window", folder)
+    return folder
+
+
+@contextmanager
+def serving(path: Path, *flags: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", NAME, "serve", str(path), "--port", "0", "--threads", "1", "--json"]
+    command += ["--device", "cuda", "--hardware", "l4", "--served-model-name", "demo"]
+    command += ["--max-model-len", "64", "--max-num-seqs", "4", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, f"the server ended with code {process.wait()} before it served"
+    try:
+        yield Server(process, json.loads(line))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        process.stdout.close()
+
+
+def prompts() -> list[list[int]]:
+    return [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in LENGTHS]
+
+
+def in_memory(path: Path) -> list[list[int]]:
+    model = LLM(str(path), threads=1, max_model_len=64, kernels="reference", device="cpu")
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    return [result.outputs[0].token_ids for result in model.generate(prompts(), params)]
+
+
+def asked(server: Server, prompt: list[int]) -> list[int]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        answer = client.completions.create(
+            model="demo", prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body=extra
+        )
+        found: list[int] = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kernels", "schedule", "cap"),
+    [
+        pytest.param("reference", "split", "640KiB", marks=pytest.mark.slow),
+        pytest.param("triton", "split", "640KiB", marks=pairs.REST),
+        pytest.param("triton", "split", "512KiB", marks=pairs.REST),
+        pytest.param("triton", "cgopipe", "512KiB", marks=pairs.REST),
+        pytest.param("triton", "on-demand", "512KiB", marks=pairs.REST),
+        pytest.param("reference", "in-place", "768KiB", marks=pairs.REST),
+        pytest.param("reference", "auto", "512KiB", marks=pairs.REST),
+    ],
+)
+def test_clients_get_the_tokens_of_the_model_in_memory(
+    path: Path, kernels: str, schedule: str, cap: str
+) -> None:
+    """In 512 KiB no expert stays on the GPU, and attention is on the CPU."""
+    flags = ("--kernels", kernels, "--offload-schedule", schedule, "--fast-memory", cap)
+    with serving(path, *flags) as server:
+        assert server.info["device"] == gpu_sanitizer.NAME
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda prompt: asked(server, prompt), prompts()))
+        assert found == in_memory(path)
+        metrics = server.metrics(until=lambda found: found[CHOSEN] + found[PAGED] >= TOKENS)
+    assert metrics[READ] > 0
+    if schedule != "auto":
+        assert (metrics[CHOSEN] > 0) == (schedule in ("split", "on-demand")) != (metrics[PAGED] > 0)

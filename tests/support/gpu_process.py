@@ -1,0 +1,52 @@
+"""`python -m tests.support.gpu_process serve ...`: the `moesaic` command on the device of `gpu_sanitizer`.
+
+The process that plans and the worker process get the device, and graphs. The process of the API needs none.
+"""
+
+from __future__ import annotations
+
+import sys
+from unittest.mock import patch
+
+import numpy as np
+
+from moesaic import cli
+from moesaic.cluster import local
+from moesaic.config import WorkerConfig
+
+NAME = "tests.support.gpu_process"
+
+
+def _worker(config: WorkerConfig) -> local.ChildProcess:
+    """In place of that of `cluster.local`."""
+    return local._spawn(NAME, config.to_json(), "worker process")
+
+
+def main() -> int:
+    """Run the command line or, of a worker process, its `main`. Returns the exit code."""
+    if "--connection-fd" not in sys.argv:
+        with patch("moesaic.launch.spawn_worker", _worker):
+            return cli.main()
+    _take_device()
+    from moesaic.runtime import __main__ as runtime
+
+    return runtime.main()
+
+
+def _take_device() -> None:
+    """Give the calling thread the device until the process ends."""
+    from tests.support.gpu_graphs import graphs
+    from tests.support.gpu_sanitizer import sanitized
+
+    np.seterr(all="ignore")  # the interpreter's own warnings
+    for device in (sanitized(), graphs()):
+        device.__enter__()
+        _HELD.append(device)
+
+
+_HELD: list[object] = []
+
+if __name__ == "__mp_main__":  # the process that plans, which multiprocessing started
+    _take_device()
+if __name__ == "__main__":
+    raise SystemExit(main())
