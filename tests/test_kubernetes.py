@@ -226,7 +226,7 @@ def test_the_server_offers_what_prefill_workers_need(monkeypatch: pytest.MonkeyP
     assert served(monkeypatch, container(offered)["args"])[1].prefill_workers == 1
 
 
-@pytest.mark.parametrize(("name", "commands"), [("kubernetes.md", 1), ("hosts.md", 12)])
+@pytest.mark.parametrize(("name", "commands"), [("kubernetes.md", 1), ("hosts.md", 13)])
 def test_the_commands_of_the_page_are_understood(name: str, commands: int) -> None:
     page = (ROOT / "docs" / name).read_text()
     blocks = re.findall(r"```\w*\n(.*?)```", page, flags=re.DOTALL)

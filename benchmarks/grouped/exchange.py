@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from moesaic.collectives.group import Group
 from moesaic.collectives.packets import FloatArray, Outgoing, Packet
@@ -88,7 +89,7 @@ class Exchange:
         pairs = combine_pairs(self._group, route, [self._answer(packet) for packet in packets])
         merged = self._merge(hidden, weights[mine], pairs)
         out = self._group.all_gather(merged, shuffle.order)
-        self._forecast.learn(number, route.expert_ids, shuffle)
+        self._forecast.learn(number, torch.as_tensor(route.expert_ids), shuffle)
         return out
 
     def _dispatch(self, route: Route, hidden: FloatArray, weights: FloatArray) -> list[Packet]:

@@ -69,14 +69,18 @@ def test_a_thread_that_dies_is_replaced(loop: Loop) -> None:
 
 
 def test_a_thread_that_hangs_is_replaced_and_ends_once_it_runs_again(loop: Loop) -> None:
+    seen: list[bool] = []
+
     def late() -> None:
-        time.sleep(0.5)
+        while not seen:
+            time.sleep(0.01)
         loop.done.append("what the old thread wanted to do next")
 
     old = loop.watchdog._thread
     loop.todo += [late, lambda: loop.done.append("next")]
     soon(lambda: "next" in loop.done)
     assert old.is_alive() and loop.faults[0].startswith("its thread hangs in late (test_watchdog.py, line ")
+    seen.append(True)
     soon(lambda: not old.is_alive())
     assert loop.done == ["resumed", "next"]
 

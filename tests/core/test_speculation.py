@@ -87,15 +87,10 @@ def test_older_names_of_mtp() -> None:
         assert SpeculativeConfig.of(MTP | {"method": name}) == wanted
 
 
-def test_mtp_needs_a_process_that_computes_everything() -> None:
+def test_mtp_goes_with_servers_and_ranks_but_not_with_routes_or_a_small_memory() -> None:
     scheduler = SchedulerConfig(speculative_config=SpeculativeConfig.of(MTP).to_json())
     worker = {"model": ModelConfig("m"), "scheduler": scheduler}
-    for flag, other in (
-        ("--expert-servers", {"remote_experts": True}),
-        ("--tensor-parallel-size", {"parallel": ParallelConfig(tensor_parallel_size=2)}),
-    ):
-        with pytest.raises(ConfigError, match=f"method: got 'mtp'; allowed: ngram with {flag}: only one"):
-            WorkerConfig(**worker, **other)  # type: ignore[arg-type]
+    WorkerConfig(**worker, remote_experts=True, parallel=ParallelConfig(tensor_parallel_size=2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="allowed: nothing with --record-routing"):
         WorkerConfig(**worker, record="rows")
     with pytest.raises(ConfigError, match="allowed: nothing with --fast-memory"):

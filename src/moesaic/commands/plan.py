@@ -22,10 +22,9 @@ from moesaic.cost.machines import MACHINES
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.kernels import table
-from moesaic.models.conversion import DECOMPRESSED
 from moesaic.models.files import gguf_at, is_gguf
 from moesaic.papers import report as papers
-from moesaic.planning.sizes import by_config, has_weights, of_checkpoint, over_ram
+from moesaic.planning.sizes import by_config, decompressed, has_weights, of_checkpoint, over_ram
 from moesaic.policy.offloading import advice, planner
 from moesaic.policy.offloading.policies import Workload
 
@@ -82,7 +81,7 @@ def plan(options: Plan, here: Hardware | None = None) -> Report:
 def _of_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list[str]]:
     """The sizes of a model as the machine's fast level computes it, and what the plan assumes."""
     if hardware.slow.processor is not None and model.compressed:
-        model = replace(model, compressed=False, conversion=DECOMPRESSED)
+        model = decompressed(model)
     if hardware.slow.processor is None or model.conversion is None:
         return model, assumed(model, hardware)
     model = over_ram(model)

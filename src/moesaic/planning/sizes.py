@@ -13,7 +13,7 @@ from moesaic.cost.reading import read
 from moesaic.cost.sizes import Latent, ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
-from moesaic.models.conversion import conversion_of, read_by_config, scratch_of
+from moesaic.models.conversion import DECOMPRESSED, conversion_of, read_by_config, scratch_of
 from moesaic.models.headers import INDEX, SINGLE, Headers
 
 ROW_BYTES = 4.0
@@ -52,6 +52,11 @@ def converted(model: ModelSizes, stored: str, raw: Mapping[str, Any]) -> ModelSi
     size = read_by_config(raw, found.hidden, found.expert_width)
     read = None if size is None else float(size) + 4.0 * found.expert_biases
     return replace(found, conversion=stored, read=read, staging=(read or found.expert_bytes) + scratch)
+
+
+def decompressed(model: ModelSizes) -> ModelSizes:
+    """The sizes where compressed experts are decompressed on their way to the fast level."""
+    return replace(model, compressed=False, conversion=DECOMPRESSED)
 
 
 def of_checkpoint(

@@ -57,9 +57,7 @@ class SimulatedExperts:
         way: returns the way to a server. None: all servers are near.
         relays: which servers are asked through another one. None: none. partial: answers are sums.
         """
-        self.stream = stream
-        self.wake = wake
-        self.replicas = replicas
+        self.stream, self.wake, self.replicas = stream, wake, replicas
         self.calls = self.pairs = 0
         self._timeline = timeline
         self._num_experts, self._row_bytes = num_experts, row_bytes

@@ -21,7 +21,9 @@ from moesaic.runtime.group.rows import HostRows
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 
 WIDTH = 4
-MODEL = cast(Any, SimpleNamespace(spec=SimpleNamespace(hidden_size=WIDTH), blocks=[10.0, 20.0]))
+BLOCKS = [10.0, 20.0]
+SPEC = SimpleNamespace(hidden_size=WIDTH, num_layers=len(BLOCKS), predicting=0)
+MODEL = cast(Any, SimpleNamespace(spec=SPEC, blocks=BLOCKS, block=BLOCKS.__getitem__))
 CPU = torch.device("cpu")
 STEP = pack(tokens([2], [2], 16))
 
