@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -69,18 +70,18 @@ def test_a_thread_that_dies_is_replaced(loop: Loop) -> None:
 
 
 def test_a_thread_that_hangs_is_replaced_and_ends_once_it_runs_again(loop: Loop) -> None:
-    seen: list[bool] = []
+    hanging = threading.Lock()
+    hanging.acquire()
 
     def late() -> None:
-        while not seen:
-            time.sleep(0.01)
+        hanging.acquire(timeout=20)
         loop.done.append("what the old thread wanted to do next")
 
     old = loop.watchdog._thread
     loop.todo += [late, lambda: loop.done.append("next")]
     soon(lambda: "next" in loop.done)
     assert old.is_alive() and loop.faults[0].startswith("its thread hangs in late (test_watchdog.py, line ")
-    seen.append(True)
+    hanging.release()
     soon(lambda: not old.is_alive())
     assert loop.done == ["resumed", "next"]
 
