@@ -6,10 +6,21 @@ Example: "2026-11-25 20:32:31.123 WARNING attention worker 4711 [chat-17]: reque
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from contextvars import ContextVar
 
 REQUEST: ContextVar[str] = ContextVar("request", default="")
 """Id of the HTTP request that this task answers, as in its header X-Request-Id. Empty outside of requests."""
+
+
+def reserve_stdout() -> None:
+    """Leave standard output to what this process writes to `sys.stdout`.
+
+    Libraries such as UCX and NCCL write messages to descriptor 1. These go to stderr.
+    """
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
 
 def set_up(process: str, level: str) -> None:

@@ -386,7 +386,8 @@ class Supervisor:
         except ConfigError as error:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return
-        self._changes.lay_out(layout, self._placement_file)
+        file = self._placement_file
+        self._changes.lay_out(layout, None if file is None else file.covering(layout.prediction))
         self._trust.weights.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)

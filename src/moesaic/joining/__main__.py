@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="stay when the connection ends")
     arguments = parser.parse_args()
     joining = JoinOptions.from_json(arguments.options)
+    logs.reserve_stdout()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up(joining.role.replace("-", " "), joining.log_level)

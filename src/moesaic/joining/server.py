@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from moesaic.core.errors import ConnectionLost
 from moesaic.experts.keeping import KeptExperts
 from moesaic.experts.process import serve
 from moesaic.joining import enlisting
@@ -27,7 +28,11 @@ def serve_once(
     Raises ConfigError for settings that cannot work, and ConnectionLost for all else.
     """
     wakeup = Wakeup()
-    cluster, here = enlisting.connect(joining, secret, None, wakeup.ring)
+    try:
+        cluster, here = enlisting.connect(joining, secret, None, wakeup.ring)
+    except ConnectionLost:
+        wakeup.close()
+        raise
     try:
         with enlisting.told(cluster, joining):
             enlisted = enlisting.enlist(cluster, joining, None if kept is None else kept.held)

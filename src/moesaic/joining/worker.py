@@ -38,24 +38,34 @@ def serve_once(
     stays: KeptModel | None = None
 
     def end() -> None:
-        if not serving.is_set() or (stays is not None and stays.loaded and parted.wait(STEP_SECONDS)):
+        if (
+            not serving.is_set()
+            or parted.is_set()
+            or (stays is not None and stays.loaded and parted.wait(STEP_SECONDS))
+        ):
             return
         on_lost(f"{joining.cluster}: the connection is lost")
         os._exit(1)
 
-    cluster, here = enlisting.connect(joining, secret, end, wakeup.ring)
+    try:
+        cluster, here = enlisting.connect(joining, secret, end, wakeup.ring)
+    except ConnectionLost:
+        wakeup.close()
+        raise
     try:
         with enlisting.told(cluster, joining):
             enlisted = enlisting.enlist(cluster, joining)
             on_joined(enlisted.model)
             config = enlisting.worker_config(joining, enlisted, here)
             stays = kept if _can_stay(config) else None
+            if kept is not None and stays is None:
+                kept.drop()
             serving.set()
             return serve(cluster, config, wakeup, enlisted.weights, stays)
     except ConnectionLost:
+        parted.set()  # before closing, which wakes the thread that calls `end`
         cluster.close()
         wakeup.close()
-        parted.set()
         raise
 
 

@@ -40,7 +40,8 @@ def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
     stamp = context.config.checkpoint_stamp or fingerprint.stamp(path)
     context = replace(context, config=replace(context.config, checkpoint_stamp=stamp))
     with out_of_memory.explained(context.config), fingerprint.unchanged(path, stamp):
-        check_memory(context.config, context.limits.max_model_len)
+        if not context.kept.made:  # else the last worker's cache would count as used
+            check_memory(context.config, context.limits.max_model_len)
         parts = _build_parts(context)
         constraints = Constraints(
             lambda: vocabulary.read(path),

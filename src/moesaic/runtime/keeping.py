@@ -40,11 +40,20 @@ class KeptModel:
         """
         if self.made:
             self._loaded = self._loaded if self._of == of else None
-            gc.collect()  # errors may still refer to the last worker
-            trim_freed_memory()
-            torch.cuda.empty_cache()  # does nothing where no GPU was used
+            _free()
         if self._loaded is not None:
             LOG.info("the weights that were loaded before are still there")
             return self._loaded
         self._loaded, self._of, self.made = make(), of, self.made + 1
         return self._loaded
+
+    def drop(self) -> None:
+        """Free the model, for a worker that does not take it from here."""
+        self._loaded = self._of = None
+        _free()
+
+
+def _free() -> None:
+    gc.collect()  # errors may still refer to the last worker
+    trim_freed_memory()
+    torch.cuda.empty_cache()  # does nothing where no GPU was used

@@ -105,8 +105,8 @@ class NixlLink:
 
     @property
     def writing(self) -> int:
-        """Number of writes under way."""
-        return len(self._writes)
+        """Number of writes under way. A link that has failed only lets go of them, when it is closed."""
+        return 0 if self.failed is not None else len(self._writes)
 
     def meet(self, wire: Wire, first: bool, deadline: Deadline) -> None:
         """Exchange addresses over an authenticated connection, then reach each other. Both ends call it.
@@ -150,13 +150,15 @@ class NixlLink:
     def settle(self, number: int) -> None:
         """Wait DONE_SECONDS at most for the end of a write, which only this end can tell the other one."""
         until = time.monotonic() + DONE_SECONDS
-        while number in self._writes and time.monotonic() < until:
+        while self.failed is None and number in self._writes and time.monotonic() < until:
             self.pump()
 
     def pump(self) -> bool:
         """Go on with what is under way at both ends. Returns whether something ended or arrived."""
         before = len(self._writes)
         arrived = False
+        if self.failed is not None:
+            return False
         try:
             for message in self._agent.get_new_notifs().get(self._peer, ()):
                 if len(message) == _NUMBER.size:
@@ -217,7 +219,6 @@ class NixlLink:
     def _fail(self, error: Exception) -> None:
         """Nothing more is written. The connection beside the link says whether the peer is gone."""
         self.failed = f"NIXL cannot write to the other end: {error!r}"
-        self._writes.clear()
 
 
 class _Ending:

@@ -32,6 +32,7 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine decides when its workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.reserve_stdout()
     line = sys.stdin.readline()
     if not line:
         return 0  # the first rank has ended

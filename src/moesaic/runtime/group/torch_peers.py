@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import distributed
 
@@ -41,10 +42,12 @@ class TorchPeers:
 
     def __init__(self, backend: str, group: Group, device: torch.device) -> None:
         """backend: nccl or gloo. Raises ConnectionLost if the ranks cannot connect."""
+        probe = torch.zeros(group.size, device=device)  # fails before another rank waits for this one
         self._name = backend
         self._backend: _Backend | None = None
         self._file = os.memfd_create("moesaic-ranks") if group.rank == 0 else None
         path = group.announce(f"/proc/{os.getpid()}/fd/{self._file}".encode()).decode()
+        group.gather_notes(np.zeros(1, np.int64), np.arange(group.size))  # a rank that failed is noticed here
         try:
             store = C10D.FileStore(path, group.size)
             store.set_timeout(timedelta(seconds=MEET_SECONDS))
@@ -52,7 +55,7 @@ class TorchPeers:
         except RuntimeError as error:
             raise self._lost(error) from None
         each = [1] * group.size
-        self.exchange(torch.zeros(group.size, device=device), each, each)  # NCCL connects in its first one
+        self.exchange(probe, each, each)  # NCCL connects in its first one
 
     def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         if self._backend is None:
