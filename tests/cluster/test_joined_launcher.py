@@ -17,7 +17,7 @@ from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.member import Member, Role
 from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
-from moesaic.core.errors import ConfigError
+from moesaic.core.errors import ConfigError, ConnectionLost
 from tests.support.hosts import soon
 
 WORKER = WorkerConfig(ModelConfig("m", device="cpu"))
@@ -36,7 +36,8 @@ class Line:
         self.told.append(message)
 
     def receive(self, timeout: float | None) -> None:
-        self._end.wait(timeout)
+        if self._end.wait(timeout):
+            raise ConnectionLost("closed")
 
     def ended(self, timeout: float) -> bool:
         return self._end.wait(timeout)
