@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import distributed
 
@@ -42,12 +41,11 @@ class TorchPeers:
 
     def __init__(self, backend: str, group: Group, device: torch.device) -> None:
         """backend: nccl or gloo. Raises ConnectionLost if the ranks cannot connect."""
-        probe = torch.zeros(group.size, device=device)  # fails before another rank waits for this one
+        probe = torch.zeros(group.size, device=device)  # if this fails, the others notice it in `announce`
         self._name = backend
         self._backend: _Backend | None = None
         self._file = os.memfd_create("moesaic-ranks") if group.rank == 0 else None
         path = group.announce(f"/proc/{os.getpid()}/fd/{self._file}".encode()).decode()
-        group.gather_notes(np.zeros(1, np.int64), np.arange(group.size))  # a rank that failed is noticed here
         try:
             store = C10D.FileStore(path, group.size)
             store.set_timeout(timedelta(seconds=MEET_SECONDS))
