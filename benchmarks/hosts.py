@@ -22,15 +22,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from clusters.traffic import keep_busy
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support.hosts import Hosts, missing
-from tests.support.joined_cluster import SERVER, WORKER, JoinedCluster, joined_cluster
-
-from moesaic import SamplingParams
+from tests.support.joined_cluster import SERVER, WORKER, joined_cluster
 
 FAULTS = ("kill", "cut")
 
@@ -42,12 +41,12 @@ def one_round(hosts: Hosts, folder: Path, fault: str, arguments: argparse.Namesp
     shape |= {"min_replicas": arguments.min_replicas, "rebalance_interval": 0.0}
     with joined_cluster(hosts, folder, model=arguments.model, schedule=arguments.schedule, **shape) as joined:
         joined.bring(hosts[1], roles)
-        _traffic(joined, arguments, time.monotonic() + arguments.warm)
+        keep_busy(joined, arguments, time.monotonic() + arguments.warm)
         begin = time.monotonic()
-        _traffic(joined, arguments, begin + arguments.before)
+        keep_busy(joined, arguments, begin + arguments.before)
         moment = time.monotonic()
         getattr(hosts[1], fault)()
-        _traffic(joined, arguments, moment + arguments.after)
+        keep_busy(joined, arguments, moment + arguments.after)
         times = joined.served.running.times.values()
         for number in list(joined.served.running.unfinished):
             joined.served.cancel(number)
@@ -60,17 +59,6 @@ def one_round(hosts: Hosts, folder: Path, fault: str, arguments: argparse.Namesp
         "resent_pairs": report.resent_pairs,
         "moved_requests": report.moved_requests,
     }
-
-
-def _traffic(joined: JoinedCluster, arguments: argparse.Namespace, until: float) -> None:
-    """Keeps so many requests open, until that time."""
-    served = joined.served
-    params = SamplingParams(max_tokens=arguments.gen_len, temperature=0.0, ignore_eos=True)
-    while time.monotonic() < until:
-        while len(served.running.unfinished) < arguments.concurrency:
-            number = len(served.running.answers)
-            served.submit([[3 + (number * 7 + place) % 800 for place in range(16)]], [params])
-        served.take(0.02)
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from clusters.traffic import keep_busy
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.hosts import Hosts, missing
-from tests.support.joined_cluster import SERVER, JoinedCluster, joined_cluster
+from tests.support.joined_cluster import SERVER, joined_cluster
 
-from moesaic import SamplingParams
 from moesaic.core.errors import ConfigError
 
 
@@ -64,27 +65,16 @@ def one_run(
     ) as joined:
         for number in range(1, len(hosts)):
             joined.bring(hosts[number], [SERVER])
-        _traffic(joined, arguments, time.monotonic() + arguments.warm + arguments.before)
+        keep_busy(joined, arguments, time.monotonic() + arguments.warm + arguments.before)
         moment = time.monotonic()
         if fault:
             hosts[len(hosts) - 1].kill()
-        _traffic(joined, arguments, moment + arguments.after)
+        keep_busy(joined, arguments, moment + arguments.after)
         for number in list(joined.served.running.unfinished):
             joined.served.cancel(number)
         report = joined.served.supervisor.report().counters
         found = evaluate(joined.served.running.times, moment, arguments)
     return found | {"resent_pairs": report.resent_pairs}
-
-
-def _traffic(joined: JoinedCluster, arguments: argparse.Namespace, until: float) -> None:
-    """Keep so many requests open, until that time."""
-    served = joined.served
-    params = SamplingParams(max_tokens=arguments.gen_len, temperature=0.0, ignore_eos=True)
-    while time.monotonic() < until:
-        while len(served.running.unfinished) < arguments.concurrency:
-            number = len(served.running.answers)
-            served.submit([[3 + (number * 7 + place) % 800 for place in range(16)]], [params])
-        served.take(0.02)
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
