@@ -53,10 +53,17 @@ class ForkServer:
         with ADOPTING:
             asking = self._asking or self._start()
             _subreaper(True)
-            socket.send_fds(asking, [request], descriptors)
-            pid = int(asking.recv(64))
-            _subreaper(False)
-            return pid
+            try:
+                socket.send_fds(asking, [request], descriptors)
+                return int(asking.recv(64))
+            except (
+                BaseException
+            ):  # a test that takes too long is interrupted here: the answer was for this call
+                asking.close()
+                self._asking = None
+                raise
+            finally:
+                _subreaper(False)
 
     def start(self) -> None:
         """So that what it takes of the system is there before a test looks."""

@@ -294,6 +294,13 @@ def test_closing_wakes_a_waiting_receiver(pair: Pair) -> None:
         two.receive(None)
 
 
+def test_closing_a_local_end_wakes_who_waits_there() -> None:
+    one, _ = local_pair()
+    threading.Timer(0.05, one.close).start()
+    with pytest.raises(ConnectionLost):
+        one.receive(20.0)
+
+
 @pytest.mark.parametrize(
     "garbage",
     [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -156,6 +158,29 @@ def pair() -> tuple[SharedPeers, SharedPeers, Any]:
     near, far = socket.socketpair()
     first = SharedPeers(mapping, 0, {1: near})
     return first, SharedPeers(mapping, 1, {0: far}), np.frombuffer(memoryview(mapping), np.uint64)
+
+
+def mapped_segments() -> int:
+    """How many segments this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("/memfd:")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_until_the_end_that_waits_has_left_it() -> None:
+    before = mapped_segments()
+    mapping, descriptor = make_segment(4 * CAPACITY)
+    os.close(descriptor)
+    near, far = socket.socketpair()
+    end = SharedPeers(mapping, 0, {1: near}, spin=0.5)
+    del mapping  # the end alone keeps the memory
+    end.open([0, 0])
+    with ThreadPoolExecutor(1) as pool, far:
+        waiting = pool.submit(end.exchange)
+        time.sleep(0.05)
+        end.close()
+        assert mapped_segments() == before + 1
+        assert isinstance(waiting.exception(PATIENCE), ConnectionLost)
+    assert mapped_segments() == before
 
 
 def place_of(sender: int, receiver: int, turn: int = 1) -> int:

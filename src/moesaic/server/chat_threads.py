@@ -59,19 +59,24 @@ class ChatThreads:
 
 def _serve(jobs: SimpleQueue[_Job | None], busy: str) -> None:
     while (job := jobs.get()) is not None:
-        if not job.result.set_running_or_notify_cancel():
-            continue
-        if time.monotonic() > job.deadline:
-            job.result.set_exception(OverloadedError(f"{busy}; try again later", retry_after=5.0))
-            continue
-        try:
-            done = job.work()
-        except BaseException as error:
-            job.result.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            job.result.set_result(done)
+        _do(job, busy)
+        del job  # while this thread waits, it keeps nothing of the last job alive, such as its ChatThreads
+
+
+def _do(job: _Job, busy: str) -> None:
+    if not job.result.set_running_or_notify_cancel():
+        return
+    if time.monotonic() > job.deadline:
+        job.result.set_exception(OverloadedError(f"{busy}; try again later", retry_after=5.0))
+        return
+    try:
+        done = job.work()
+    except BaseException as error:
+        job.result.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        job.result.set_result(done)
 
 
 def _end(jobs: SimpleQueue[_Job | None], count: int) -> None:

@@ -38,6 +38,7 @@ class LocalConnection:
         if not self._closed:
             self._closed = True
             self._outbox.put(None)
+            self._inbox.put(None)  # for a thread that waits at this end
 
 
 def local_pair() -> tuple[LocalConnection, LocalConnection]:

@@ -52,7 +52,8 @@ void Client::post(const Call& call) {
 }
 
 nb::list Client::poll() {
-    const Segment& memory = segment();
+    const nb::object kept = this->kept();
+    const Segment memory = segment();
     nb::list news;
     uint64_t published = memory.header().published.value.load(std::memory_order_acquire);
     if (published == seen_) return news;
@@ -66,8 +67,10 @@ nb::list Client::poll() {
             throw Broken("the server published rows that do not exist");
         }
         if (count > slot.out.count()) {
-            nb::object indices = read(slot, count);
-            if (slot.state != State::kAbandoned) news.append(nb::make_tuple(slot.call, indices));
+            bool wanted = slot.state != State::kAbandoned;
+            nb::object call = slot.call, indices = read(slot, count);
+            if (wanted) news.append(nb::make_tuple(call, indices));
+            if (closed()) return news;  // the slot is gone
         }
         if (!slot.out.all()) {
             still.push_back(index);

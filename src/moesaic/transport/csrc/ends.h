@@ -70,6 +70,8 @@ class End {
         return segment_;
     }
     bool closed() const { return segment_.base == nullptr; }
+    // Keeps the memory mapped. To make Python objects may run any Python code, which may close this end.
+    nb::object kept() const { return writable_; }
     nb::object view(uint64_t offset, uint64_t bytes, bool writable) const;
     void ring() const;
 

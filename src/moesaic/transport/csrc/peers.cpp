@@ -90,14 +90,13 @@ std::vector<uint64_t> Peers::post() {
     std::vector<uint64_t> sleepers;
     for (uint64_t peer = 0; peer < size_; ++peer) {
         uint64_t round = shared.sleeps_for[peer].value.load(std::memory_order_relaxed);
-        if (peer == rank_ || round == 0 || count_behind(round) > 0) continue;
+        if (peer == rank_ || round == 0 || count_behind(shared, round) > 0) continue;
         if (shared.sleeps_for[peer].value.exchange(0) != 0) sleepers.push_back(peer);
     }
     return sleepers;
 }
 
-uint64_t Peers::count_behind(uint64_t round) const {
-    const PeersHeader& shared = header();
+uint64_t Peers::count_behind(const PeersHeader& shared, uint64_t round) const {
     uint64_t count = 0;
     for (uint64_t peer = 0; peer < size_; ++peer) {
         count += shared.posted[peer].value.load(std::memory_order_acquire) < round;
@@ -107,7 +106,11 @@ uint64_t Peers::count_behind(uint64_t round) const {
 
 bool Peers::wait(double seconds) const {
     expect(State::kPosted);
+    const PeersHeader& shared = header();
+    const uint64_t round = round_;
+    auto complete = [&] { return count_behind(shared, round) == 0; };
     if (complete()) return true;
+    const nb::object kept = writable_;  // another thread may close this end meanwhile: the memory stays until the return
     nb::gil_scoped_release released;
     auto end = Clock::now() + std::chrono::duration<double>(seconds);
     while (Clock::now() < end) {

@@ -61,8 +61,8 @@ class Peers {
         return *reinterpret_cast<PeersHeader*>(base_);
     }
     uint64_t half_of(uint64_t peer) const { return kHeap + (peer * 2 + round_ % 2) * half_; }
-    bool complete() const { return count_behind(round_) == 0; }
-    uint64_t count_behind(uint64_t round) const;
+    bool complete() const { return count_behind(header(), round_) == 0; }
+    uint64_t count_behind(const PeersHeader& shared, uint64_t round) const;  // peers that have not posted it
     void expect(State state) const;
     void begin();
     void place(uint64_t peer, uint64_t offset, uint64_t bytes);

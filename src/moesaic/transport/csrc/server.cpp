@@ -9,6 +9,7 @@ Server::Server(nb::object mapping, int descriptor) : End(std::move(mapping), des
 }
 
 nb::list Server::poll(nb::handle self) {
+    const nb::object kept = this->kept();
     const Header& header = segment().header();
     nb::list news;
     uint64_t posted = header.posted.value.load(std::memory_order_acquire);

@@ -345,7 +345,7 @@ NB_MODULE(_native, m) {
     m.def("threads", threads);
     m.def("own_pool", own_pool, "threads"_a, "cpus"_a);
     m.def("shared_pool", shared_pool);
-    m.def("cpus", [] { return workshop().cpus(); });
+    m.def("cpus", [] { return outside_python([] { return workshop().cpus(); }); });
     m.def("linear1", linear1);
     m.def("linear3", linear3);
     m.def("head_linear", head_linear);

@@ -116,11 +116,13 @@ void Pool::run(int64_t count, Task task, void* context) {
     }
     take_tasks(0);
     gate_ &= ~kOpen;
-    if (spin_until(&Pool::deserted, 0)) return;
-    std::unique_lock<std::mutex> lock(mutex_);
-    caller_sleeps_ = true;
-    done_.wait(lock, [this] { return deserted(0); });
-    caller_sleeps_ = false;
+    if (!spin_until(&Pool::deserted, 0)) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        caller_sleeps_ = true;
+        done_.wait(lock, [this] { return deserted(0); });
+        caller_sleeps_ = false;
+    }
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 void Pool::work(int worker) {
@@ -141,10 +143,16 @@ void Pool::work(int worker) {
 }
 
 void Pool::take_tasks(int worker) {
-    for (;;) {
-        int64_t mine = next_.fetch_add(1);
-        if (mine >= count_) return;
-        task_(context_, mine, worker);
+    try {
+        for (;;) {
+            int64_t mine = next_.fetch_add(1);
+            if (mine >= count_) return;
+            task_(context_, mine, worker);
+        }
+    } catch (...) {
+        next_ = count_;
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!error_) error_ = std::current_exception();
     }
 }
 

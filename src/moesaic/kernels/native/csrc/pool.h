@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -29,6 +30,7 @@ class Pool {
     Pool& operator=(const Pool&) = delete;
 
     int threads() const { return int(workers_.size()) + 1; }
+    // Raises the first exception of a task, such as std::bad_alloc. Then some tasks may not have run.
     void run(int64_t count, Task task, void* context);
     // The next task that a thread will claim, if the job has it: most likely the caller's next task.
     int64_t unclaimed() const { return next_.load(std::memory_order_relaxed); }
@@ -54,6 +56,7 @@ class Pool {
     std::atomic<bool> stop_{false};
     std::atomic<int> sleepers_{0};
     std::atomic<bool> caller_sleeps_{false};
+    std::exception_ptr error_;  // the first one of this job
     std::mutex mutex_;
     std::condition_variable wake_;
     std::condition_variable done_;
