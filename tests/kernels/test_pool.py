@@ -103,6 +103,23 @@ assert same()
 """)
 
 
+def test_memory_that_a_thread_cannot_get_is_an_error_of_the_operation() -> None:
+    check("""
+heads, weights = torch.zeros(2, 3, 2**21), torch.zeros(3, 1, 2**21).transpose(1, 2)
+kernels.head_linear(heads[..., :8], weights[:, :8])
+size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, -1))
+for _ in range(20):
+    try:
+        kernels.head_linear(heads, weights)
+    except MemoryError:
+        pass
+    else:
+        raise SystemExit("there was memory enough")
+    assert same()
+""")
+
+
 def test_a_forked_process_computes() -> None:
     check("""
 assert all(child_is_well() for _ in range(5)) and same()
