@@ -41,6 +41,8 @@ def test_tests_are_those_of_one_script() -> None:
     targets = set(re.findall(r"\bmake ([a-z]+)", (ROOT / ".ci" / "run").read_text()))
     makefile = (ROOT / "Makefile").read_text()
     assert targets == {"lint", "test"} and all(f"\n{target}:" in makefile for target in targets)
+    named = re.findall(r"tests/[a-z0-9_/.]+", makefile)
+    assert named and all((ROOT / path).exists() for path in named)
 
 
 @pytest.mark.parametrize("job", ["test", "wheels"])
