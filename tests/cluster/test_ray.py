@@ -6,9 +6,7 @@ import os
 import re
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,19 @@ from moesaic.cluster.scaling_limits import ScalingLimits
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from tests.cluster.test_identity import alone, workload
 from tests.support import cluster_driver, ray_nodes
-from tests.support.cluster_driver import Answer, Cluster, Running
 from tests.support.processes import gone
+from tests.support.ray_cluster import (
+    actor_pid,
+    answers,
+    joining,
+    on_ray,
+    once,
+    processes,
+    ray,
+    serving,
+    started_by,
+)
 from tests.support.ray_nodes import Nodes
-
-ray = pytest.importorskip("ray", reason="the extra moesaic[ray] is missing")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")]
 
@@ -31,65 +37,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 def nodes() -> Iterator[Nodes]:
     with ray_nodes.running([1, 1, 1, 1]) as started:
         yield started
-
-
-def command(pid: int) -> str:
-    """The command line of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def joining(address: str) -> list[int]:
-    """Ids of the processes of this machine that were started to join a cluster."""
-    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if "moesaic.joining" in command(pid) and address in command(pid)]
-
-
-@contextmanager
-def on_ray(folder: Path, nodes: Nodes, **more: Any) -> Iterator[Cluster]:
-    """A cluster on these nodes. Nothing of it is left after it."""
-    settings: dict[str, Any] = {"rebalance_interval": 0.0, "cluster_secret_file": str(folder / "secret")}
-    with cluster_driver.cluster(distributed_executor_backend="ray", **settings | more) as running:
-        address = running.supervisor.report().join_address
-        assert address is not None
-        yield running
-    deadline = time.monotonic() + 30
-    while joining(address) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not joining(address)
-    assert not ray.is_initialized()
-    while any(nodes.left()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert nodes.left() == ([], [])
-
-
-def processes(running: Cluster) -> dict[str, Any]:
-    """The running process of each member, by its name."""
-    return {member.name: member.child for member in running.supervisor._members.all}
-
-
-def answers(running: Cluster, disturb: Callable[[int], None] = lambda tokens: None) -> list[Answer]:
-    running.running = Running()
-    running.submit(*workload(6, 24))
-    return running.finish(disturb)
-
-
-def once(action: Callable[[], object], after: int = 40) -> Callable[[int], None]:
-    """Does something when requests have so many tokens."""
-    todo = [action]
-    return lambda tokens: [todo.pop()() for _ in todo * (tokens > after)] and None
-
-
-def actor_pid(process: Any) -> int:
-    from ray._private import state
-
-    return int(state.actors(process.room._actor._actor_id.hex())["Pid"])
-
-
-def serving(running: Cluster) -> bool:
-    return all(one.stage == "serving" for one in running.supervisor.status())
 
 
 def test_whatever_dies_the_tokens_are_those_of_one_process(
@@ -106,9 +53,8 @@ def test_whatever_dies_the_tokens_are_those_of_one_process(
         running.until(lambda: processes(running)["expert server 0"] is not before and serving(running))
 
         # a frozen process: it is killed although its actor lives
-        address = str(running.supervisor.report().join_address)
         before = processes(running)["expert server 1"]
-        [frozen] = [pid for pid in joining(address) if before.joining.ticket in command(pid)]
+        frozen = started_by(running, before)
         assert answers(running, once(lambda: os.kill(frozen, signal.SIGSTOP))) == expected
         running.until(lambda: processes(running)["expert server 1"] is not before and serving(running))
         assert gone(frozen)
@@ -185,7 +131,7 @@ def test_without_ray_or_a_ray_cluster_one_line_says_so(monkeypatch: pytest.Monke
     def nothing(**settings: Any) -> None:
         raise ConnectionError("Could not find any running Ray instance.\nmore")
 
-    asked = {"distributed_executor_backend": "ray"}
+    asked: dict[str, Any] = {"distributed_executor_backend": "ray"}
     line = r"allowed: local, or ray with a .* RAY_ADDRESS \(Could not find any running Ray instance.\)$"
     with monkeypatch.context() as patch:
         patch.setattr(ray, "init", nothing)

@@ -28,12 +28,17 @@ class Nodes:
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": self._folder}
         self._cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE})
         self.address = str(self._cluster.address)
-        self.nodes: list[Any] = [self.add(wait=False, num_cpus=one) for one in cpus]
+        self.nodes: list[Any] = []
+        """All that were added, those that have ended too."""
+        for one in cpus:
+            self.add(wait=False, num_cpus=one)
         self._cluster.wait_for_nodes()
 
     def add(self, wait: bool = True, **resources: float) -> Any:
         given = {"num_cpus": 1} | resources
-        return self._cluster.add_node(wait=wait, object_store_memory=STORE, **given)
+        node = self._cluster.add_node(wait=wait, object_store_memory=STORE, **given)
+        self.nodes.append(node)
+        return node
 
     def remove(self, node: Any) -> None:
         self._cluster.remove_node(node)
