@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB, Hardware
@@ -120,6 +119,8 @@ def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, co
     bounds /= np.abs(bounds[:, :5]).max(axis=1, keepdims=True)
     cost = [0, 0, 0, model.layers, model.layers * (generate - 1)]
     limits = [(0, 1)] * 3 + [(0, None)] * 2
+    from scipy.optimize import linprog  # its import takes half a second
+
     solved = linprog(cost, bounds[:, :5], -bounds[:, 5], bounds=limits, method="highs")
     if solved.status != 0:
         return None
