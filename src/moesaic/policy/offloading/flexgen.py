@@ -114,13 +114,13 @@ def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, co
     Example: Mixtral 8x7B on the T4 as fitted, with 418 prompt and 32 generated tokens. 40 micro-batches of
     32 give 13.3 tokens/s, with a share of 0.07 of the weights on the GPU.
     """
+    from scipy.optimize import linprog
+
     job, generate = _Job(model, workload, mu, mu * count), workload.generate
     bounds = np.array([*_times(job, machine), *_memory(job, machine)])
     bounds /= np.abs(bounds[:, :5]).max(axis=1, keepdims=True)
     cost = [0, 0, 0, model.layers, model.layers * (generate - 1)]
     limits = [(0, 1)] * 3 + [(0, None)] * 2
-    from scipy.optimize import linprog  # its import takes half a second
-
     solved = linprog(cost, bounds[:, :5], -bounds[:, 5], bounds=limits, method="highs")
     if solved.status != 0:
         return None
