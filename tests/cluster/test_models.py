@@ -95,19 +95,21 @@ OTHERS = [
 """Families whose experts have biases, or whose layers keep states, under every schedule."""
 
 
-ALIKE = {"3 and 2, one more": "2 and 2, twice"}
+ALIKE = {"3 and 2, one more": "2 and 2, twice", "mtfs": "defrag", "flfs": "defrag"}
 
 
 def every_pair() -> list[Any]:
     """Choices, one of each factor, in which every pair of choices of two factors occurs.
 
-    Where a model counts as its type, and processes as whether an expert has copies and a worker has
-    neighbours, fewer are enough; the rest is of the full matrices.
+    Where a model counts as its type, a policy of queues as any other one, and processes as whether an expert
+    has copies and a worker has neighbours, fewer are enough; the rest is of the full matrices.
     """
     cases = pairs.cover(*FACTORS.values())
     models = list(FACTORS["model"])
     few = pairs.thinned(
-        cases, lambda case: (models.index(case[0]) // 2, case[1], ALIKE.get(case[2], case[2]), *case[3:])
+        cases,
+        lambda case: (models.index(case[0]) // 2, *(ALIKE.get(one, one) for one in case[1:])),
+        spread=True,
     )
     return [pytest.param(case, marks=() if case in few else pairs.REST) for case in cases]
 
