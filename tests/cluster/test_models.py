@@ -172,12 +172,13 @@ def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, P
         cluster(path, kernels=picked, kv_cache_memory=memory, max_model_len=LONGEST, **settings) as served,
     ):
         found = drive(served, cancelled)
+        if dropping and transport == "faulty":  # workers report a moment later
+            served.until(lambda: served.supervisor.report().counters.resent_pairs > 0)
         report = served.supervisor.report()
     counted = report.counters
     assert counted.process_deaths == 0
     servers = [one.address.partition(":")[0] for one in report.processes if one.role == "expert server"]
     assert set(servers) == {"tcp" if transport == "tcp" else "unix"}
-    assert counted.resent_pairs > 0 or not (dropping and transport == "faulty")
     assert not cancelled or len(found[cancelled[0]][0]) < NEW
     for number in cancelled:
         length = len(found[number][0])
