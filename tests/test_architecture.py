@@ -247,7 +247,10 @@ LATE_IMPORTS = {
     "models.hub": "the hub's library is needed for hub ids only and takes a second to import",
     "verify.reference": "transformers need not be installed",
     "templates.__main__": "its parent says where modules are found",
-    "policy.offloading.planner": "only FlexGen's own search needs SciPy, which takes half a second to import",
+    "policy.offloading.flexgen": "only FlexGen's search needs SciPy, which takes half a second to import",
+    "policy.placement.solvers": "only MoETuner needs all of SciPy's optimisers",
+    "policy.placement.solvers.affinity": "a server that never solves a placement needs no SciPy",
+    "policy.placement.solvers.assignment": "as in affinity",
 }
 BROAD_EXCEPTS = {
     "cluster.failures": "a bug in one thing that the supervisor does must not end its watch over the rest",

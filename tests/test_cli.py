@@ -25,6 +25,7 @@ from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.errors import ConfigError
 from moesaic.core.worker_info import WorkerInfo
+from tests.support import pairs
 from tests.support.processes import children
 
 FLAGS = (
@@ -286,8 +287,7 @@ def test_serve_as_json_with_a_key_and_the_death_of_its_worker() -> None:
         assert process.returncode == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stdout", [">/dev/full", "| true", ">&-"])
+@pytest.mark.parametrize("stdout", pairs.some([">/dev/full", "| true", ">&-"], [">&-"]))
 def test_serve_serves_when_nobody_can_read_what_it_says(stdout: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -325,8 +325,8 @@ FULL = (">/dev/full", "moesaic: cannot write: No space left on device\n")
     ("stdout", "says", "flag"),
     [
         (*FULL, ""),
-        (*FULL, "--json"),
-        (">&-", "", ""),
+        pytest.param(*FULL, "--json", marks=pytest.mark.full),
+        pytest.param(">&-", "", "", marks=pytest.mark.full),
         pytest.param(">&-", "", "--json", marks=pytest.mark.full),
     ],
 )

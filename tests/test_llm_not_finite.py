@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moesaic import LLM, SamplingParams
+from moesaic import LLM, SamplingParams, cli
 from moesaic.core.errors import CheckpointError
 from moesaic.core.request import FinishReason
 from moesaic.llm import Completion
@@ -196,6 +196,7 @@ def test_a_trace_says_where_it_began(folders: Folders, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 def test_run_batch_fails_these_lines_only(folders: Folders, known: Known, tmp_path: Path) -> None:
     body = {"model": "m", "temperature": 0, "ignore_eos": True, "max_tokens": NEW}
     lines = [
@@ -204,12 +205,8 @@ def test_run_batch_fails_these_lines_only(folders: Folders, known: Known, tmp_pa
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--threads", "1", "--kv-cache-memory", "2MiB", "--served-model-name", "m"]
-    command = [sys.executable, "-m", "moesaic", "run-batch", "-i", str(tmp_path / "in.jsonl"), "-o"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "out.jsonl"), "--model", str(folders.damaged), *flags],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert (tmp_path / "out.jsonl").is_file(), done.stderr
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    assert cli.main(["run-batch", *files, "--model", str(folders.damaged), *flags]) == 1
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(found) == len(PROMPTS)
     statuses = {one["custom_id"]: one["response"]["status_code"] for one in found}

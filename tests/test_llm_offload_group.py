@@ -158,10 +158,16 @@ def test_four_processes(checkpoints: Mapping[str, Case]) -> None:
     assert answers(case.group(offload, ranks=4)) == answers(case.group(ranks=4))
 
 
+def alike(case: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A model counts as what it keeps in its cache, and a form as whether each rank has all rows."""
+    name, form, *rest = case
+    return name == "deepseek", form == "all-reduce", *rest
+
+
 @pytest.mark.parametrize(
     ("name", "form", "ranks", "policy"),
     [
-        *pairs.params(MODELS, [*FORMS, "deepspeed"], (2, 4), POLICIES),
+        *pairs.params(MODELS, [*FORMS, "deepspeed"], (2, 4), POLICIES, key=alike),
         ("olmoe", "reduce-scatter", 2, "pages"),
         ("qwen2", "all-reduce", 2, "pages"),
     ],

@@ -93,16 +93,21 @@ def test_every_flag_of_every_program_behind_a_number_exists(script: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_commands_that_end_by_themselves_run(tmp_path: Path) -> None:
+def test_the_commands_that_end_by_themselves_run(
+    tmp_path: Path, quick_workers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps(ASKED) + "\n")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    monkeypatch.chdir(tmp_path)
     ran = set()
     for command in commands():  # in their order: place reads what profile wrote
         name = next((name for name in ENDING if command[1:][: len(name.split())] == name.split()), None)
         if name is not None:
-            line = [str(BIN / command[0]), *command[1:], *QUICKER.get(name, ())]
-            done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"{command}: {done.stderr}"
+            words = [*command[1:], *QUICKER.get(name, ())]
+            if words == ["doctor"]:  # one as a person types it; the others need not import all again
+                subprocess.run([BIN / command[0], *words], check=True, stdout=subprocess.DEVNULL)
+            else:
+                assert cli.main(words) == 0, command
             ran.add(name)
     assert ran == set(ENDING)
     assert {"out.jsonl", "profile.npz", "placement.json"} <= {file.name for file in tmp_path.iterdir()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import signal
@@ -19,6 +20,7 @@ import openai
 import pytest
 
 from moesaic import LLM, SamplingParams
+from tests.support import pairs
 
 STREAMS = 64
 COMMAND = (sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--threads", "1")
@@ -162,9 +164,10 @@ def children(pid: int) -> list[int]:
     return [int(one) for one in task.read_text().split()] if task.exists() else []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("more", [(), ("--expert-servers", "1")])
+STARTING = list(itertools.product((signal.SIGTERM, signal.SIGINT), ((), ("--expert-servers", "1"))))
+
+
+@pytest.mark.parametrize(("signum", "more"), pairs.some(STARTING, STARTING[1:3]))
 def test_a_signal_while_it_starts_ends_what_it_started(signum: signal.Signals, more: tuple[str, ...]) -> None:
     """As soon as there is a worker, which is long before it has loaded anything."""
     process = subprocess.Popen([*COMMAND, *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

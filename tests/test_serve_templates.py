@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import moesaic
-from moesaic import LLM
+from moesaic import LLM, cli
 from moesaic.core.errors import RequestError
 from moesaic.server.service import CHATS_AT_ONCE
 from tests.support.processes import gone
@@ -77,7 +77,7 @@ def test_a_hostile_template_delays_no_other_request_and_no_signal(
     server = serving(template)
     process = server.process
     with httpx.Client(base_url=server.url, timeout=20) as client, ThreadPoolExecutor(8) as threads:
-        slow = [threads.submit(chat, client) for _ in range(2)]
+        slow = [threads.submit(chat, client)]
         for _ in range(3):
             assert client.get("/health").status_code == 200
             body = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
@@ -158,6 +158,7 @@ def test_a_hostile_template_is_one_line_at_the_start(tmp_path: Path, template: s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 def test_a_batch_has_the_same_limits(tmp_path: Path) -> None:
     (template := tmp_path / "hostile.jinja").write_text(
         "{% if messages[0].content == 'bad' %}{{ messages * 1000000000 }}{% endif %}{{ messages[0].content }}"
@@ -178,9 +179,7 @@ def test_a_batch_has_the_same_limits(tmp_path: Path) -> None:
     )
     out = tmp_path / "out.jsonl"
     flags = ["-i", str(lines), "-o", str(out), "--chat-template", str(template), "--threads", "1"]
-    command = [sys.executable, "-m", "moesaic", "run-batch", "--model", "demo", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1, done.stderr
+    assert cli.main(["run-batch", "--model", "demo", *flags]) == 1
     results = {line["custom_id"]: line for line in map(json.loads, out.read_text().splitlines())}
     assert results["bad"]["response"]["status_code"] == 400
     assert "needed more than 256 MiB of memory" in results["bad"]["error"]["message"]

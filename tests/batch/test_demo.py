@@ -18,7 +18,7 @@ from tests.batch.test_kill import finish, start, when_lines
 from tests.support.fake_batch_server import results
 from tests.support.processes import all_children, children, gone
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_workers")]
 FULL = partial(pytest.param, marks=pytest.mark.full)
 
 LINES = 24
@@ -67,12 +67,7 @@ def answers(path):
     return {name: choice.get("text") or choice["message"]["content"] for name, choice in choices.items()}
 
 
-def test_killed_at_every_turn_it_answers_what_an_undisturbed_run_answers(files):
-    reference = files[0], files[1].with_name("reference.jsonl")
-    code, out, _ = finish(reference, demo=True)
-    assert code == 0
-    assert f"{LINES} completed, 0 failed; {LINES * 30} tokens" in out
-
+def test_killed_at_every_turn_it_answers_what_an_undisturbed_run_answers(files, alone):
     process = start(files, demo=True, window=4)
     when_lines(files[1], 3, process)
     worker = worker_of(process)
@@ -92,7 +87,7 @@ def test_killed_at_every_turn_it_answers_what_an_undisturbed_run_answers(files):
 
     code, _, err = finish(files, demo=True)
     assert code == 0
-    assert answers(files[1]) == answers(reference[1])
+    assert answers(files[1]) == alone
 
 
 @contextmanager
@@ -114,11 +109,12 @@ def run_batch(files, *flags):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory, quick_workers):
     """What an undisturbed run of one worker answers."""
     files = written(tmp_path_factory.mktemp("alone"))
-    code, _, err = finish(files, demo=True)
+    code, out, err = finish(files, demo=True)
     assert code == 0, err
+    assert f"{LINES} completed, 0 failed; {LINES * 30} tokens" in out
     return answers(files[1])
 
 

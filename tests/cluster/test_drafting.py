@@ -13,7 +13,7 @@ import pytest
 from moesaic import LLM, SamplingParams
 from moesaic.config import Schedule
 from tests.cluster.test_identity import alone
-from tests.support import prediction
+from tests.support import pairs, prediction
 from tests.support.cluster_driver import Cluster, cluster
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
@@ -81,8 +81,7 @@ def test_ranks_have_the_same_bits_as_without_drafts() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", get_args(Schedule))
+@pytest.mark.parametrize("schedule", pairs.some(get_args(Schedule), ["barrier", "async"]))
 def test_the_same_bits_through_kills(schedule: str) -> None:
     killed: list[str] = []
     shape = {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2}

@@ -13,7 +13,7 @@ from moesaic.core.metrics import GroupStats
 from moesaic.core.profile import Profile
 from moesaic.testing import byte_tokenizer
 from tests.cluster.test_identity import workload
-from tests.support import model_configs, tiny_models
+from tests.support import model_configs, pairs, tiny_models
 from tests.support.cluster_driver import Answer, Cluster, cluster
 from tests.support.group_placements import recorded, write
 from tests.support.processes import children, gone
@@ -142,8 +142,7 @@ def test_a_frozen_rank_is_replaced_with_its_group(expected: list[Answer]) -> Non
         assert soon(lambda: all(map(gone, before)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", pairs.some([signal.SIGKILL, signal.SIGSTOP], [signal.SIGSTOP]))
 def test_a_group_without_work_is_replaced_too(signum: signal.Signals, expected: list[Answer]) -> None:
     """No round tells of the rank, so who watches it does: the next request finds another group."""
     with cluster(**GROUP) as served:  # type: ignore[arg-type]

@@ -138,7 +138,6 @@ def ranks(served: Cluster) -> list[int]:
         [(victim, schedule) for victim in ("first rank", "second rank", "server") for schedule in SCHEDULES],
         [
             ("first rank", "async"),
-            ("second rank", "lockstep"),
             ("second rank", "barrier"),
             ("server", "async"),
         ],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.test_identity import alone, workload
+from tests.support import pairs
 from tests.support.hosts import Hosts, missing
 from tests.support.joined_cluster import SERVER, After, joined_cluster
 
@@ -19,7 +20,7 @@ WORK = workload(6, 64)
 SETTINGS: dict[str, Any] = {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2}
 
 
-@pytest.mark.parametrize("redundant", [0, 3])
+@pytest.mark.parametrize("redundant", pairs.some([0, 3], [3]))
 def test_a_host_dies_and_every_expert_has_a_holder_at_once(
     redundant: int, hosts: Hosts, shared: Path
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from moesaic.core.cluster_status import ProcessStatus
 from tests.cluster.test_identity import alone, workload
 from tests.cluster.test_other_weights import copied, without_down_projections
+from tests.support import pairs
 from tests.support.cluster_driver import Answer, Cluster, cluster
 from tests.support.processes import gone
 
@@ -60,7 +61,7 @@ def steps_of(served: Cluster, name: str) -> int:
     return 0 if stats is None else stats.steps
 
 
-@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("servers", pairs.some([0, 1], [1]))
 def test_a_worker_joins_serves_and_dies(servers: int, expected: list[Answer], door: dict[str, Any]) -> None:
     """Its requests go on at the others, and the command joins again as a new member."""
     with cluster(**door | {"expert_servers": servers}) as served, worker(served, door) as process:

@@ -32,9 +32,10 @@ CASES = [
     (GROUP, WORKER, BEGINNING),
     (GROUP, RANK, BEGINNING),
     (GROUP, SERVE, READY),
-    (SERVERS, SERVER, BEGINNING),
 ]
+"""`test_no_part_of_a_trace_stays_of_a_process_that_was_killed` kills a server."""
 MORE = [
+    (SERVERS, SERVER, BEGINNING),
     (GROUP, WORKER, 0.0),
     (SERVERS, WORKER, 1.0),
     *((GROUP, victim, moment) for victim in (WORKER, RANK) for moment in (0.3, 0.6, 1.0, 2.0, 3.0, READY)),

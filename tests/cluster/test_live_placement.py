@@ -76,11 +76,17 @@ def drive(served: Cluster, swaps: int) -> None:
         assert len(served.running.answers) < 200 * COUNT, served.supervisor.report().placement_solve
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"redundant_experts": 4}, {"min_replicas": 2, "data_parallel_size": 3, "placement": None}],
-    ids=["plain", "copies", "three ranks with two copies"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.full),
+        pytest.param({"redundant_experts": 4}, id="copies", marks=pytest.mark.slow),
+        pytest.param(
+            {"min_replicas": 2, "data_parallel_size": 3, "placement": None},
+            id="three ranks with two copies",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_a_placement_follows_live_routing(
     settings: dict[str, Any], alone: Alone, tmp_path: Path, eager: None, any_move: None

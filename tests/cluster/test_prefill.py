@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import signal
@@ -94,8 +95,7 @@ def test_the_same_bits_as_in_one_process(shape: str) -> None:
         assert transfers.sent_bytes and transfers.sent_seconds
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("cache", pairs.some(["float32", "bfloat16", "int8"], ["bfloat16", "int8"]))
 def test_every_cache_type_travels(cache: str) -> None:
     with prefill_cluster(expert_servers=1, kv_cache_dtype=cache) as served:
         served.submit(*workload())
@@ -104,9 +104,10 @@ def test_every_cache_type_travels(cache: str) -> None:
         served.until(lambda: served.stats.transfers.received == 6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["lockstep", "async"])
-@pytest.mark.parametrize("cache", ["float32", "int8"])
+EARLY = list(itertools.product(("float32", "int8"), ("lockstep", "async")))
+
+
+@pytest.mark.parametrize(("cache", "schedule"), pairs.some(EARLY, EARLY[1:3]))
 def test_layers_travel_while_others_are_computed(cache: str, schedule: str) -> None:
     """In long prompts each layer is enough for a piece. Chunks of 128 rows leave 72 of the last prompt."""
     numbers = random.Random(3)
@@ -144,8 +145,9 @@ def test_kv_of_all_ranks_travels(shape: str) -> None:
         assert served.stats.transfers.failed == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["prefill worker 0", "attention worker 0"])
+@pytest.mark.parametrize(
+    "victim", pairs.some(["prefill worker 0", "attention worker 0"], ["attention worker 0"])
+)
 def test_a_group_dies_during_a_transfer(victim: str) -> None:
     with prefill_cluster(tensor_parallel_size=2, expert_servers=1) as served:
         served.submit(*workload(40))
@@ -190,9 +192,11 @@ def of_one_process(path: Path, longest: int) -> list[Answer]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["lockstep", "async"])
-@pytest.mark.parametrize("family", FAMILIES)
+TRAVELLING = list(itertools.product(FAMILIES, ("lockstep", "async")))
+TRAVEL_NOW = [("states", "async"), ("convolutions", "lockstep"), ("latent", "async")]
+
+
+@pytest.mark.parametrize(("family", "schedule"), pairs.some(TRAVELLING, TRAVEL_NOW))
 def test_states_and_latents_travel(family: str, schedule: str, checkpoints: dict[str, Path]) -> None:
     """Of prompts that end before, at and after a multiple of 64, where states are stored."""
     path, longest = checkpoints[family], 120 if family == "latent" else 200
@@ -226,8 +230,11 @@ VICTIMS = [
     for schedule in ("lockstep", "async", "barrier")
     for after in (0, 5, 12)
 ]
-KILLED = [(*one, "lockstep", 0) for one in (("prefill worker 0", 1), ("attention worker 0", 2))]
-KILLED += [("prefill worker 0", 2, "async", 5), ("attention worker 0", 1, "barrier", 5)]
+KILLED = [
+    ("attention worker 0", 2, "lockstep", 0),
+    ("prefill worker 0", 1, "async", 5),
+    ("attention worker 0", 1, "barrier", 5),
+]
 
 
 @pytest.mark.parametrize(("victim", "count", "schedule", "after"), pairs.some(VICTIMS, KILLED))

@@ -50,7 +50,7 @@ from tests.support.forked_workers import Forking
 
 CLUSTERS = 12
 """Of the plan "ci". The first of them have most settings between them."""
-FEW = (0, 1, 2, 3)
+FEW = (1, 2)
 """Those that `make test` starts."""
 
 

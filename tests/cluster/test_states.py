@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -54,7 +55,17 @@ def answers(path: Path) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize(("schedule", "after", "family"), pairs.params(get_args(Schedule), (0, 80), FAMILIES))
+CASES = list(itertools.product(get_args(Schedule), (0, 80), FAMILIES))
+NOW = [
+    ("lockstep", 80, "qwen3-next"),
+    ("barrier", 0, "lfm2"),
+    ("async", 0, "qwen3-next"),
+    ("auto", 80, "lfm2"),
+]
+"""Each schedule once, and each family at both moments."""
+
+
+@pytest.mark.parametrize(("schedule", "after", "family"), pairs.some(CASES, NOW))
 def test_a_killed_workers_requests_go_on(
     schedule: str, after: int, family: str, checkpoints: dict[str, Path], alone: dict[str, list[Answer]]
 ) -> None:

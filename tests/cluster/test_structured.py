@@ -12,6 +12,7 @@ from moesaic import SamplingParams
 from moesaic.config import Schedule
 from moesaic.core.reasoning import ReasoningBudget
 from tests.cluster.test_identity import alone, workload
+from tests.support import pairs
 from tests.support.cluster_driver import cluster
 
 FORMS: list[dict[str, Any] | None] = [
@@ -41,8 +42,7 @@ def constrained() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", get_args(Schedule))
+@pytest.mark.parametrize("schedule", pairs.some(get_args(Schedule), ["lockstep", "async"]))
 def test_a_killed_workers_requests_go_on(schedule: str) -> None:
     """The matcher of the worker that takes over begins behind the tokens that the dead one sent."""
     killed: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support import pairs
 
 from moesaic import cli
 from moesaic.commands import descriptors
@@ -23,18 +25,18 @@ def limited(limits: str, *command: str) -> list[str]:
     return ["bash", "-c", f'{limits}; exec "$0" -m moesaic "$@"', sys.executable, *command]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("serve", "demo", "--port", "0", "--threads", "1"),
-        ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "demo"),
-        ("join", "127.0.0.1:9", "--secret-file", "secret"),
-    ],
-    ids=lambda command: command[0],
-)
-@pytest.mark.parametrize("number", [14, 20])
-def test_a_limit_that_is_too_small_is_one_line(command: tuple[str, ...], number: int, tmp_path: Path) -> None:
+COMMANDS = {
+    "serve": ("serve", "demo", "--port", "0", "--threads", "1"),
+    "run-batch": ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "demo"),
+    "join": ("join", "127.0.0.1:9", "--secret-file", "secret"),
+}
+TOO_SMALL = list(itertools.product(COMMANDS, (14, 20)))
+NOW = [("serve", 20), ("run-batch", 20), ("join", 14)]
+
+
+@pytest.mark.parametrize(("name", "number"), pairs.some(TOO_SMALL, NOW))
+def test_a_limit_that_is_too_small_is_one_line(name: str, number: int, tmp_path: Path) -> None:
+    command = COMMANDS[name]
     (tmp_path / "in.jsonl").write_text(LINE)
     secret = tmp_path / "secret"
     secret.write_text("ab" * 32 + "\n")

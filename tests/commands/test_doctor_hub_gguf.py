@@ -40,6 +40,11 @@ for name in sys.argv[1:]:
         except MoesaicError as error:
             print(error)
 """
+DOCTOR = """
+import json, sys
+from moesaic import cli
+raise SystemExit(max(cli.main(["doctor", *words, "--json"]) for words in json.loads(sys.argv[1])))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +75,11 @@ def run(endpoint: str, home: Path, *words: object) -> subprocess.CompletedProces
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
-def doctor(endpoint: str, home: Path, *words: object) -> dict[str, Any]:
-    done = run(endpoint, home, "-m", "moesaic", "doctor", *words, "--json")
+def doctor(endpoint: str, home: Path, *each: list[object]) -> list[dict[str, Any]]:
+    """The reports of one process, each about other words."""
+    done = run(endpoint, home, "-c", DOCTOR, json.dumps(each, default=str))
     assert done.returncode in (0, 1), done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("parts", pairs.some((1, 2), (2,)))
@@ -89,9 +94,11 @@ def test_it_says_what_it_says_of_a_local_file(source: Path, tmp_path: Path, part
     sent: Counter[str] = Counter()
     model = f"{REPOSITORY}:q4_k_m"
     with hub(REPOSITORY, repository, sent, **{shown[0]: "redirect"}) as (endpoint, seen):
-        found = doctor(endpoint, home, model, "--hardware", machine)
-        plain = doctor(endpoint, home, REPOSITORY, "--hardware", "none")
-    local = doctor(endpoint, home, repository / shown[0], "--hardware", machine)
+        of_machine: list[object] = ["--hardware", machine]
+        found, plain, local = doctor(
+            endpoint, home, [model, *of_machine], [REPOSITORY, "--hardware", "none"],
+            [repository / shown[0], *of_machine],
+        )  # fmt: skip
     assert found["command"].endswith(f"moesaic serve {model}") and found["problems"] == []
     assert found["stored"]["download"] == found["stored"]["bytes"] > parts * WEIGHTS
     assert plain["command"].endswith(f"moesaic serve {REPOSITORY}:{shown[0]}")
@@ -175,7 +182,7 @@ def test_a_problem_names_the_file_on_the_hub(source: Path, tmp_path: Path) -> No
     (repository / "A.gguf").write_bytes(whole.replace(b"blk.0.attn_k.weight", b"blk.0.attn_X.weight"))
     (repository / "B.gguf").write_bytes(whole.replace(b"qwen3moe", b"qwen9moe"))
     with hub(REPOSITORY, repository) as (endpoint, _):
-        found = doctor(endpoint, tmp_path / "home", f"{REPOSITORY}:A.gguf", "--hardware", "none")
+        [found] = doctor(endpoint, tmp_path / "home", [f"{REPOSITORY}:A.gguf", "--hardware", "none"])
         words = ("-m", "moesaic", "doctor", f"{REPOSITORY}:B.gguf", "--hardware", "none")
         done = run(endpoint, tmp_path / "home", *words)
     missing = "tensor model.layers.0.self_attn.k_proj.weight is missing"

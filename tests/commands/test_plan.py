@@ -218,6 +218,7 @@ def test_the_picture_has_every_chart_and_the_turning_points(
     monkeypatch.setattr(plan_picture, "MEMORIES", (0.5, 1.0))
     target = tmp_path / "plan.svg"
     line = ["plan", small, "--hardware", str(file), "--prompt-len", "64", "--gen-len", "16"]
+    line += ["--host-memory", "64MiB"]  # so that batches are small, and each search short
     assert cli.main([*line, "--json", "--plot", str(target)]) == 0
     root = ET.fromstring(target.read_text(encoding="utf-8"))
     text = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))

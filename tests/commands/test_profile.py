@@ -265,7 +265,7 @@ WITHOUT = "without --expert-servers"
     ],
 )
 def test_a_live_profile_that_cannot_be_made(
-    tmp_path: Path, flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, flags: tuple[str, ...], told: str, quick_workers: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "p.npz"
     command = ["serve", "demo", "--port", "0", "--threads", "1", "--record-routing", str(file), *flags]

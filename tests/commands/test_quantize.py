@@ -145,25 +145,24 @@ def test_calibration_loses_less_than_rounding_to_nearest(
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_continued_to_the_same_bytes(tmp_path: Path, code: list[Path]) -> None:
-    command = [*COMMAND, "out", *INT4, "--calibrate", str(code[1]), "--evaluation-tokens", "0"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as started:
+def test_a_killed_run_is_continued_to_the_same_bytes(
+    tmp_path: Path, code: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    words = [*INT4, "--calibrate", str(code[1]), "--evaluation-tokens", "0"]
+    with subprocess.Popen([*COMMAND, str(out), *words], stderr=subprocess.DEVNULL) as started:
         deadline = time.monotonic() + 120
-        while len(list((tmp_path / "out").glob("*.safetensors"))) < 3:
+        while len(list(out.glob("*.safetensors"))) < 3:
             assert started.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         started.kill()
     assert started.returncode == -signal.SIGKILL
-    assert not (tmp_path / "out" / "config.json").exists()
-    serve = [sys.executable, "-m", "moesaic", "doctor", "out", "--hardware", "none"]
-    said = subprocess.run(serve, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert said.returncode == 2 and "no config.json in this directory" in said.stderr
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    command[command.index("out")] = "whole"
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    first, second = (
-        {file.name: file.read_bytes() for file in (tmp_path / one).iterdir()} for one in ("out", "whole")
-    )
+    assert not (out / "config.json").exists()
+    assert cli.main(["doctor", str(out), "--hardware", "none"]) == 2
+    assert "no config.json in this directory" in capsys.readouterr().err
+    for folder in (out, whole):
+        assert cli.main(["quantize", "demo", str(folder), *words]) == 0
+    first, second = ({file.name: file.read_bytes() for file in one.iterdir()} for one in (out, whole))
     assert first == second
 
 

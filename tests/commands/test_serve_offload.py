@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import openai
 import pytest
 import torch
 from tests.commands.test_run_batch_offload import MACHINE, SIZES
-from tests.support import model_configs, tiny_models
+from tests.support import model_configs, pairs, tiny_models
 from tests.support.processes import all_children, children
 from tests.test_serve import Server, idle, start
 
@@ -91,7 +92,7 @@ def asked(server: Server, prompt: list[int], tokens: int, **more: Any) -> Any:
         return client.completions.create(**body, extra_body=extra)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", pairs.some(MODELS, ["qwen3"]))  # states: see test_composition.py
 def test_clients_that_come_and_go_get_the_answers_of_the_model_in_memory(model: str, saved: Saved) -> None:
     path, tokens = saved(model), 12
     with serving(path, "--max-num-seqs", "8", "--max-model-len", "128", cap=CAPS[model]) as server:
@@ -208,6 +209,7 @@ def peak(pid: int) -> float:
     return peak_in(Path(f"/proc/{pid}/status").read_text())
 
 
+@functools.cache
 def libraries() -> float:
     """MiB of a process that has imported what a worker or a server imports."""
     said = subprocess.run([sys.executable, "-c", LIBRARIES], capture_output=True, text=True, check=True)
@@ -252,7 +254,7 @@ def test_servers_have_no_plan(saved: Saved, flags: list[str], capfd: pytest.Capt
 
 
 def test_a_memory_without_room_for_two_experts_is_refused(
-    saved: Saved, capfd: pytest.CaptureFixture[str]
+    saved: Saved, quick_workers: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--fast-memory", "100KiB", "--expert-servers", "2", "--port", "0", "--threads", "1"]
     assert cli.main(["serve", str(saved("qwen3")), *given]) == 2

@@ -72,7 +72,7 @@ CASES = [
         for case in itertools.product(MODELS, [name for name in POLICIES if name not in OFTEN], FORMS)
     ),
     pytest.param("mixtral", None, "reduce-scatter", 4, marks=pytest.mark.slow),
-    pytest.param("mixtral", "the CPU attends", "deepspeed", 4, marks=pytest.mark.slow),
+    pytest.param("mixtral", "the CPU attends", "deepspeed", 4, marks=pairs.REST),
     pytest.param("qwen3", "the cache moves, s4", "all-reduce", 4, marks=pairs.REST),
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -224,9 +225,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "slow_attention", "residual"), pairs.params(KINDS, (True, False), (True, False))
-)
+PLACES = list(itertools.product(KINDS, (True, False), (True, False)))
+PLACES_NOW = [
+    ("many prompts", False, False),
+    ("one long prompt", True, False),
+    ("shared prefixes", False, True),
+    ("padding", True, True),
+]
+"""Every kind once, and every two places of the cache and the rows."""
+
+
+@pytest.mark.parametrize(("kind", "slow_attention", "residual"), pairs.some(PLACES, PLACES_NOW))
 def test_prompts_of_any_kind_take_no_more_than_was_planned(
     tmp_path: Path, kind: str, slow_attention: bool, residual: bool
 ) -> None:

@@ -42,7 +42,7 @@ def device() -> Iterator[None]:
 
 def answers(folder: Path, offload: Offload | None = None, **settings: Any) -> tuple[LLM, list[list[int]]]:
     model = LLM(str(folder), threads=1, max_model_len=64, max_num_seqs=8, offload=offload, **settings)
-    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     return model, [one.outputs[0].token_ids for one in model.generate(PROMPTS, params)]
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,15 @@ from moesaic.models import files
 from moesaic.models.gguf import hub as hub_files
 
 SCRIPT = """
+import json
 import sys
 from moesaic.core.errors import MoesaicError
 from moesaic.models import files
-try:
-    print(files.resolve(sys.argv[1], *sys.argv[2:]))
-except MoesaicError as error:
-    print("refused:", error)
+for arguments in json.loads(sys.argv[1]):
+    try:
+        print(files.resolve(*arguments))
+    except MoesaicError as error:
+        print("refused:", error)
 assert "torch" not in sys.modules
 """
 REPOSITORY = "some-org/tiny-moe"
@@ -33,13 +36,21 @@ REPOSITORY = "some-org/tiny-moe"
 
 def resolve(endpoint: str, home: Path, *arguments: str, **environment: str) -> str:
     """What `files.resolve` says in a process of its own, whose hub is `endpoint`."""
+    [said] = resolve_each(endpoint, home, [arguments], **environment)
+    return said
+
+
+def resolve_each(endpoint: str, home: Path, calls: Sequence[Sequence[str]], **environment: str) -> list[str]:
+    """What one process says of several names. One line each."""
     source = str(Path(moesaic.__file__).parent.parent)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     env = {**clean, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": source, **environment}
-    command = [sys.executable, "-c", SCRIPT, *arguments]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(calls)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    said = done.stdout.splitlines()
+    assert len(said) == len(calls), "one line each"
+    return said
 
 
 @pytest.fixture
@@ -99,13 +110,14 @@ def test_a_gguf_file_of_a_hub_is_named_by_its_type(repository: Path, tmp_path: P
         assert [found.name] == [file.name for file in found.parent.iterdir()] == ["Tiny-Q4_K_M.gguf"]
         split = Path(resolve(endpoint, home, f"{REPOSITORY}:BF16"))
         assert split.name == "Tiny-BF16-00001-of-00002.gguf" and len(list(split.parent.iterdir())) == 3
-        assert resolve(endpoint, home, f"{REPOSITORY}:Tiny-IQ4_K_M.gguf").endswith("/Tiny-IQ4_K_M.gguf")
-        for wrong in ("Q8_0", "Q4_K", "model.gguf", "Tiny"):
-            said = resolve(endpoint, home, f"{REPOSITORY}:{wrong}")
+        several = ("Tiny-IQ4_K_M.gguf", "Q8_0", "Q4_K", "model.gguf", "Tiny")
+        named, *refused = resolve_each(endpoint, home, [[f"{REPOSITORY}:{one}"] for one in several])
+        assert named.endswith("/Tiny-IQ4_K_M.gguf")
+        for wrong, said in zip(several[1:], refused, strict=True):
             assert said.startswith(
                 f"refused: model: got '{REPOSITORY}:{wrong}'; allowed: one of its files: Tiny-"
             )
-            assert "mmproj" not in said and "00002-of" not in said and "\n" not in said
+            assert "mmproj" not in said and "00002-of" not in said
         (repository / "config.json").unlink()
         assert f"name a file as {REPOSITORY}:Q4_K_M" in resolve(endpoint, tmp_path / "other", REPOSITORY)
         assert "has no revision 'v9'" in resolve(endpoint, home, model, "v9")

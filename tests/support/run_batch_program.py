@@ -17,8 +17,8 @@ from moesaic.core.errors import ConfigError, MoesaicError
 from tests.support.fake_batch_server import FakeServer
 
 
-def main() -> int:
-    given = json.loads(sys.argv[1])
+def main(settings: str) -> int:
+    given = json.loads(settings)
     if "max_file_bytes" in given:
         resource.setrlimit(resource.RLIMIT_FSIZE, (given["max_file_bytes"],) * 2)
     try:
@@ -39,4 +39,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1]))

@@ -143,9 +143,9 @@ def run_machine(examples: int, steps: int) -> None:
 
 @pytest.mark.slow
 def test_random_use() -> None:
-    run_machine(50, 30)
+    run_machine(100, 50)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_random_use_long() -> None:
     run_machine(260, 50)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB, Hardware
@@ -115,6 +114,8 @@ def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, co
     Example: Mixtral 8x7B on the T4 as fitted, with 418 prompt and 32 generated tokens. 40 micro-batches of
     32 give 13.3 tokens/s, with a share of 0.07 of the weights on the GPU.
     """
+    from scipy.optimize import linprog
+
     job, generate = _Job(model, workload, mu, mu * count), workload.generate
     bounds = np.array([*_times(job, machine), *_memory(job, machine)])
     bounds /= np.abs(bounds[:, :5]).max(axis=1, keepdims=True)

@@ -114,6 +114,7 @@ class _Parts:
         self.list = TaskList()
         self.layers, self.count = shape.layers, shape.micro_batches
         self.ahead = min(AHEAD, self.count)
+        self._weights: dict[int, list[Key]] = {}
 
     def each(self) -> Iterator[tuple[int, int]]:
         for layer in range(self.layers):
@@ -165,7 +166,11 @@ class _Parts:
             self.page(layer, page)
 
     def weights(self, layer: int) -> list[Key]:
-        return [name(Kind.LOAD_PAGE, layer, page) for page in range(self.shape.pages_of(layer))]
+        """The keys of a layer's pages. Each micro-batch asks for the same ones."""
+        if layer not in self._weights:
+            pages = range(self.shape.pages_of(layer))
+            self._weights[layer] = [name(Kind.LOAD_PAGE, layer, page) for page in pages]
+        return self._weights[layer]
 
     # ---- a micro-batch
 

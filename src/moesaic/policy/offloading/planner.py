@@ -20,6 +20,7 @@ from functools import lru_cache
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware, Link
 from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.offloading import flexgen
 from moesaic.policy.offloading.footprint import Footprint, why_not
 from moesaic.policy.offloading.pipeline import FORCED, Schedule
 from moesaic.policy.offloading.policies import Policy, Workload, slow_share
@@ -279,8 +280,6 @@ def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tup
     of memory, which leaves things out. By our count (`Price.fast`, `Price.slow`) it may not fit. Raises
     ConfigError if nothing fits.
     """
-    from moesaic.policy.offloading import flexgen
-
     flops_per_byte = model.attention.pair_flops / model.cache(1, workload.cache_number)
     found = flexgen.search(model, flexgen.Constants.of(hardware, flops_per_byte), workload)
     policy = Policy(

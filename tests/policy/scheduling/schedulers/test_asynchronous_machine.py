@@ -182,9 +182,9 @@ def run_machine(examples: int, steps: int) -> None:
 
 @pytest.mark.slow
 def test_random_traffic() -> None:
-    run_machine(12, 20)
+    run_machine(30, 30)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_random_traffic_long() -> None:
     run_machine(60, 30)

@@ -147,9 +147,9 @@ def run_machine(examples: int, steps: int) -> None:
 
 @pytest.mark.slow
 def test_random_traffic() -> None:
-    run_machine(20, 15)
+    run_machine(60, 30)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_random_traffic_long() -> None:
     run_machine(160, 30)

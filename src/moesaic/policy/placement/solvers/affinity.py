@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
 
 from moesaic.core.profile import Counts
 
@@ -20,7 +19,11 @@ def coactivation(counts: Counts, num_experts: int, top_k: int) -> FloatArray:
     so that ids count as often as they occur.
 
     Example: one id was seen twice, and chose expert 0 twice and expert 1 once -> [[2, 1], [1, 0.5]].
+
+    SciPy is imported by the first call, since most processes never need it.
     """
+    from scipy.sparse import csr_array
+
     shape = (len(counts.starts) - 1, num_experts)
     matrix = csr_array((counts.counts.astype(np.float64), counts.experts, counts.starts), shape=shape)
     seen = np.maximum(matrix.sum(axis=1) / top_k, 1.0)

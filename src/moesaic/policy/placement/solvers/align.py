@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.solvers.assignment import assign
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -75,7 +75,7 @@ def numbered_like(experts: npt.NDArray[np.integer], before: npt.NDArray[np.bool_
     kept = np.array(
         [[(before[old] & (experts == new)).sum() for old in range(ranks)] for new in range(ranks)]
     )
-    numbers: SmallArray = linear_sum_assignment(kept, maximize=True)[1].astype(np.int16)
+    numbers: SmallArray = assign(kept)[1].astype(np.int16)
     return numbers
 
 
@@ -161,7 +161,7 @@ def _start_from(overlap: FloatArray, start: int) -> IntArray:
     for layer in np.roll(np.arange(layers), -start).tolist():
         if layer != start:
             gain = overlap[layer].reshape(ranks, -1) @ chosen.reshape(-1, ranks)
-            numbers[layer] = linear_sum_assignment(gain, maximize=True)[1]
+            numbers[layer] = assign(gain)[1]
         chosen[layer] = _one_hot(numbers[layer])
     return numbers
 
@@ -179,7 +179,7 @@ def _sweep(overlap: FloatArray, numbers: IntArray) -> IntArray:
         for layer in range(layers):
             chosen[layer] = 0.0
             gain = overlap[layer].reshape(ranks, -1) @ chosen.reshape(-1, ranks)
-            cluster, best = linear_sum_assignment(gain, maximize=True)
+            cluster, best = assign(gain)
             if gain[cluster, best].sum() - gain[cluster, numbers[layer]].sum() > EXACT:
                 numbers[layer], changed = best, True
             chosen[layer] = _one_hot(numbers[layer])

@@ -39,12 +39,12 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers import speculative
+from moesaic.policy.placement.solvers.assignment import assign
 from moesaic.policy.placement.solvers.layers import each_alone
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 
@@ -163,7 +163,7 @@ def mix(layer: Layer, one: IntArray, other: IntArray, rng: np.random.Generator) 
     """
     shared = np.zeros((layer.ranks, layer.ranks))
     np.add.at(shared, (other, one), layer.loads)
-    numbers = linear_sum_assignment(shared, maximize=True)[1]
+    numbers = assign(shared)[1]
     free = (numbers[other] != one).nonzero()[0]
     found = one.copy()
     found[free] = rng.permutation(one[free])

@@ -16,13 +16,13 @@ At the end clusters are numbered alike in all layers (`align`).
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.affinity import FloatArray, coactivation
 from moesaic.policy.placement.solvers.align import align
+from moesaic.policy.placement.solvers.assignment import assign
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.tokens import labelled
 
@@ -96,7 +96,7 @@ def _settled(products: FloatArray, room: IntArray, centres: list[int]) -> SmallA
     similar = products[:, centres]
     found = np.full(len(products), -1)
     for _ in range(ROUNDS):
-        new = slots[linear_sum_assignment(similar[:, slots], maximize=True)[1]]
+        new = slots[assign(similar[:, slots])[1]]
         if (new == found).all():
             break
         found = new
