@@ -28,7 +28,7 @@ from tests.support.ray_cluster import (
 )
 from tests.support.ray_nodes import Nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def nodes() -> Iterator[Nodes]:
         yield started
 
 
+@pytest.mark.full
 def test_whatever_dies_the_tokens_are_those_of_one_process(tmp_path: Path, nodes: Nodes) -> None:
     """`test_ray_soak.py` freezes processes too, and kills them under every schedule."""
     expected = alone(*workload(6, 24))
@@ -89,6 +90,7 @@ def test_a_change_waits_for_a_node(tmp_path: Path, nodes: Nodes, monkeypatch: py
         assert answers(running) == expected
 
 
+@pytest.mark.full
 def test_a_pair_is_on_one_node_and_sees_the_gpus_that_ray_gave_it(tmp_path: Path, nodes: Nodes) -> None:
     node = nodes.add(num_cpus=2, num_gpus=2)
     ranks = {"data_parallel_size": 1, "expert_servers": 1, "enable_expert_parallel": True}
@@ -107,6 +109,7 @@ def variables(pid: int) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.split("\0") if line)
 
 
+@pytest.mark.full
 def test_what_a_node_lacks_ends_the_start_with_one_line(
     tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +126,7 @@ def test_what_a_node_lacks_ends_the_start_with_one_line(
         pass
 
 
+@pytest.mark.slow
 def test_without_ray_or_a_ray_cluster_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(**settings: Any) -> None:
         raise ConnectionError("Could not find any running Ray instance.\nmore")

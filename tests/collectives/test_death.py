@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a test counts as hanging."""
 Child = subprocess.Popen[str]
 
