@@ -65,5 +65,5 @@ sanitize: $(STAMP)
 	cp scripts/sanitized.py $(SANITIZED)/sitecustomize.py
 	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so):$$(gcc -print-file-name=libubsan.so)" \
-		$(BIN)/pytest -p no:cacheprovider -m "not slow and not full" -n 2 --dist loadfile tests/kernels tests/models/test_native.py \
+		$(BIN)/pytest -p no:cacheprovider -m "not slow and not full" -n 2 --dist loadfile --max-worker-restart 0 tests/kernels tests/models/test_native.py \
 		tests/test_llm_bits.py tests/test_llm_integers.py tests/test_llm_states.py tests/experts tests/transport

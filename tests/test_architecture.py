@@ -248,7 +248,7 @@ LATE_IMPORTS = {
     "verify.reference": "transformers need not be installed",
     "templates.__main__": "its parent says where modules are found",
     "policy.offloading.flexgen": "only FlexGen's search needs SciPy, which takes half a second to import",
-    "policy.placement.solvers": "only MoETuner needs all of SciPy's optimisers",
+    "policy.placement.solvers": "only MoETuner imports SciPy's optimisers with it",
     "policy.placement.solvers.affinity": "a server that never solves a placement needs no SciPy",
     "policy.placement.solvers.assignment": "as in affinity",
 }

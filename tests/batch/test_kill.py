@@ -42,7 +42,7 @@ def start(files, **settings):
 
 
 def finish(files, **settings):
-    """Of a run in this process, unless its own limits hold for it: the exit code and what it printed."""
+    """Runs it in this process, or in one with limits. Returns the exit code, the output and the errors."""
     if "max_file_bytes" in settings:
         process = start(files, **settings)
         out, err = process.communicate(timeout=PATIENCE)

@@ -35,8 +35,8 @@ def act(hosts: Hosts, fault: str) -> Callable[[], None]:
 
 
 SERVERS_GO = list(itertools.product((KILL, CUT), SCHEDULES, (1, 2)))
-NOW = [(KILL, "lockstep", 1), (CUT, "barrier", 2)]
-"""`test_an_attention_workers_host_goes` has servers under the asynchronous schedule."""
+NOW = [(KILL, "async", 2), (CUT, "lockstep", 1)]
+"""They have each fault, with and without copies of the experts on the other host."""
 
 
 @pytest.mark.parametrize(("fault", "schedule", "replicas"), pairs.some(SERVERS_GO, NOW))

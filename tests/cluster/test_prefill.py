@@ -232,7 +232,7 @@ VICTIMS = [
 ]
 KILLED = [
     ("attention worker 0", 2, "lockstep", 0),
-    ("prefill worker 0", 1, "async", 5),
+    ("prefill worker 0", 2, "async", 5),
     ("attention worker 0", 1, "barrier", 5),
 ]
 

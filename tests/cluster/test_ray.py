@@ -41,6 +41,7 @@ def nodes() -> Iterator[Nodes]:
 def test_whatever_dies_the_tokens_are_those_of_one_process(tmp_path: Path, nodes: Nodes) -> None:
     """`test_ray_soak.py` freezes processes too, and kills them under every schedule."""
     expected = alone(*workload(6, 24))
+    nodes.add()  # one of them dies
     with on_ray(tmp_path, nodes, attention_workers=1, expert_servers=1) as running:
         assert len({process.room.node for process in processes(running).values()}) == 2
 
@@ -56,7 +57,6 @@ def test_whatever_dies_the_tokens_are_those_of_one_process(tmp_path: Path, nodes
         running.until(lambda: processes(running)["attention worker 0"] is not before and serving(running))
         assert processes(running)["attention worker 0"].room.node != before.room.node
         assert answers(running) == expected
-    nodes.add()
 
 
 @pytest.mark.full

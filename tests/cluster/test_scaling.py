@@ -55,7 +55,7 @@ def copies(served: Cluster) -> set[int]:
     return {copies for layer in served.supervisor.report().replicas for copies in (layer.least, layer.most)}
 
 
-@pytest.mark.parametrize("schedule", pairs.some(SCHEDULES, SCHEDULES[:1]))
+@pytest.mark.parametrize("schedule", pairs.some(SCHEDULES, SCHEDULES[2:]))
 def test_servers_come_and_go_during_traffic(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=1, schedule=schedule) as served:
         traffic = Traffic(served)
@@ -85,7 +85,7 @@ def test_every_expert_keeps_its_copies(expected: list[Answer]) -> None:
         assert served.broken_off == 0
 
 
-@pytest.mark.parametrize("schedule", pairs.some(SCHEDULES, SCHEDULES[-1:]))
+@pytest.mark.parametrize("schedule", pairs.some(SCHEDULES, SCHEDULES[1:2]))
 def test_attention_workers_come_and_go_during_traffic(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=1, schedule=schedule) as served:
         traffic = Traffic(served)

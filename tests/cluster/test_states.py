@@ -62,7 +62,7 @@ NOW = [
     ("async", 0, "qwen3-next"),
     ("auto", 80, "lfm2"),
 ]
-"""Each schedule once, and each family at both moments."""
+"""They have each schedule, and each family at both moments."""
 
 
 @pytest.mark.parametrize(("schedule", "after", "family"), pairs.some(CASES, NOW))

@@ -76,7 +76,7 @@ def run(endpoint: str, home: Path, *words: object) -> subprocess.CompletedProces
 
 
 def doctor(endpoint: str, home: Path, *each: list[object]) -> list[dict[str, Any]]:
-    """The reports of one process, each about other words."""
+    """Asks for several reports in one process. each: the words of each report."""
     done = run(endpoint, home, "-c", DOCTOR, json.dumps(each, default=str))
     assert done.returncode in (0, 1), done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

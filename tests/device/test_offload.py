@@ -232,7 +232,7 @@ PLACES_NOW = [
     ("shared prefixes", False, True),
     ("padding", True, True),
 ]
-"""Every kind once, and every two places of the cache and the rows."""
+"""They have every kind, and every pair of places of the cache and the rows."""
 
 
 @pytest.mark.parametrize(("kind", "slow_attention", "residual"), pairs.some(PLACES, PLACES_NOW))

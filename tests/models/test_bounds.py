@@ -46,7 +46,7 @@ def edited(path: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-@pytest.mark.parametrize("case", pairs.some(CASES, CASES[-1:]))
+@pytest.mark.parametrize("case", pairs.some(CASES, CASES[:1]))
 def test_no_number_allocates_before_it_is_checked(case: str, saved: dict[str, Path], tmp_path: Path) -> None:
     path = edited(saved[case], tmp_path)
     byte_tokenizer(path)

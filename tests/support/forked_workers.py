@@ -56,10 +56,11 @@ class ForkServer:
             try:
                 socket.send_fds(asking, [request], descriptors)
                 return int(asking.recv(64))
-            except (
-                BaseException
-            ):  # a test that takes too long is interrupted here: the answer was for this call
-                asking.close()
+            except BaseException:
+                # A test that takes too long is interrupted here. Its answer must not go to the next call.
+                if self._process is not None:
+                    self._process.kill()
+                self.end()
                 self._asking = None
                 raise
             finally:

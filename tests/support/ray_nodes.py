@@ -29,7 +29,7 @@ class Nodes:
         self._cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE})
         self.address = str(self._cluster.address)
         self.nodes: list[Any] = []
-        """All that were added, those that have ended too."""
+        """All nodes that were added. Some may have ended."""
         for one in cpus:
             self.add(wait=False, num_cpus=one)
         self._cluster.wait_for_nodes()

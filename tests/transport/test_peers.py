@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -167,19 +169,23 @@ def mapped_segments() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_stays_until_the_end_that_waits_has_left_it() -> None:
+    gc.collect()
     before = mapped_segments()
     mapping, descriptor = make_segment(4 * CAPACITY)
-    os.close(descriptor)
     near, far = socket.socketpair()
-    end = SharedPeers(mapping, 0, {1: near}, spin=0.5)
+    end = SharedPeers(mapping, 0, {1: near}, spin=PATIENCE)
     del mapping  # the end alone keeps the memory
     end.open([0, 0])
     with ThreadPoolExecutor(1) as pool, far:
         waiting = pool.submit(end.exchange)
-        time.sleep(0.05)
+        while 0 in end._core.missing():
+            time.sleep(0.001)
+        time.sleep(0.01)  # it posted, and waits next
         end.close()
         assert mapped_segments() == before + 1
+        os.pwrite(descriptor, struct.pack("<Q", 1), 2 * 64)  # the other rank posts; see csrc/peers.h
         assert isinstance(waiting.exception(PATIENCE), ConnectionLost)
+    os.close(descriptor)
     assert mapped_segments() == before
 
 

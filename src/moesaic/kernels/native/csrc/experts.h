@@ -174,6 +174,7 @@ int64_t give_rooms(Array<Group>& groups, int64_t taken, int64_t placed) {
 }
 
 // Waits for tasks that other threads began earlier.
+// The task that it waits for must not throw: nobody would count it down.
 inline void wait_for(const std::atomic<int64_t>& left) {
     for (int tries = 0; left.load(std::memory_order_acquire) > 0; tries++) {
         if (tries > 1000) std::this_thread::yield();
