@@ -55,11 +55,28 @@ class Terminal:
         """Press these keys. "\\x03" is Ctrl-C, "\\x04" Ctrl-D."""
         os.write(self._ours, text.encode())
 
-    def wait_for(self, pattern: str) -> str:
-        """Wait until the screen shows `pattern`. Returns what came since the last call."""
+    def press_until(self, keys: str, pattern: str) -> None:
+        """Press keys, and again every two seconds until the screen shows `pattern`, as people do.
+
+        Python hears no Ctrl-C that comes between the prompt of its `input` and the wait for the first key.
+        """
+        for _ in range(int(SECONDS / 2)):
+            self.type(keys)
+            try:
+                self.wait_for(pattern, 2.0)
+                return
+            except TimeoutError:
+                pass
+        self.wait_for(pattern)
+
+    def wait_for(self, pattern: str, seconds: float = SECONDS) -> str:
+        """Wait until the screen shows `pattern`. Returns what came since the last call.
+
+        seconds: maximum time in which nothing comes. After it a TimeoutError is raised.
+        """
         while (found := re.search(pattern, self._seen)) is None:
-            if not select.select([self._ours], [], [], SECONDS)[0]:
-                raise AssertionError(f"{pattern!r} did not come: {self._seen!r}")
+            if not select.select([self._ours], [], [], seconds)[0]:
+                raise TimeoutError(f"{pattern!r} did not come: {self._seen!r}")
             try:
                 self._seen += os.read(self._ours, 65536).decode()
             except OSError as error:  # the program has ended

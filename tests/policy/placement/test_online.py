@@ -37,6 +37,10 @@ def test_locality_counts_by_tokens_and_link() -> None:
         before, replace(before, remote_bytes=2**20), 7, 8 * GIB, replace(TRAFFIC, tokens_per_second=0)
     )
     assert idle.gain == 0 and "a gain of 0 s in 300 s is not more than 2 times the 8 s" in idle.why_not
+    worse = judge(
+        QUIET, replace(QUIET, critical=25.0, remote_bytes=2**22), 7, 8 * GIB, replace(TRAFFIC, horizon=0)
+    )
+    assert "a gain of 0 s in 0 s" in worse.why_not
 
 
 def test_what_is_worse_in_one_way_has_to_be_better_in_the_other() -> None:

@@ -80,6 +80,7 @@ def judge(before: Forecast, after: Forecast, moves: int, move_bytes: int, traffi
     saved = _link_seconds(before, traffic) - _link_seconds(after, traffic)
     gain = gain_seconds(even, traffic.busy, traffic.horizon)
     gain += saved * traffic.tokens_per_second * traffic.horizon
+    gain += 0.0  # -0.0 would be shown with its sign
     cost = move_bytes / traffic.copies
     why = ""
     if not moves:
