@@ -1,7 +1,7 @@
 # make setup   a virtual environment in .venv with pinned versions and torch's CPU build (done once)
 # make demo    serve the checkpoint inside the package and stream an answer from it
 # make check   before a commit: format, lint, types, architecture, fast tests; about two minutes
-# make test    every test but those marked full: of each matrix of settings a cover of all pairs; about 16 minutes
+# make test    every test but those marked full: of each matrix of settings a cover of all pairs; about 20 minutes
 # make full    the tests marked full, properties on random examples, `make fuzz`, then `make soak`; hours
 # make fuzz    100,000 right and wrong requests to a real server with low limits; no 5xx
 # make soak    200 rounds of real clusters whose processes are killed and frozen, then a server under attack

@@ -27,7 +27,7 @@ ENDS = (1, 40, 63, 64, 65, 100, 127, 128, 129, 192, 200, 256, 300)
 """Lengths of prompts: around multiples of 64, of the blocks, and off both."""
 FAMILIES = {"qwen3_next": model_configs.qwen3_next, "lfm2_moe": model_configs.lfm2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-HISTORIES = {"qwen3_next": range(4, 8), "lfm2_moe": range(6, 9)}
+HISTORIES = {"qwen3_next": range(4, 8), "lfm2_moe": range(5, 9)}
 TOGETHER = {"qwen3_next": 32, "lfm2_moe": 12}
 """Of each family: seeds of histories, and sequences at once. Both have the same scheduler and pages."""
 STEMS = 3
