@@ -1,4 +1,4 @@
-"""Seeded deaths of actors, of their processes and of nodes of Ray while requests go on. For `make full`."""
+"""Seeded faults on Ray while requests go on: actors, processes and nodes die, or freeze. For `make full`."""
 
 from __future__ import annotations
 
