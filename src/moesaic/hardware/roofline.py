@@ -75,8 +75,8 @@ class Speed:
 
 
 def has_own_products(name: str, call: Call) -> bool:
-    """Whether the instruction set `name` has products of its own for the weights or the cache of an operation:
-    of rows that are rounded to int8 or bf16, or split into numbers of bf16."""
+    """Whether the instruction set `name` has products of its own for an operation's weights or cache: of rows
+    that are rounded to int8 or bf16, or split into numbers of bf16."""
     if name in INTEGER:
         return call.operation != "attention" and is_integer(call.stored)
     sets = ROUNDING if call.operation == "attention" else ROUNDING | SPLITTING
