@@ -18,7 +18,7 @@ from moesaic.hardware import operations, roofline
 from moesaic.hardware.operations import Call, Sizes
 from moesaic.hardware.roofline import Roofs, Speed
 from moesaic.hardware.timing import Stopwatch
-from moesaic.kernels.table import REFERENCE, pick
+from moesaic.kernels.table import BY_NAME, REFERENCE, instruction_sets, pick
 
 QUERIES = GroupedQuery(4, 2, 16)
 MODELS = (
@@ -94,8 +94,36 @@ def test_a_share_is_that_of_the_roof_that_bounds() -> None:
     few, many = Work(flops=50, weights=20), Work(flops=400, weights=20)
     assert (roofs.seconds(few), roofs.bound(few)) == (2, "memory")
     assert (roofs.seconds(many), roofs.bound(many)) == (4, "compute")
-    assert Speed(Call("", "", 1, None, many, int), 8.0).share(roofs) == 0.5
+    call = Call("", "", 1, None, many, int)
+    assert Speed(call, 8.0).share(roofs) == 0.5
     assert roofs.best(Roofs(20, 50)) == Roofs(20, 100)
+    both = Roofs(10, 100, own=400).best(Roofs(5, 200, own=300))
+    assert both == Roofs(10, 200, own=400)
+    assert Speed(call, 8.0).share(both) == 0.25 and Speed(call, 8.0, own=True).share(both) == 0.25
+    assert Speed(call, 8.0, own=True).bound(Roofs(10, 100, own=400)) == "memory"
+
+
+def test_some_types_are_multiplied_in_products_of_the_set() -> None:
+    def own(name: str, stored: str, operation: str = "experts") -> bool:
+        return roofline.has_own_products(name, Call(operation, stored, 1, None, Work(1, 1), int))
+
+    assert own("avx512_int8", "int4_offset") and not own("avx512_int8", "bfloat16")
+    assert not own("avx512_int8", "int8", "attention"), "over an int8 cache it computes in float32"
+    assert own("avx512_bf16", "bfloat16") and own("avx512_bf16", "bfloat16", "attention")
+    assert own("amx_bf16x3", "bfloat16") and not own("amx_bf16x3", "bfloat16", "attention")
+    assert not own("avx512", "bfloat16")
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+def test_products_in_registers_are_counted(name: str) -> None:
+    kernels = pick("cpu", name)
+    kernels.set_threads(2, False)
+    assert kernels.peak is not None
+    for floats in (True, False):
+        one, two = kernels.peak(1, floats), kernels.peak(2, floats)
+        assert two == 2 * one > 0 and one % 2 == 0, "each of two threads has as many"
+    assert name in BY_NAME or kernels.peak(1, True) == kernels.peak(1, False)
+    pick("cpu").set_threads(1, False)
 
 
 def test_measuring_counts_all_figures_and_none_too_many() -> None:
@@ -103,6 +131,7 @@ def test_measuring_counts_all_figures_and_none_too_many() -> None:
     clock = partial(next, iter(range(1_000_000)))
     found = roofline.measure(
         pick("cpu"),
+        "auto",
         sizes_of(MODELS[2]),
         Stopwatch(0.5, clock),
         lambda _, done, total: shown.append((done, total)),

@@ -45,7 +45,7 @@ def run(options: KernelsBench, as_json: bool) -> int:
     threads, watch = options.threads or cores(), Stopwatch(options.seconds)
     with progress(Console(stderr=True), time.monotonic, "figures/s") as show:
         before = roofline.roofs(kernels, options.kernels, threads, watch)
-        found = roofline.measure(kernels, sizes, watch, show)
+        found = roofline.measure(kernels, options.kernels, sizes, watch, show)
         roofs = before.best(roofline.roofs(kernels, options.kernels, threads, watch))
     if as_json:
         print(json.dumps(_as_json(options, kernels, threads, roofs, found)))
@@ -81,28 +81,39 @@ def as_text(model: str, kernels: str, threads: int, roofs: Roofs, found: list[Sp
             *(name if name != last else ("", "")),
             *(str(call.rows), "" if call.context is None else str(call.context)),
             *(f"{1e6 * one.seconds:.0f}", f"{work.bytes / one.seconds / 1e9:.1f}"),
-            *(f"{work.flops / one.seconds / 1e9:.0f}", f"{one.share(roofs):.0%}", roofs.bound(work)),
+            *(f"{work.flops / one.seconds / 1e9:.0f}", f"{one.share(roofs):.0%}", one.bound(roofs)),
         )
         last = name
     lines = [
         f"One layer of {model}, {kernels}, {threads} thread{'s' if threads > 1 else ''}, {examine().cpu}",
         f"Memory is read at {roofs.bandwidth / 1e9:.1f} GB/s (memcmp).",
-        f"torch multiplies large matrices at {roofs.flops / 1e9:.0f} GFLOP/s.",
+        _computing(roofs, kernels),
         "GB/s counts weights and cache once, GFLOP/s two operations a weight and row.",
         in_text(told),
     ]
     return "\n".join(lines)
 
 
+def _computing(roofs: Roofs, kernels: str) -> str:
+    """The roof of computing, and how it was measured."""
+    if not kernels.startswith("native"):
+        return f"torch multiplies large matrices at {roofs.flops / 1e9:.0f} GFLOP/s."
+    own = "" if roofs.own is None else f", and at {roofs.own / 1e9:.0f} as {kernels} does with its own types"
+    return (
+        f"Numbers in registers are multiplied and added at {roofs.flops / 1e9:.0f} GFLOP/s in float32{own}."
+    )
+
+
 def _as_json(
     options: KernelsBench, kernels: Kernels, threads: int, roofs: Roofs, found: list[Speed]
 ) -> dict[str, Any]:
+    own = {} if roofs.own is None else {"own_gflop_per_s": roofs.own / 1e9}
     return {
         "model": options.model,
         "cpu": examine().cpu,
         "kernels": kernels.name,
         "threads": threads,
-        "roofs": {"gb_per_s": roofs.bandwidth / 1e9, "gflop_per_s": roofs.flops / 1e9},
+        "roofs": {"gb_per_s": roofs.bandwidth / 1e9, "gflop_per_s": roofs.flops / 1e9, **own},
         "operations": [
             {
                 "operation": one.call.operation,
@@ -113,7 +124,7 @@ def _as_json(
                 "gb_per_s": one.call.work.bytes / one.seconds / 1e9,
                 "gflop_per_s": one.call.work.flops / one.seconds / 1e9,
                 "share_of_roof": one.share(roofs),
-                "bound": roofs.bound(one.call.work),
+                "bound": one.bound(roofs),
             }
             for one in found
         ],

@@ -172,6 +172,9 @@ class Kernels:
     """Sets the number of compute threads, and whether each is pinned to a core."""
     recorder: Callable[[], OperationRecorder] | None = None
     """Makes a recorder of steps that use these operations only; None: steps cannot be recorded."""
+    peak: Callable[[int, bool], int] | None = None
+    """Computes so many rounds of multiply-adds in registers on each thread, and returns their number. True:
+    those of float32. False: those that the instruction set has for some types of weights."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
@@ -331,6 +334,7 @@ def _natively(name: str) -> Kernels:
         put=plain.put,
         set_threads=_native_threads,
         recorder=_recorder,
+        peak=_native.peak,
         one_core=_one_core,
         packed=name not in TILED,
         compressed=name not in TILED,

@@ -72,6 +72,7 @@ template <const Table& kTable, const IntegerProducts& kIntegers>
 Table with_integers(const char* name) {
     Table table = kTable;
     table.name = name;
+    table.peak = kIntegers.peak;
     table.experts = [](const Experts& job) {
         bool all = is_integer(job.stored) && is_integer(job.down_stored);
         return all ? kIntegers.experts(job) : kTable.experts(job);

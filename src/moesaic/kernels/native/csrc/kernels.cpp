@@ -13,23 +13,24 @@
 #if !defined(MOESAIC_INT8)
 #include "heads.h"
 #endif
+#include "peak.h"
 
 namespace MOESAIC_ISA {
 
 #define MOESAIC_TEXT2(x) #x
 #define MOESAIC_TEXT(x) MOESAIC_TEXT2(x)
-#define MOESAIC_PRODUCTS {MOESAIC_TEXT(MOESAIC_ISA), kPacked, linear, head_linear, experts, gated_mlp, MOESAIC_ATTENTION}
+#define MOESAIC_PRODUCTS {MOESAIC_TEXT(MOESAIC_ISA), kPacked, linear, head_linear, experts, gated_mlp, MOESAIC_ATTENTION, peak}
 
 #if defined(MOESAIC_INT8)
 extern const moesaic::IntegerProducts kProducts;
-const moesaic::IntegerProducts kProducts = {rounded_linear, experts, gated_mlp};
+const moesaic::IntegerProducts kProducts = {rounded_linear, experts, gated_mlp, peak};
 #elif defined(MOESAIC_AVX512_BF16)
 extern const moesaic::Products kProducts;
 const moesaic::Products kProducts = MOESAIC_PRODUCTS;
 #else
 extern const moesaic::Table kTable;
 const moesaic::Table kTable = {
-    MOESAIC_PRODUCTS, store_rows, norm, rope, gate, merge, embed, join_rows, sigmoid_gate, clip,
+    MOESAIC_PRODUCTS, float_peak, store_rows, norm, rope, gate, merge, embed, join_rows, sigmoid_gate, clip,
     mask_tokens, convolve, delta, gated_norm, sigmoid_times,
 };
 #endif

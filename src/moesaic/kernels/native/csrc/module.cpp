@@ -345,6 +345,9 @@ NB_MODULE(_native, m) {
     m.def("threads", threads);
     m.def("own_pool", own_pool, "threads"_a, "cpus"_a);
     m.def("shared_pool", shared_pool);
+    m.def("peak", [](int64_t rounds, bool floats) {
+        return outside_python([=] { return (floats ? active->float_peak : active->peak)(rounds); });
+    }, "rounds"_a, "floats"_a);
     m.def("cpus", [] { return outside_python([] { return workshop().cpus(); }); });
     m.def("linear1", linear1);
     m.def("linear3", linear3);

@@ -283,6 +283,8 @@ struct Products {
     int64_t (*experts)(const Experts&);  // kAllHeld, or the (token, slot) pair whose expert is missing
     void (*gated_mlp)(const GatedMlp&);
     void (*attention)(const Attention&);  // of sets that round: over a bf16 cache, or null
+    // `rounds` rounds of products in registers on each thread -> the multiply-adds: of numbers as `linear` takes them
+    int64_t (*peak)(int64_t rounds);
 };
 
 // The same with rows that are rounded to int8, for weights that `is_integer` names.
@@ -290,9 +292,11 @@ struct IntegerProducts {
     void (*linear)(const Linear&);
     int64_t (*experts)(const Experts&);
     void (*gated_mlp)(const GatedMlp&);
+    int64_t (*peak)(int64_t rounds);
 };
 
 struct Table : Products {
+    int64_t (*float_peak)(int64_t rounds);  // as `peak`, of float32
     void (*store)(const Store&);
     void (*norm)(const Norm&);
     void (*rope)(const Rope&);
