@@ -102,6 +102,12 @@ def test_a_stream_is_events_that_end_with_done(live: Live) -> None:
     assert len({chunk["id"] for chunk in parsed}) == 1
 
 
+def test_tokens_without_text_are_streamed_too(live: Live) -> None:
+    """Clients measure when tokens come: the first two of a character's three bytes have no text yet."""
+    *chunks, _ = events(live.post("/v1/completions", prompt="say:\u20acB", stream=True).text)
+    assert [json.loads(chunk)["choices"][0]["text"] for chunk in chunks] == ["", "", "\u20ac", "B", ""]
+
+
 def test_usage_is_null_until_the_last_chunk_or_in_every_chunk(live: Live) -> None:
     options = {"include_usage": True}
     *chunks, last, _ = events(

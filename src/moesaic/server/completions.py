@@ -78,10 +78,10 @@ class _Reply:
         """Choice index -> its writer, once the choice has begun."""
 
     async def chunks(self, source: Stream) -> AsyncIterator[Completion]:
-        """The streamed answer: a chunk for each output that is not empty, then the usage."""
+        """The streamed answer: a chunk for each output, with or without text, then the usage."""
         async for number, output in source:
             choice = await self._written(number, output)
-            if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids or output.routes:
+            if output.token_ids or choice.text or choice.finish_reason:
                 yield self._completion([choice], self._running_usage())
         if self._body.streams_usage:
             yield self._completion([], self._tally.usage())
