@@ -16,6 +16,8 @@ Part = tuple[torch.Tensor | None, ...]
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
+ALIGNMENT = 16
+"""Bytes that a thread of a GPU loads at once."""
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 """Fields of ExpertWeights, and lines of its table of pointers."""
 
@@ -53,6 +55,8 @@ class DeviceTable:
     """Bytes of a row of gate and up."""
     down_line: int
     """Bytes of a row of down."""
+    aligned: bool
+    """Whether all addresses of gate, up and down are multiples of 16."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,8 @@ class ExpertWeights:
         name = str(gate.dtype).removeprefix("torch.")
         kinds = of_matrices(self.packed) if gate.dtype is torch.uint8 else (name, name)
         strides = gate.stride(0) * gate.element_size(), down.stride(0) * down.element_size()
-        return DeviceTable(addresses, len(down), len(gate), kinds, *strides)
+        aligned = not any(one % ALIGNMENT for part in self.addresses[:3] for one in part)
+        return DeviceTable(addresses, len(down), len(gate), kinds, *strides, aligned)
 
     @property
     def addresses(self) -> list[list[int]]:
