@@ -23,8 +23,9 @@ TILE_ROWS = 16
 MANY_ROWS = 64
 """Rows of a tile from MANY_ROWS pairs an expert on."""
 TILE_COLUMNS = 64
-SCAN = 1024
-"""Pairs that a program of `_group` reads at a time."""
+SCAN, FEW = 1024, 64
+"""Pairs that a program of `_group` reads at a time, and where there are not more of them. Other numbers would
+be compiled anew."""
 
 
 @triton.jit
@@ -261,7 +262,7 @@ def grouped(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor
     counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.zeros(most, 3, dtype=torch.int32, device=ids.device)
-    scan = min(SCAN, block(pairs))
+    scan = FEW if pairs <= FEW else SCAN
     launch(_count, (experts,), ids, counts, pairs, SCAN=scan)
     constants = {"ROWS": rows, "SCAN": scan, "EXPERTS": block(experts)}
     launch(_group, (experts,), ids, counts, order, tiles, pairs, experts, **constants)
