@@ -18,7 +18,11 @@ from moesaic.hardware.timing import Show, Stopwatch
 from moesaic.kernels.table import ROUNDING, Kernels
 
 SIZE = 2048
-"""Rows and columns of the matrices whose product gives the roof of computing."""
+"""Rows and columns of the matrices whose product gives the roof of computing, on a CPU."""
+DEVICE_SIZE, DEVICE_BYTES = 8192, 1 << 30
+"""The same on a GPU, and the bytes that are copied for the roof of its memory."""
+RECORDED = 8
+"""Calls of an operation in a recording. A GPU would otherwise wait for the host between its kernels."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class Roofs:
     """What the machine can do at most, measured without the engine's kernels."""
 
     bandwidth: float
-    """Bytes/s that all threads read from memory together, by libc's memcmp."""
+    """Bytes/s that all threads read from memory, by libc's memcmp. Of a GPU: what a copy reads and
+    writes."""
     flops: float
     """Flops/s of torch's product of two large matrices in the type that the kernels multiply in."""
 
@@ -68,6 +73,24 @@ def roofs(kernels: Kernels, name: str, threads: int, stopwatch: Stopwatch) -> Ro
     return Roofs(1e9 * ReadTest(threads).gb_per_s(), flops)
 
 
+def device_roofs(stopwatch: Stopwatch, device: str) -> Roofs:
+    """The roofs of a GPU: a product of large matrices in bfloat16, and a copy within its memory."""
+    size = DEVICE_SIZE
+    left, right = (products.random((size, size), torch.bfloat16, device) for _ in range(2))
+    flops = 2.0 * size**3 / stopwatch.seconds(lambda: left @ right)
+    source, target = (torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return Roofs(2.0 * DEVICE_BYTES / stopwatch.seconds(lambda: target.copy_(source)), flops)
+
+
+def _seconds(kernels: Kernels, call: Call, stopwatch: Stopwatch) -> float:
+    """Seconds of one call. On a GPU several calls are recorded, where its kernels can be."""
+    if kernels.recorder is None or kernels.name != "triton":
+        return stopwatch.seconds(call.run)
+    call.run()  # what is compiled on first use
+    recording = kernels.recorder()(lambda: [call.run() for _ in range(RECORDED)])
+    return stopwatch.seconds(recording.run) / RECORDED
+
+
 @torch.inference_mode()
 def measure(kernels: Kernels, sizes: Sizes, stopwatch: Stopwatch, show: Show) -> list[Speed]:
     """Time every operation with every number of rows."""
@@ -75,6 +98,6 @@ def measure(kernels: Kernels, sizes: Sizes, stopwatch: Stopwatch, show: Show) ->
     total = len(sizes.rows) * (len(operations.names(sizes.model)) + len(sizes.types))
     for call in operations.every(kernels, sizes):
         show("kernels", len(found), total)
-        found.append(Speed(call, stopwatch.seconds(call.run)))
+        found.append(Speed(call, _seconds(kernels, call, stopwatch)))
     show("kernels", total, total)
     return found
