@@ -41,6 +41,13 @@ from scripts.gpu.plan import LARGE, ROOT, TOTAL, Found, Part, Work
 from scripts.gpu.table import as_markdown
 
 OUTPUT = ROOT / "build" / "gpu.json"
+GPU = """
+import json, torch
+one = torch.cuda.get_device_properties(0)
+found = {"name": one.name, "count": torch.cuda.device_count(), "bytes": one.total_memory}
+print(json.dumps(found | {"capability": [one.major, one.minor], "cuda": torch.version.cuda}))
+"""
+"""Prints what torch says of the first GPU."""
 
 
 class Report:
@@ -104,20 +111,18 @@ def say(line: str) -> None:
 
 
 def about(device: str) -> Found:
-    """The device, and what `moesaic doctor` reports about the machine and the versions."""
-    doctor = [sys.executable, "-m", "moesaic", "doctor", "--json"]
+    """What `moesaic doctor` reports about the machine and the versions, and the GPU."""
+    found = printed([sys.executable, "-m", "moesaic", "doctor", "--json"])
+    return found | {"gpu": printed([sys.executable, "-c", GPU])} if device == "cuda" else found
+
+
+def printed(command: Sequence[str]) -> Found:
+    """The JSON that a command prints, or what went wrong. This process itself never touches the GPU."""
     try:
-        done = subprocess.run(doctor, stdout=subprocess.PIPE, check=True, timeout=20)
-        found: Found = json.loads(done.stdout)
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=20)
+        return dict(json.loads(done.stdout))
     except (subprocess.SubprocessError, ValueError) as error:
-        found = {"doctor": f"{type(error).__name__}: {error}"}
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {
-            "name": properties.name, "count": torch.cuda.device_count(), "bytes": properties.total_memory,
-            "capability": [properties.major, properties.minor], "cuda": torch.version.cuda,
-        }  # fmt: skip
-    return found
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -133,6 +138,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", nargs="+", default=default.tests, help="what pytest is given")
     says = f"of benchmarks/make_checkpoint.py (default: {LARGE} with cuda, {default.checkpoint} with cpu)"
     parser.add_argument("--checkpoint", help=says)
+    parser.add_argument("--prompt-tokens", type=int, default=default.prompt_tokens, help="of each prompt")
     parser.add_argument("--new-tokens", type=int, default=default.new_tokens, help="of each answer")
     requests = "at once, a row each"
     parser.add_argument("--requests", type=int, nargs="+", default=default.requests, help=requests)
@@ -150,8 +156,9 @@ def work_of(asked: argparse.Namespace) -> Work:
     gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
     return Work(
         asked.device, gpus, tests=tuple(asked.tests), checkpoint=asked.checkpoint or usual,
-        new_tokens=asked.new_tokens, requests=tuple(asked.requests), rounds=asked.rounds, only=asked.only,
-        pythons=tuple(asked.pythons), child=asked.child, command=asked.command,
+        prompt_tokens=asked.prompt_tokens, new_tokens=asked.new_tokens, requests=tuple(asked.requests),
+        rounds=asked.rounds, only=asked.only, pythons=tuple(asked.pythons), child=asked.child,
+        command=asked.command,
     )  # fmt: skip
 
 

@@ -20,18 +20,20 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from scripts.gpu.plan import ROOT, Found, Work, checkpoint
+from scripts.gpu.plan import LARGE, ROOT, Found, Work, checkpoint
 
+from moesaic.commands import hardware
+from moesaic.hardware import file
+
+MACHINE, FILE = "the machine's memories and link", "machine.toml"
 IN_MEMORY = "in memory, one process"
 KV = {"--kv-cache-memory": "256MiB"}
 SCHEDULES = ("split", "on-demand", "in-place", "cgopipe")
 ON_A_CPU = ("on-demand", "cgopipe")
 """Schedules that need no GPU."""
-SHARE = 0.5
-"""Part of the checkpoint's bytes that a capped GPU memory has, beside ROOM."""
-ROOM = 256 << 20
-"""Bytes for the cache, for activations and for layers that are computed."""
-LONGEST = 1024
+SHARE, SMALL_SHARE = 0.5, 0.8
+"""Part of the bytes of LARGE, or of a smaller checkpoint, that GPU memory has. Two layers have to fit."""
+LONGEST = 256
 """Maximum number of tokens of a request."""
 STARTING, ANSWER = 40, 60
 """Seconds in which a server has to be ready, and a request has to be answered."""
@@ -44,9 +46,9 @@ def forms(work: Work) -> dict[str, Flags]:
 
 
 def larger_forms(work: Work) -> dict[str, Flags]:
-    """Forms in which half of the model fits."""
+    """Forms in which a part of the model fits."""
     schedules = SCHEDULES if work.device == "cuda" else ON_A_CPU
-    return {f"half in GPU memory, {one}": {"--offload-schedule": one} for one in schedules}
+    return {f"a part in GPU memory, {one}": {"--offload-schedule": one} for one in schedules}
 
 
 def process_forms(work: Work) -> dict[str, Flags]:
@@ -72,9 +74,27 @@ def gpu_forms(work: Work) -> dict[str, Flags]:
     }
 
 
+def measure(work: Work) -> Found:
+    """Measure what plans need, once for all schedules. A server without the file measures it anew."""
+    found = hardware.now(str(checkpoint(work)), "cuda" if work.device == "cuda" else "cpu")
+    file.save(found, Path(work.folder) / FILE)
+    return {"ok": True, "hardware": found.to_tables()}
+
+
+def machine(work: Work) -> str | None:
+    """The file that `measure` wrote, if it did."""
+    path = Path(work.folder) / FILE
+    return str(path) if path.exists() else None
+
+
+def kernels_of(work: Work) -> str:
+    """The kernels that are measured. Tests take quicker ones."""
+    return work.kernels[0]
+
+
 def larger(work: Work) -> Sequence[str]:
-    """Cases of a model that is larger than GPU memory, after one in memory."""
-    return [IN_MEMORY, *larger_forms(work)]
+    """Cases of a model that is larger than GPU memory, after what their plans need and one in memory."""
+    return [MACHINE, IN_MEMORY, *larger_forms(work)]
 
 
 def processes(work: Work) -> Sequence[str]:
@@ -89,11 +109,16 @@ def several_gpus(work: Work) -> Sequence[str]:
 
 def run(work: Work, case: str) -> Found:
     """Start a server in one of the forms, ask it twice, and measure the second time."""
+    if case == MACHINE:
+        return measure(work)
     folder, requests = checkpoint(work), max(work.requests)
-    flags = {"--device": work.device, "--kernels": work.kernels[0], **forms(work)[case]}
+    flags = {"--device": work.device, "--kernels": kernels_of(work), **forms(work)[case]}
     if case in larger_forms(work):
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        flags |= {"--fast-memory": str(int(SHARE * size) + ROOM), "--max-num-seqs": str(requests)}
+        share = SHARE if work.checkpoint == LARGE else SMALL_SHARE
+        size = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
+        flags |= {"--fast-memory": str(int(share * size)), "--max-num-seqs": str(requests)}
+        known = machine(work)
+        flags |= {} if known is None else {"--hardware": known}
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 256, (requests, work.prompt_tokens), generator=generator).tolist()
     with server(work, folder, flags) as port:
@@ -101,10 +126,10 @@ def run(work: Work, case: str) -> Found:
         started = time.perf_counter()
         texts = asked(port, prompts, work.new_tokens)
         seconds = time.perf_counter() - started
-    known = Path(work.folder) / "texts.json"
-    if case == IN_MEMORY or not known.exists():
-        known.write_text(json.dumps(texts))
-    equal = sum(one == other for one, other in zip(texts, json.loads(known.read_text()), strict=True))
+    first = Path(work.folder) / "texts.json"
+    if case == IN_MEMORY or not first.exists():
+        first.write_text(json.dumps(texts))
+    equal = sum(one == other for one, other in zip(texts, json.loads(first.read_text()), strict=True))
     return {
         "ok": True, "flags": flags, "requests": requests, "new_tokens": work.new_tokens,
         "output_tokens_per_s": requests * work.new_tokens / seconds, "equal_answers": equal,

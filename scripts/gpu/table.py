@@ -30,7 +30,7 @@ def heading(report: Found) -> str:
     """The machine, in a line."""
     gpu, machine = report.get("gpu"), report.get("machine", {})
     where = machine.get("cpu", "unknown CPU")
-    if gpu:
+    if gpu and "name" in gpu:
         where = (
             f"{gpu['count']} x {gpu['name']} ({gpu['bytes'] / 2**30:.0f} GiB), CUDA {gpu['cuda']}, {where}"
         )

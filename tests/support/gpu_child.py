@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from scripts.gpu import child, identity, kernels
+from scripts.gpu import child, identity, kernels, served
 from scripts.gpu.parts import PARTS
 
 from moesaic.commands import bench_kernels
@@ -24,6 +24,7 @@ SMALL: tuple[tuple[ModuleType, dict[str, Any]], ...] = (
     (kernels, {"CASES": {"demo": ("demo", ("int8",), "int8")}, "ROWS": (1,), "SECONDS": 0.001}),
     (roofline, {"DEVICE_SIZE": 64, "DEVICE_BYTES": 1 << 16, "RECORDED": 2}),
     (bench_kernels, {"BEYOND": 0}),
+    (served, {"kernels_of": lambda work: "reference", "machine": lambda work: "l4"}),
 )
 """Modules, and what their names stand for here."""
 
