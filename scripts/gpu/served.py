@@ -31,8 +31,8 @@ KV = {"--kv-cache-memory": "256MiB"}
 SCHEDULES = ("split", "on-demand", "in-place", "cgopipe")
 ON_A_CPU = ("on-demand", "cgopipe")
 """Schedules that need no GPU."""
-SHARE, SMALL_SHARE = 0.5, 0.8
-"""Part of the bytes of LARGE, or of a smaller checkpoint, that GPU memory has. Two layers have to fit."""
+SHARE, SMALL_SHARE = 0.5, 2.0
+"""GPU memory by the bytes of LARGE, or of a small checkpoint, whose cache is larger than its weights."""
 LONGEST = 256
 """Maximum number of tokens of a request."""
 STARTING, ANSWER = 40, 60

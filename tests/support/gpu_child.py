@@ -24,7 +24,7 @@ SMALL: tuple[tuple[ModuleType, dict[str, Any]], ...] = (
     (kernels, {"CASES": {"demo": ("demo", ("int8",), "int8")}, "ROWS": (1,), "SECONDS": 0.001}),
     (roofline, {"DEVICE_SIZE": 64, "DEVICE_BYTES": 1 << 16, "RECORDED": 2}),
     (bench_kernels, {"BEYOND": 0}),
-    (served, {"kernels_of": lambda work: "reference", "machine": lambda work: "l4"}),
+    (served, {"kernels_of": lambda work: "reference", "machine": lambda work: "l4", "SMALL_SHARE": 0.9}),
 )
 """Modules, and what their names stand for here."""
 
