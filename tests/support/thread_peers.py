@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,8 +13,11 @@ from moesaic.core.errors import ConnectionLost
 class ThreadPeers:
     """One rank's end. `thread_peers` makes all of them."""
 
+    capturable = False
+
     def __init__(self, rank: int, sent: list[tuple[torch.Tensor, ...]], meet: threading.Barrier) -> None:
         self._rank, self._sent, self._meet = rank, sent, meet
+        self._frees: list[Callable[[], None]] = []
 
     def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         assert rows.is_contiguous() and len(rows) == sum(send), "what torch.distributed asks for"
@@ -29,7 +32,13 @@ class ThreadPeers:
             raise ConnectionLost("a rank of the group is gone") from None
         return found
 
+    def when_closing(self, free: Callable[[], None]) -> None:
+        self._frees.append(free)
+
     def close(self) -> None:
+        frees, self._frees = self._frees, []
+        for free in frees:
+            free()
         self._meet.abort()
 
 

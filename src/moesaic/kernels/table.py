@@ -14,7 +14,7 @@ from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
-from moesaic.kernels.reference import attention, delta, dense, experts, gate
+from moesaic.kernels.reference import attention, collectives, delta, dense, experts, gate
 from moesaic.kernels.states import LayerStates
 from moesaic.kernels.weights import ExpertWeights
 
@@ -183,6 +183,9 @@ class Kernels:
     """True if these kernels are chosen for weights in integers, whose rows they round."""
     spares: bool = False
     """True if `experts` leaves rows of `out` as they are where an expert is not held. Otherwise it raises."""
+    permute_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = collectives.permute_rows
+    restore_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = collectives.restore_rows
+    sum_ranks: Callable[[torch.Tensor, int, int], torch.Tensor] = collectives.sum_ranks
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 

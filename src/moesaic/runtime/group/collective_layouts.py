@@ -16,6 +16,7 @@ all-reduce 2 (G-1) B S / G, reduce-scatter or all-gather half of that, all-to-al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,6 +26,14 @@ from moesaic.collectives.group import equal_sizes
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.moving import moved
 from moesaic.models.block import Block, Gated
+from moesaic.runtime.group.exchanges import (
+    Exchange,
+    Stages,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    without_padding,
+)
 from moesaic.runtime.group.experts import GroupExperts
 from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.runtime.group.rows import RowCollectives
@@ -33,13 +42,17 @@ from moesaic.runtime.group.rows import RowCollectives
 class CollectiveLayout(Protocol):
     """One of the four layouts, on one rank."""
 
+    @property
+    def row_multiple(self) -> int | None:
+        """The rows of a recorded step are a multiple of this. None: steps are not recorded, since they send
+        other numbers of rows at each replay."""
+        ...
+
     def begin(self, token_ids: IntArray) -> None:
         """A step with these rows [n] begins."""
         ...
 
-    def feed_forward(
-        self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-    ) -> torch.Tensor:
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
         """A routed block after its output projection.
 
         hidden: [n, h] before the block. partial: [n, h] this rank's partial sum of the output projection.
@@ -50,9 +63,9 @@ class CollectiveLayout(Protocol):
 
 def dense_feed_forward(
     rows: RowCollectives, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-) -> torch.Tensor:
+) -> Stages:
     """A block without routed experts, in every layout: each rank computes all of it."""
-    gated = block.gate(hidden, rows.all_reduce(partial))
+    gated = block.gate(hidden, (yield all_reduce(rows, partial)))
     return block.merge(gated, block.dense(gated.normed), None)
 
 
@@ -62,22 +75,28 @@ class DeepSpeed:
     def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
         self._rows, self._experts = rows, experts
 
+    @property
+    def row_multiple(self) -> int:
+        return self._rows.group.size
+
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
 
-    def feed_forward(
-        self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-    ) -> torch.Tensor:
-        total, group = self._rows.all_reduce(partial), self._rows.group
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
+        total, group = (yield all_reduce(self._rows, partial)), self._rows.group
         sizes = equal_sizes(len(hidden), group.size)
         first = sum(sizes[: group.rank])
         mine = slice(first, first + sizes[group.rank])
-        merged = _merged(self._experts, layer, block, block.gate(hidden[mine], total[mine]))
-        return self._rows.all_gather(merged, sizes)
+        gated = block.gate(hidden[mine], total[mine])
+        del total
+        merged = yield from _merged(self._experts, group.rank, sizes, layer, block, gated)
+        return (yield all_gather(self._rows, merged, sizes))
 
 
 class AllReduce:
     """`all-reduce`: every rank gates every row and computes the experts that it holds. No row is sent."""
+
+    row_multiple = 1
 
     def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
         self._rows, self._experts = rows, experts
@@ -85,11 +104,9 @@ class AllReduce:
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
 
-    def feed_forward(
-        self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-    ) -> torch.Tensor:
-        gated = block.gate(hidden, self._rows.all_reduce(partial))
-        rows = self._rows.all_reduce(self._experts.share(layer, gated))
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
+        gated = block.gate(hidden, (yield all_reduce(self._rows, partial)))
+        rows = yield all_reduce(self._rows, self._experts.share(layer, gated))
         once = replace(gated, weights=rows.new_ones(len(rows), 1))
         return block.merge(once, block.dense(gated.normed), rows[:, None])
 
@@ -100,25 +117,38 @@ class ReduceScatter:
     def __init__(self, rows: RowCollectives, experts: GroupExperts, assignment: RowAssignment) -> None:
         self._rows, self._experts, self._assignment = rows, experts, assignment
 
+    @property
+    def row_multiple(self) -> int | None:
+        return self._rows.group.size if self._assignment.in_order else None
+
     def begin(self, token_ids: IntArray) -> None:
         self._assignment.begin(token_ids)
 
-    def feed_forward(
-        self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-    ) -> torch.Tensor:
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
         """Residual and norm are in the permuted order until the all-gather restores the batch's order."""
         shuffle = self._assignment.shuffle(layer)
         rank, sizes = self._rows.group.rank, shuffle.sizes.tolist()
-        first, end = shuffle.starts[rank : rank + 2]
-        mine = moved(shuffle.order[first:end], hidden.device)
-        gated = block.gate(hidden[mine], self._rows.reduce_scatter(partial, sizes, shuffle.order))
-        merged = _merged(self._experts, layer, block, gated)
-        out = self._rows.all_gather(merged, sizes, shuffle.order)
+        order = None if self._assignment.in_order else shuffle.order
+        first, end = shuffle.starts[rank : rank + 2].tolist()
+        mine = hidden[first:end] if order is None else hidden[moved(order[first:end], hidden.device)]
+        gated = block.gate(mine, (yield reduce_scatter(self._rows, partial, sizes, order)))
+        del mine
+        merged = yield from _merged(self._experts, rank, sizes, layer, block, gated)
+        out = yield all_gather(self._rows, merged, sizes, order)
         assert gated.expert_ids is not None
         self._assignment.learn(layer, gated.expert_ids, shuffle)
         return out
 
 
-def _merged(experts: GroupExperts, layer: int, block: Block, gated: Gated) -> torch.Tensor:
-    """Rows of this rank after the block."""
-    return block.merge(gated, block.dense(gated.normed), experts.rows(layer, gated))
+def _merged(
+    experts: GroupExperts, rank: int, sizes: Sequence[int], layer: int, block: Block, gated: Gated
+) -> Stages:
+    """Rows of this rank after the block. sizes: rows of each rank."""
+    dense = block.dense(gated.normed)
+
+    def answers(count: int) -> torch.Tensor:
+        return experts.rows(layer, gated.first(without_padding(sizes, count)[rank]))
+
+    assert gated.expert_ids is not None
+    shape = *gated.expert_ids.shape, gated.normed.shape[1]
+    return block.merge(gated, dense, (yield Exchange(answers, shape)))

@@ -21,6 +21,11 @@ NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
 class RowAssignment(Protocol):
     """Assigns the rows of a step to ranks."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether equal parts of the batch go to the ranks, in its own order."""
+        ...
+
     def begin(self, token_ids: IntArray) -> None:
         """A step with these rows [n] begins."""
         ...
@@ -36,6 +41,8 @@ class RowAssignment(Protocol):
 
 class BatchOrder:
     """Without a forecast: rows are scattered in the batch's order."""
+
+    in_order = True
 
     def __init__(self, group: Group) -> None:
         self._ranks = group.size
@@ -54,6 +61,8 @@ class BatchOrder:
 
 class ExpectedRanks:
     """Rows go where the tables expect their experts. All ranks know the same, so they agree."""
+
+    in_order = False
 
     def __init__(
         self, group: Group, counts: GroupCounts, tables: Tables, align: Align = "move", expert_ranks: int = 1
