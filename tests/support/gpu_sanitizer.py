@@ -90,14 +90,25 @@ class Taken:
 TAKEN = Taken()
 
 
+class _Names(threading.local):
+    def __init__(self) -> None:
+        self.of: list[str] = []
+
+
 class Waits:
     """Counts where the host waits for the device: what is read back, and copies that are not from or to
     pinned memory or do not say `non_blocking`."""
 
     def __init__(self) -> None:
         self.of: list[str] = []
+        self.mine = _Names()
+        """Those of the calling thread."""
         self.pinned: dict[int, torch.Tensor] = {}
         """By the address of the memory, which lives on here. So nothing else gets the address."""
+
+    def add(self, name: str) -> None:
+        self.of.append(name)
+        self.mine.of.append(name)
 
     def pin(self, here: torch.Tensor) -> None:
         self.pinned[here.untyped_storage().data_ptr()] = here
@@ -109,17 +120,17 @@ class Waits:
         if name in READS or any(
             one.dtype is torch.bool for key, one in operands if key == "indices" and there
         ):
-            self.of.append(name)
+            self.add(name)
         elif name in COPIES and ((there and (here or device == CPU)) or (here and device == DEVICE)):
             addresses = {one.untyped_storage().data_ptr() for one in here}
             if not given.get("non_blocking") or not addresses <= self.pinned.keys():
-                self.of.append(name)
+                self.add(name)
         elif (
             name in INDEXING
             and there
             and any(key == "indices" and one.dim() for key, one in operands if not isinstance(one, OnDevice))
         ):
-            self.of.append(name)
+            self.add(name)
 
 
 WAITS = Waits()
@@ -180,7 +191,7 @@ class OnDevice(torch.Tensor):
         )
 
     def tolist(self) -> Any:
-        WAITS.of.append("tolist")
+        WAITS.add("tolist")
         return self.numbers.tolist()
 
     def record_stream(self, stream: object) -> None:
@@ -214,7 +225,7 @@ class Stream(threading.local):
         """Who takes operations that are not to be done now; see `gpu_graphs`."""
 
     def synchronize(self) -> None:
-        WAITS.of.append("synchronize")
+        WAITS.add("synchronize")
         self.drain()
 
     def drain(self) -> None:
@@ -261,6 +272,14 @@ def sanitized(free: int = 64 * GIB, devices: int = 1) -> Iterator[None]:
         "stream": lambda stream: Dispatch(),  # type: ignore[no-untyped-call]
     }
     with guarded(), mock.patch.multiple(torch.cuda, **there), Dispatch():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextmanager
+def in_thread() -> Iterator[None]:
+    """Within it another thread has the device of `sanitized`."""
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes it here and moves it
+    with Dispatch():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -115,6 +115,9 @@ class Recording(Protocol[Result_co]):
     @property
     def result(self) -> Result_co: ...
     def run(self, given: torch.Tensor | None = None) -> Result_co: ...
+    def free(self) -> None:
+        """Frees what it holds. It is not run again."""
+        ...
 
 
 class OperationRecorder(Protocol):

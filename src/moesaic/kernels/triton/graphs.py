@@ -26,8 +26,12 @@ class GraphRecording(Generic[Result]):
         """
         self._graph = torch.cuda.CUDAGraph()
         self._given = given
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.result = step()
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self.result = step()
+        except BaseException:
+            self.free()
+            raise
         self._graph.replay()
 
     def run(self, given: torch.Tensor | None = None) -> Result:
@@ -40,6 +44,10 @@ class GraphRecording(Generic[Result]):
             self._given[: len(given)].copy_(given, non_blocking=True)
         self._graph.replay()
         return self.result
+
+    def free(self) -> None:
+        """Destroys the graph, even where the error of a step still refers to it."""
+        self._graph.reset()
 
 
 class GraphRecorder:

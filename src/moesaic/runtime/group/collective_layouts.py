@@ -17,7 +17,7 @@ all-reduce 2 (G-1) B S / G, reduce-scatter or all-gather half of that, all-to-al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -37,15 +37,28 @@ from moesaic.runtime.group.exchanges import (
 from moesaic.runtime.group.experts import GroupExperts
 from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.runtime.group.rows import RowCollectives
+from moesaic.runtime.step.graph_inputs import MOST_ROWS
+
+MOST_BETWEEN = 64
+"""Rows of the largest step whose recording ends at exchanges. What it sends there keeps its memory."""
+
+
+@dataclass(frozen=True)
+class RecordedRows:
+    """The rows of recorded steps."""
+
+    multiple: int
+    """A recording has a multiple of these rows, so that each rank has some."""
+    most: int
+    """Steps of more rows are not recorded."""
 
 
 class CollectiveLayout(Protocol):
     """One of the four layouts, on one rank."""
 
     @property
-    def row_multiple(self) -> int | None:
-        """The rows of a recorded step are a multiple of this. None: steps are not recorded, since they send
-        other numbers of rows at each replay."""
+    def recorded(self) -> RecordedRows | None:
+        """Which decode steps are recorded. None: none, since each one sends other numbers of rows."""
         ...
 
     def begin(self, token_ids: IntArray) -> None:
@@ -76,8 +89,8 @@ class DeepSpeed:
         self._rows, self._experts = rows, experts
 
     @property
-    def row_multiple(self) -> int:
-        return self._rows.group.size
+    def recorded(self) -> RecordedRows:
+        return RecordedRows(self._rows.group.size, MOST_BETWEEN)
 
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
@@ -96,10 +109,12 @@ class DeepSpeed:
 class AllReduce:
     """`all-reduce`: every rank gates every row and computes the experts that it holds. No row is sent."""
 
-    row_multiple = 1
-
     def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
         self._rows, self._experts = rows, experts
+
+    @property
+    def recorded(self) -> RecordedRows:
+        return RecordedRows(1, MOST_ROWS if self._rows.capturable else MOST_BETWEEN)
 
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
@@ -118,8 +133,8 @@ class ReduceScatter:
         self._rows, self._experts, self._assignment = rows, experts, assignment
 
     @property
-    def row_multiple(self) -> int | None:
-        return self._rows.group.size if self._assignment.in_order else None
+    def recorded(self) -> RecordedRows | None:
+        return RecordedRows(self._rows.group.size, MOST_BETWEEN) if self._assignment.in_order else None
 
     def begin(self, token_ids: IntArray) -> None:
         self._assignment.begin(token_ids)

@@ -31,7 +31,7 @@ class _Backend(Protocol):
 
     def alltoall_base(
         self, out: torch.Tensor, rows: torch.Tensor, receive: list[int], send: list[int], options: Any, /
-    ) -> distributed.Work: ...
+    ) -> distributed.Work | None: ...
 
     def abort(self) -> None: ...
 
@@ -61,8 +61,11 @@ class TorchPeers:
             raise ConnectionLost("this end of the group is closed")
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         options = C10D.AllToAllOptions()
+        options.asyncOp = False  # NCCL then takes the current stream, and keeps no memory for another one
         try:
-            self._backend.alltoall_base(out, rows, list(receive), list(send), options).wait()
+            work = self._backend.alltoall_base(out, rows, list(receive), list(send), options)
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise self._lost(error) from None
         return out

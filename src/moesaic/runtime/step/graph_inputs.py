@@ -61,6 +61,9 @@ class Unrecorded(Generic[Result]):
         """Nothing runs twice."""
         return self.result
 
+    def free(self) -> None:
+        """Holds nothing."""
+
 
 def unrecorded(step: Callable[[], Result], given: torch.Tensor | None = None) -> Unrecorded[Result]:
     """Takes the place of a recorder, to run the step without one."""
