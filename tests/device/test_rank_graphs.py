@@ -3,6 +3,7 @@ those of one process."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,22 +12,28 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from tests.support import model_configs, pairs, tiny_models
-from tests.support.gpu_graphs import graphs
-from tests.support.gpu_sanitizer import in_thread, sanitized
+import torch
+from tests.support import model_configs, pairs, prediction, tiny_models
+from tests.support.gpu_graphs import Graph, graphs
+from tests.support.gpu_sanitizer import WAITS, in_thread, sanitized
 from tests.support.graph_peers import GraphPeers, graph_peers
 from tests.support.group_placements import recorded, write
-from tests.support.thread_groups import group_of_threads
+from tests.support.thread_groups import RANK, group_of_threads
 from tests.support.triton_kernels import INTERPRETED
 
 from moesaic import LLM, SamplingParams
 from moesaic.collectives.group import Group
 from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
+from moesaic.models import registry
+from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.group.device_rows import DeviceRows
 from moesaic.runtime.group.recorded_rank import RecordedRank
 from moesaic.runtime.group.rows import HostRows, RowCollectives
+from moesaic.runtime.step.graph_inputs import bucket
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
@@ -89,29 +96,149 @@ def ranks(path: Path, nccl: bool, size: int = 2, **settings: Any) -> Iterator[tu
         yield llm, ends
 
 
+class Here(threading.local):
+    """What the calling thread has replayed."""
+
+    graphs = 0
+
+
+HERE = Here()
+
+
+class Steps:
+    """The steps of all ranks."""
+
+    def __init__(self) -> None:
+        self.recorded: list[tuple[int, int]] = []
+        """Rows and longest context of each recording."""
+        self.replays: list[tuple[int, list[str]]] = []
+        """Graphs of a replayed step, and where its host waited."""
+        self.rows = 0
+        """Rows that the first rank has sent in steps, padded ones among them. The first step of a kind runs
+        three times: before it is recorded, behind its recording, and when it is replayed."""
+
+    def ran(self, rank: RecordedRank, batch: TokenBatch) -> torch.Tensor:
+        waited, graphs, known = len(WAITS.mine.of), HERE.graphs, len(rank._steps)
+        hidden = RUN(rank, batch)
+        replayed, new = HERE.graphs > graphs, len(rank._steps) > known
+        if replayed and not new:
+            self.replays.append((HERE.graphs - graphs, WAITS.mine.of[waited:]))
+        multiple = rank._recorded.multiple if replayed else 1
+        rows = bucket(batch.num_rows) if replayed else batch.num_rows
+        if not threading.current_thread().name.startswith(RANK):
+            self.rows += (3 if new else 1) * -(-rows // multiple) * multiple
+        return hidden
+
+    def record(self, rank: RecordedRank, *key: int) -> Any:
+        self.recorded.append(key)
+        return RECORD(rank, *key)
+
+
+RUN, RECORD, REPLAY = RecordedRank.run, RecordedRank._record, Graph.replay
+
+
+def replay(graph: Graph) -> None:
+    HERE.graphs += 1
+    REPLAY(graph)
+
+
+@contextmanager
+def steps() -> Iterator[Steps]:
+    seen = Steps()
+    with (
+        mock.patch.object(RecordedRank, "run", lambda *given: seen.ran(*given)),
+        mock.patch.object(RecordedRank, "_record", lambda *given: seen.record(*given)),
+        mock.patch.object(Graph, "replay", replay),
+    ):
+        yield seen
+
+
+CUTS = {("all-reduce", True): 0, ("all-reduce", False): 2}
+"""Where a graph ends in a layer with routed experts, by form and backend."""
+OTHERS = {True: 1, False: 3}
 CASES = pairs.params(MODELS, FORMS, (True, False), (False, True))
 
 
 @pytest.mark.parametrize(("model", "form", "nccl", "eager"), CASES)
 def test_tokens_are_those_of_one_process(
-    model: str, form: str, nccl: bool, eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, form: str, nccl: bool, eager: bool, tmp_path: Path
 ) -> None:
     """nccl: graphs can hold exchanges of rows. eager: with --enforce-eager."""
-    made: list[tuple[int, int]] = []
-    record = RecordedRank._record
-
-    def seen(self: RecordedRank, *key: int) -> Any:
-        made.append(key)
-        return record(self, *key)
-
-    monkeypatch.setattr(RecordedRank, "_record", seen)
     path = saved(model, tmp_path)
     settings: dict[str, Any] = {"moe_collectives": form, "enforce_eager": eager}
     if form == "shuffled":
         greedy = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)] * len(PROMPTS)
         settings["placement"] = write(tmp_path, recorded(str(path), PROMPTS, greedy)[1], 2, copies=1)
     wanted = alone(path)
-    with ranks(path, nccl, **settings) as (llm, _):
+    with steps() as seen, ranks(path, nccl, **settings) as (llm, _):
         assert answers(llm) == wanted
-    expected = [] if eager or form == "shuffled" else [(4, 1024), (2, 1024)]
-    assert sorted(made) == sorted(2 * expected), "both ranks record the same"
+        sent = llm.stats().experts.group.all_reduce_bytes
+    if eager or form == "shuffled":
+        assert not seen.recorded and not seen.replays
+        return
+    assert sorted(seen.recorded) == [(2, 1024)] * 2 + [(4, 1024)] * 2, "both ranks record the same"
+    spec = registry.read_spec(path)
+    routed, dense = len(spec.moe_layers), spec.num_layers - len(spec.moe_layers)
+    cuts = routed * CUTS.get((form, nccl), OTHERS[nccl]) + dense * (not nccl)
+    assert seen.replays and {graphs for graphs, _ in seen.replays} == {cuts + 1}
+    if nccl:
+        choices = 0 if form == "all-reduce" else routed
+        assert all(waits == ["synchronize"] * choices for _, waits in seen.replays), "for the gate's choice"
+    if nccl and form == "all-reduce":
+        assert sent == 4 * spec.hidden_size * seen.rows * (2 * routed + dense), "replays are counted too"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize(
+    ("size", "form", "settings"),
+    [
+        (3, "deepspeed", {}),
+        (3, "reduce-scatter", {}),
+        (3, "all-reduce", {}),
+        (4, "all-reduce", {"expert_tensor_parallel_size": 2}),
+        (4, "reduce-scatter", {"expert_tensor_parallel_size": 2}),
+    ],
+)
+def test_more_ranks(size: int, form: str, settings: dict[str, Any], nccl: bool, tmp_path: Path) -> None:
+    """Three rows are padded to a multiple of the ranks, where ranks share out the rows."""
+    heads = 4 if size == 4 else 3
+    options = model_configs.mixtral(num_attention_heads=2 * heads, num_key_value_heads=heads, **TWO)
+    path = tiny_models.save(tiny_models.build("mixtral", options), tmp_path)
+    byte_tokenizer(path)
+    wanted = alone(path)
+    with steps() as seen, ranks(path, nccl, size, moe_collectives=form, **settings) as (llm, _):
+        assert answers(llm) == wanted
+    shared = {3: {6, 3}, 4: {4}}[size]
+    assert {rows for rows, _ in seen.recorded} == ({4, 2} if form == "all-reduce" else shared)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("form", "nccl"), [("all-reduce", True), ("deepspeed", False)])
+def test_a_layer_that_drafts_goes_on_from_a_replay(form: str, nccl: bool, tmp_path: Path) -> None:
+    path = prediction.save("glm4_moe", tmp_path / "glm", strength=0.004)
+    wanted = alone(path)
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    with (
+        mock.patch.object(StepPrices, "measured"),
+        steps() as seen,
+        ranks(path, nccl, moe_collectives=form, speculative_config=drafts) as (llm, _),
+    ):
+        assert answers(llm) == wanted
+        assert llm.stats().speculation.draft_tokens > 0
+    assert seen.replays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["all-reduce", pytest.param("deepspeed", marks=pairs.REST)])
+def test_a_rank_that_is_gone_ends_the_group(form: str, tmp_path: Path) -> None:
+    """In the middle of a replay. Graphs are destroyed before their connection: see `GraphPeers.close`."""
+    path = saved("keys and values", tmp_path)
+    with steps() as seen, ranks(path, True, moe_collectives=form) as (llm, ends):
+        answers(llm)
+        ends[1].last = ends[1].replayed + 1
+        with pytest.raises(ConnectionLost):
+            answers(llm)
+        with pytest.raises(ConnectionLost):
+            answers(llm)
+    assert seen.replays
