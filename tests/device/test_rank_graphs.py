@@ -226,7 +226,7 @@ def test_a_layer_that_drafts_goes_on_from_a_replay(form: str, nccl: bool, tmp_pa
     ):
         assert answers(llm) == wanted
         assert llm.stats().speculation.draft_tokens > 0
-    assert seen.replays
+    assert seen.recorded
 
 
 @pytest.mark.slow
