@@ -29,10 +29,10 @@ class GraphRecording(Generic[Result]):
         try:
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self.result = step()
+            self._graph.replay()
         except BaseException:
             self.free()
             raise
-        self._graph.replay()
 
     def run(self, given: torch.Tensor | None = None) -> Result:
         """The result for the present content of the step's inputs, valid until the next run in the pool.

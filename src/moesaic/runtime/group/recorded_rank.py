@@ -42,6 +42,8 @@ class RecordedRank:
         self._table_width, self._recorded = table_width, recorded
         self._steps: dict[tuple[int, int], _RecordedStep] = {}
         """By rows and longest context. One step runs at a time, so they share their memory."""
+        self._made: list[Recording[Item]] = []
+        """The parts of all steps, and of one that could not be recorded to its end."""
         model.rows.when_closing(self.free)
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
@@ -59,10 +61,9 @@ class RecordedRank:
 
     def free(self) -> None:
         """Destroy all recordings."""
-        steps, self._steps = self._steps, {}
-        for step in steps.values():
-            for part in step.parts:
-                part.free()
+        made, self._made, self._steps = self._made, [], {}
+        for part in made:
+            part.free()
 
     def _record(self, rows: int, contexts: int) -> _RecordedStep:
         """A recording of padded rows, in which all ranks take part. The same launches ran once before it."""
@@ -70,8 +71,12 @@ class RecordedRank:
         inputs = GraphInputs(rows, self._table_width, contexts, model.block_size, model.device)
         self._parts(inputs, rows, unrecorded)
         before = model.rows.traffic
-        parts = self._parts(inputs, rows, self._recorder)
+        parts = self._parts(inputs, rows, self._make)
         return _RecordedStep(inputs, parts, _difference(model.rows.traffic, before))
+
+    def _make(self, step: Callable[[], Item], given: torch.Tensor | None) -> Recording[Item]:
+        self._made.append(self._recorder(step, given))
+        return self._made[-1]
 
     def _parts(
         self, inputs: GraphInputs, rows: int, make: Callable[..., Recording[Item]]
