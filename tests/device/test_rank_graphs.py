@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from tests.device import test_offload
 from tests.support import model_configs, pairs, prediction, tiny_models
 from tests.support.gpu_graphs import Graph, graphs
 from tests.support.gpu_sanitizer import WAITS, in_thread, sanitized
@@ -227,6 +229,17 @@ def test_a_layer_that_drafts_goes_on_from_a_replay(form: str, nccl: bool, tmp_pa
         assert answers(llm) == wanted
         assert llm.stats().speculation.draft_tokens > 0
     assert seen.recorded
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["all-reduce", "deepspeed"])
+def test_ranks_that_page_their_experts(form: str, tmp_path: Path) -> None:
+    path = saved("shared experts", tmp_path)
+    wanted, offload = alone(path), replace(test_offload.STAYS, static_experts=1)
+    with steps() as seen, ranks(path, False, moe_collectives=form, offload=offload) as (llm, _):
+        assert answers(llm) == wanted
+        assert any(one.loaded for one in llm.stats().experts.passes)
+    assert not seen.recorded
 
 
 @pytest.mark.slow
