@@ -28,9 +28,15 @@ from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.group import offloaded_group, shared_attention
-from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
+from moesaic.runtime.group.collective_layouts import (
+    AllReduce,
+    CollectiveLayout,
+    DeepSpeed,
+    ReduceScatter,
+    Shuffled,
+)
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
-from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
+from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
 from moesaic.runtime.group.recorded_rank import RecordedRank
@@ -137,13 +143,13 @@ def join(
 
 
 def _run(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> RunBatch:
-    """Records decode steps on a GPU, unless --enforce-eager is given or kernels or layout allow none."""
-    make_recorder, recorded = kernels.recorder, sharded.collectives.recorded
+    """Records decode steps on a GPU, unless --enforce-eager is given or the kernels cannot."""
+    make_recorder = kernels.recorder
     on_gpu = sharded.device.type == "cuda"
-    if not on_gpu or config.model.enforce_eager or make_recorder is None or recorded is None:
+    if not on_gpu or config.model.enforce_eager or make_recorder is None:
         return sharded.run
     table_width = -(-context_length(config.model) // sharded.block_size)
-    return RecordedRank(sharded, make_recorder(), table_width, recorded).run
+    return RecordedRank(sharded, make_recorder(), table_width).run
 
 
 def _paged(
@@ -333,7 +339,7 @@ def _collectives(
     if parallel.moe_collectives == "all-reduce":
         return AllReduce(rows, experts)
     if parallel.moe_collectives == "reduce-scatter" or owners.tables is None:
-        return ReduceScatter(rows, experts, BatchOrder(rows.group))
-    return ReduceScatter(
+        return ReduceScatter(rows, experts)
+    return Shuffled(
         rows, experts, ExpectedRanks(rows.group, counts, owners.tables, parallel.shuffle_align, ranks)
     )

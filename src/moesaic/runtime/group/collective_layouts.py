@@ -16,7 +16,7 @@ all-reduce 2 (G-1) B S / G, reduce-scatter or all-gather half of that, all-to-al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from moesaic.collectives.group import equal_sizes
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.moving import moved
 from moesaic.models.block import Block, Gated
+from moesaic.policy.placement.shuffle import Shuffle
 from moesaic.runtime.group.exchanges import (
     Exchange,
     Stages,
@@ -57,8 +58,8 @@ class CollectiveLayout(Protocol):
     """One of the four layouts, on one rank."""
 
     @property
-    def recorded(self) -> RecordedRows | None:
-        """Which decode steps are recorded. None: none, since each one sends other numbers of rows."""
+    def recorded(self) -> RecordedRows:
+        """Which decode steps are recorded."""
         ...
 
     def begin(self, token_ids: IntArray) -> None:
@@ -102,7 +103,7 @@ class DeepSpeed:
         mine = slice(first, first + sizes[group.rank])
         gated = block.gate(hidden[mine], total[mine])
         del total
-        merged = yield from _merged(self._experts, group.rank, sizes, layer, block, gated)
+        merged = yield from _merged(self._experts, _own(sizes, group.rank), layer, block, gated)
         return (yield all_gather(self._rows, merged, sizes))
 
 
@@ -127,43 +128,98 @@ class AllReduce:
 
 
 class ReduceScatter:
-    """`reduce-scatter` and `shuffled`: a row is summed only on the rank that sends it to its experts."""
+    """`reduce-scatter`: a row is summed only on the rank that sends it to its experts."""
+
+    def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
+        self._rows, self._experts = rows, experts
+
+    @property
+    def recorded(self) -> RecordedRows:
+        return RecordedRows(self._rows.group.size, MOST_BETWEEN)
+
+    def begin(self, token_ids: IntArray) -> None:
+        """Needs no preparation."""
+
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
+        group = self._rows.group
+        sizes = equal_sizes(len(hidden), group.size)
+        first = sum(sizes[: group.rank])
+        mine = hidden[first : first + sizes[group.rank]]
+        gated = block.gate(mine, (yield reduce_scatter(self._rows, partial, sizes)))
+        merged = yield from _merged(self._experts, _own(sizes, group.rank), layer, block, gated)
+        return (yield all_gather(self._rows, merged, sizes))
+
+
+class Shuffled:
+    """`shuffled`: as `reduce-scatter`, but each row goes to the rank where its experts are expected.
+
+    Which rows a rank gets is known when they are scattered. Recorded stages have room for the most of them.
+    """
 
     def __init__(self, rows: RowCollectives, experts: GroupExperts, assignment: RowAssignment) -> None:
         self._rows, self._experts, self._assignment = rows, experts, assignment
 
     @property
-    def recorded(self) -> RecordedRows | None:
-        return RecordedRows(self._rows.group.size, MOST_BETWEEN) if self._assignment.in_order else None
+    def recorded(self) -> RecordedRows:
+        return RecordedRows(1, MOST_BETWEEN)
 
     def begin(self, token_ids: IntArray) -> None:
         self._assignment.begin(token_ids)
 
     def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
         """Residual and norm are in the permuted order until the all-gather restores the batch's order."""
-        shuffle = self._assignment.shuffle(layer)
-        rank, sizes = self._rows.group.rank, shuffle.sizes.tolist()
-        order = None if self._assignment.in_order else shuffle.order
-        first, end = shuffle.starts[rank : rank + 2].tolist()
-        mine = hidden[first:end] if order is None else hidden[moved(order[first:end], hidden.device)]
-        gated = block.gate(mine, (yield reduce_scatter(self._rows, partial, sizes, order)))
-        del mine
-        merged = yield from _merged(self._experts, rank, sizes, layer, block, gated)
-        out = yield all_gather(self._rows, merged, sizes, order)
+        scattered = _Scattered(self._rows, self._assignment, layer)
+        most, width = self._assignment.most(len(hidden)), hidden.shape[1]
+        places = torch.zeros(most, dtype=torch.int64, device=hidden.device)  # a graph reads all of them
+        total = yield Exchange(lambda count: scattered.scatter(partial[:count], places), (most, width))
+        gated = block.gate(hidden.index_select(0, places[: len(total)]), total)
+        del total
+        merged = yield from _merged(self._experts, lambda count: scattered.own, layer, block, gated)
         assert gated.expert_ids is not None
-        self._assignment.learn(layer, gated.expert_ids, shuffle)
+        ids = gated.expert_ids
+        return (yield Exchange(lambda count: scattered.gather(merged, ids), tuple(hidden.shape), kept=True))
+
+
+class _Scattered:
+    """The rows of one layer on this rank, and the way back."""
+
+    def __init__(self, rows: RowCollectives, assignment: RowAssignment, layer: int) -> None:
+        self._rows, self._assignment, self._layer = rows, assignment, layer
+        self._shuffle: Shuffle | None = None
+
+    @property
+    def own(self) -> int:
+        """Rows of this rank."""
+        assert self._shuffle is not None
+        return int(self._shuffle.sizes[self._rows.group.rank])
+
+    def scatter(self, addend: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Sums the rows of this rank, and writes where they are in the batch to `places`."""
+        shuffle = self._shuffle = self._assignment.shuffle(self._layer)
+        first, end = shuffle.starts[self._rows.group.rank :][:2].tolist()
+        places[: end - first].copy_(moved(shuffle.order[first:end], places.device))
+        return self._rows.reduce_scatter(addend, shuffle.sizes.tolist(), shuffle.order)
+
+    def gather(self, merged: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows in the batch's order. The forecast learns the choice of the gate for this one's."""
+        shuffle, own = self._shuffle, self.own
+        assert shuffle is not None
+        out = self._rows.all_gather(merged[:own], shuffle.sizes.tolist(), shuffle.order)
+        self._assignment.learn(self._layer, expert_ids[:own], shuffle)
         return out
 
 
+def _own(sizes: Sequence[int], rank: int) -> Callable[[int], int]:
+    """How many rows a rank has in a step of so many. sizes: those of a step without padded rows."""
+    return lambda count: without_padding(sizes, count)[rank]
+
+
 def _merged(
-    experts: GroupExperts, rank: int, sizes: Sequence[int], layer: int, block: Block, gated: Gated
+    experts: GroupExperts, own: Callable[[int], int], layer: int, block: Block, gated: Gated
 ) -> Stages:
-    """Rows of this rank after the block. sizes: rows of each rank."""
+    """Rows of this rank after the block. own: how many it has in a step of so many rows."""
     dense = block.dense(gated.normed)
-
-    def answers(count: int) -> torch.Tensor:
-        return experts.rows(layer, gated.first(without_padding(sizes, count)[rank]))
-
     assert gated.expert_ids is not None
     shape = *gated.expert_ids.shape, gated.normed.shape[1]
-    return block.merge(gated, dense, (yield Exchange(answers, shape)))
+    answers = yield Exchange(lambda count: experts.rows(layer, gated.first(own(count))), shape)
+    return block.merge(gated, dense, answers)

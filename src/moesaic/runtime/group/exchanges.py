@@ -13,7 +13,6 @@ from itertools import accumulate
 
 import torch
 
-from moesaic.core.tokens import IntArray
 from moesaic.runtime.group.rows import RowCollectives
 
 
@@ -76,29 +75,24 @@ def all_reduce(rows: RowCollectives, addend: torch.Tensor) -> Exchange:
     )
 
 
-def reduce_scatter(
-    rows: RowCollectives, addend: torch.Tensor, sizes: Sequence[int], order: IntArray | None
-) -> Exchange:
-    """This rank's part of the sum of all ranks' addends [n, h]. sizes, order: see `RowCollectives`."""
+def reduce_scatter(rows: RowCollectives, addend: torch.Tensor, sizes: Sequence[int]) -> Exchange:
+    """This rank's part of the sum of all ranks' addends [n, h]. sizes: see `RowCollectives`."""
     shape = sizes[rows.group.rank], *addend.shape[1:]
 
     def run(count: int) -> torch.Tensor:
-        return rows.reduce_scatter(addend[:count], without_padding(sizes, count), order)
+        return rows.reduce_scatter(addend[:count], without_padding(sizes, count))
 
-    return Exchange(run, shape, captured=rows.capturable and order is None)
+    return Exchange(run, shape, captured=rows.capturable)
 
 
-def all_gather(
-    rows: RowCollectives, own: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
-) -> Exchange:
-    """The rows [n, h] of all ranks, of which this one has `own`. sizes, order: see `RowCollectives`."""
+def all_gather(rows: RowCollectives, own: torch.Tensor, sizes: Sequence[int]) -> Exchange:
+    """The rows [n, h] of all ranks, of which this one has `own`. sizes: see `RowCollectives`."""
 
     def run(count: int) -> torch.Tensor:
         real = without_padding(sizes, count)
-        return rows.all_gather(own[: real[rows.group.rank]], real, order)
+        return rows.all_gather(own[: real[rows.group.rank]], real)
 
-    captured = rows.capturable and order is None
-    return Exchange(run, (sum(sizes), *own.shape[1:]), captured, kept=True)
+    return Exchange(run, (sum(sizes), *own.shape[1:]), rows.capturable, kept=True)
 
 
 def without_padding(sizes: Sequence[int], rows: int) -> list[int]:

@@ -21,7 +21,6 @@ import torch
 from moesaic.collectives.group import Traffic
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.table import OperationRecorder, Recording
-from moesaic.runtime.group.collective_layouts import RecordedRows
 from moesaic.runtime.group.exchanges import Exchange, between_graphs, next_item
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.sharded import ShardedModel
@@ -34,12 +33,10 @@ Item = Exchange | torch.Tensor
 class RecordedRank:
     """Replays the decode steps of a rank, and runs all others operation by operation."""
 
-    def __init__(
-        self, model: ShardedModel, recorder: OperationRecorder, table_width: int, recorded: RecordedRows
-    ) -> None:
-        """table_width: KV blocks of the longest sequence. recorded: see `CollectiveLayout`."""
-        self._model, self._recorder = model, recorder
-        self._table_width, self._recorded = table_width, recorded
+    def __init__(self, model: ShardedModel, recorder: OperationRecorder, table_width: int) -> None:
+        """table_width: KV blocks of the longest sequence."""
+        self._model, self._recorder, self._table_width = model, recorder, table_width
+        self._recorded = model.collectives.recorded
         self._steps: dict[tuple[int, int], _RecordedStep] = {}
         """By rows and longest context. One step runs at a time, so they share their memory."""
         self._made: list[Recording[Item]] = []
@@ -55,6 +52,7 @@ class RecordedRank:
         key = rows, longest(int(batch.context_lens.max()))
         if key not in self._steps:
             self._steps[key] = self._record(*key)
+        self._model.collectives.begin(batch.token_ids)
         hidden = self._steps[key].replay(batch, self._model.rows)
         self._model.keep(hidden)
         return hidden
@@ -82,7 +80,7 @@ class RecordedRank:
         self, inputs: GraphInputs, rows: int, make: Callable[..., Recording[Item]]
     ) -> list[Recording[Item]]:
         """A step, made part by part. An exchange between two parts is left out: zeros take its place."""
-        known = np.zeros(rows, np.int64)  # a layout that asks for token ids is not recorded
+        known = np.zeros(rows, np.int64)  # what needs them is done between graphs
         stages = self._model.stages(inputs.token_ids, inputs.positions, inputs.attention, known)
         stages = between_graphs(stages, rows)
         parts: list[Recording[Item]] = []
