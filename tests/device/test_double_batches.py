@@ -48,10 +48,10 @@ def test_the_host_waits_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         WAITS.of.clear()
         return handle
 
-    def recorded(self: GraphRunner, rows: int, longest: int, recorder: Any) -> Any:
+    def recorded(self: GraphRunner, kind: Any, recorder: Any) -> Any:
         waited = list(WAITS.of)
-        step = record(self, rows, longest, recorder)
-        made.append(rows)
+        step = record(self, kind, recorder)
+        made.append(kind.rows)
         WAITS.of[:] = waited
         return step
 

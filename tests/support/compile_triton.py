@@ -81,11 +81,13 @@ def attend(step: tuple[list[int], list[int]], dtype: torch.dtype, window: int | 
     attention.paged_attention(query, keys, values, batch, 0.1, window, 512 if latent else 128, sinks)
 
 
-def recur(counts: list[int]) -> None:
-    """Heads as Qwen3-Next has them, and wide ones."""
+def recur(counts: list[int], recorded: bool) -> None:
+    """Heads as Qwen3-Next has them, and wide ones. recorded: with arrays as recordings of steps have them."""
     for sizes in (StateSizes(2, 4, 128, 128, 4), StateSizes(1, 1, 256, 256, 8, drafted=3)):
         layer = delta_steps.Layer(table.REFERENCE, delta_steps.Inputs(sizes, counts))
         batch = AttentionBatch.build(layer.batch(list(enumerate(counts))), delta_steps.BLOCK)
+        if recorded:
+            batch.__dict__["of_states"] = batch.of_states._replace(tiles=batch.of_states.tiles.long())
         one, heads = torch.zeros(sum(counts), sizes.channels), sizes.value_heads
         taps = torch.zeros(sizes.taps, sizes.channels).t()
         convolution.convolve(one, taps, layer.states, batch, activate=heads > 1)
@@ -117,8 +119,8 @@ def main() -> None:
     rules = Gating(2, True, 1.0, 4, 2, "sigmoid", "two best"), Gating(8, normalise=True)
     for rule in rules:
         gate.gate(one, torch.zeros(64, 128), rule, torch.zeros(64))
-    for counts in ([1, 1], [3, 70]):
-        recur(counts)
+    for counts, recorded in (([1, 1], False), ([3, 70], False), ([3, 2], True)):
+        recur(counts, recorded)
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         cache.store(paged_steps.cache(16, 2, 64, dtype, 4), one.view(3, 2, 64), ids[:, 0])
         for latent in (False, True):

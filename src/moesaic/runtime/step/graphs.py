@@ -4,6 +4,11 @@ A step of fewer rows than its bucket has is padded. A padded row has no context,
 it reads and writes nothing that another row sees. A recording is made with padded rows alone. The same
 launches run once before it, to compile and allocate what a recording must not.
 
+A row of drafted tokens is replayed as a sequence of one row: its context ends with itself, and the rows
+before it are in the cache when attention reads that. Layers that keep states take the rows of a sequence one
+after another. So a model with such layers has another recording of each bucket for steps with drafted tokens.
+It has as many sequences as rows. Padded ones have no rows and no seat.
+
 Where the experts are in this process, one graph is the whole step. Otherwise a graph ends at each request and
 at each merge, as the parts of `recorded.py` do.
 """
@@ -11,15 +16,23 @@ at each merge, as the parts of `recorded.py` do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from moesaic.core.tokens import STATE_FIELDS, TokenBatch
+from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest
-from moesaic.kernels.batch import AttentionBatch, Sequences, slots_of
+from moesaic.kernels.batch import (
+    STATE_TILE,
+    AttentionBatch,
+    Sequences,
+    StateSequences,
+    slots_of,
+    tiles_of,
+)
 from moesaic.kernels.moving import pinned
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.step.recordings import Item, RecordingRunner, SharedMemory, next_item
@@ -50,33 +63,39 @@ def _longest(contexts: int) -> int:
     return CONTEXT_STEP << (-(-contexts // CONTEXT_STEP) - 1).bit_length()
 
 
-class GraphRunner(RecordingRunner["_RecordedStep"]):
-    """Replays decode steps and runs every other step operation by operation.
+class Kind(NamedTuple):
+    """Which recording a step takes."""
 
-    A row of drafted tokens is replayed as a sequence of one row: its context ends with itself, and the rows
-    before it are in the cache when attention reads that. With states a sequence's rows are one after another,
-    so steps with drafted tokens are not recorded for models that have some.
-    """
+    rows: int
+    """With padded ones."""
+    longest: int
+    """Tokens of the longest context that it may have."""
+    several: bool
+    """Whether layers that keep states get several rows of a sequence."""
+
+
+class GraphRunner(RecordingRunner["_RecordedStep"]):
+    """Replays decode steps and runs every other step operation by operation."""
 
     def _is_recorded(self, batch: TokenBatch) -> bool:
         """A decode step is one whose rows all give logits: those of next tokens, and of drafted ones."""
         rows = batch.num_rows
-        single = rows == batch.num_sequences or self._eager.stages.model.spec.states is None
-        return 0 < rows == len(batch.logit_rows) and rows <= MOST_ROWS and single
+        return 0 < rows == len(batch.logit_rows) and rows <= MOST_ROWS
 
     def _run(self, batch: TokenBatch, memory: SharedMemory[_RecordedStep]) -> StepGenerator:
-        """There is a recording for each bucket of rows and contexts."""
-        key = bucket(batch.num_rows), _longest(int(batch.context_lens.max()))
-        if key not in memory.steps:
-            memory.steps[key] = self._record(*key, memory.recorder)
-        return memory.steps[key].replay(batch)
+        """There is a recording for each kind of step."""
+        several = batch.num_rows > batch.num_sequences and self._eager.stages.model.spec.states is not None
+        kind = Kind(bucket(batch.num_rows), _longest(int(batch.context_lens.max())), several)
+        if kind not in memory.steps:
+            memory.steps[kind] = self._record(kind, memory.recorder)
+        return memory.steps[kind].replay(batch)
 
-    def _record(self, rows: int, longest: int, recorder: OperationRecorder) -> _RecordedStep:
+    def _record(self, kind: Kind, recorder: OperationRecorder) -> _RecordedStep:
         """A recording of padded rows. The same launches ran once before it."""
         stages = self._eager.stages
-        inputs = _Inputs(rows, self._table_width, longest, stages.block_size, stages.device)
+        inputs = _Inputs(kind, self._table_width, stages.block_size, stages.device)
         spec = stages.model.spec
-        answers = torch.zeros(rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
+        answers = torch.zeros(kind.rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
         for make in (_unrecorded, recorder):
             generator = self._whole(stages.run(inputs.token_ids, inputs.positions, inputs.attention))
             parts = _parts(generator, answers, make)
@@ -153,25 +172,31 @@ def _cut(item: ExpertRequest | PendingMerge | None, rows: int) -> ExpertRequest 
 class _Inputs:
     """The arrays that a recording reads, in one array on the device. One copy from pinned memory fills it."""
 
-    def __init__(
-        self, rows: int, table_width: int, longest: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, kind: Kind, table_width: int, block_size: int, device: torch.device) -> None:
+        self.kind, rows = kind, kind.rows
         sizes = [rows] * 4 + [rows * table_width, rows * STATE_FIELDS]
-        self._here = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=True)
-        self._there = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        here = [one.numpy() for one in torch.split_with_sizes(self._here, sizes)]
+        of_states = [rows, rows + 1, rows * 3] if kind.several else []
+        self._here = torch.zeros(sum(sizes + of_states), dtype=torch.int64, pin_memory=True)
+        self._there = torch.zeros(sum(sizes + of_states), dtype=torch.int64, device=device)
+        here = [one.numpy() for one in torch.split_with_sizes(self._here, sizes + of_states)]
         self._token_ids, self._positions, self._slots, self._contexts = here[:4]
-        self._tables, self._states = (one.reshape(rows, -1) for one in here[4:])
-        there = torch.split_with_sizes(self._there, sizes)
+        self._tables, self._states = (one.reshape(rows, -1) for one in here[4:6])
+        self._of_states = _OfStates(*here[6:]) if kind.several else None
+        there = torch.split_with_sizes(self._there, sizes + of_states)
         self.token_ids, self.positions, slots, contexts = there[:4]
-        tables, states = (one.view(rows, -1) for one in there[4:])
+        tables, states = (one.view(rows, -1) for one in there[4:6])
         starts, counted = torch.arange(rows + 1, device=device), np.arange(rows + 1)
-        sequences = Sequences(contexts, starts, tables, states, longest, single=True)
+        sequences = Sequences(contexts, starts, tables, states, kind.longest, single=True)
+        taken = None
+        if kind.several:
+            contexts, starts, tiles = there[6:]
+            several = replace(sequences, contexts=contexts, starts=starts, single=False)
+            taken = StateSequences(several, tiles.view(rows, 3))
         each = counted[:-1]
         host = TokenBatch(each, each, counted, counted[1:], self._tables, each)
-        self.attention = AttentionBatch.placed(host, block_size, slots, sequences)
+        self.attention = AttentionBatch.placed(host, block_size, slots, sequences, taken)
         self._copied: torch.cuda.Event | None = None
-        self._fill(0)
+        self._fill(0, 0)
 
     def fill(self, batch: TokenBatch) -> None:
         """Bring the rows of a step to the device."""
@@ -185,12 +210,35 @@ class _Inputs:
         tables = batch.block_tables if rows == len(counts) else np.repeat(batch.block_tables, counts, axis=0)
         self._tables[:rows, : tables.shape[1]] = tables
         self._states[: len(batch.states)] = batch.states
-        self._fill(rows)
+        if self._of_states is not None:
+            self._of_states.fill(batch)
+        self._fill(rows, len(batch.states))
 
-    def _fill(self, rows: int) -> None:
+    def _fill(self, rows: int, sequences: int) -> None:
+        """Pad behind so many rows, and so many sequences with states, and copy all to the device."""
         self._token_ids[rows:] = self._positions[rows:] = self._contexts[rows:] = 0
         self._slots[rows:] = NOWHERE
-        self._states[rows:] = NOWHERE
+        self._states[sequences:] = NOWHERE
         self._there.copy_(self._here, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record(torch.cuda.current_stream(self._there.device))
+
+
+class _OfStates(NamedTuple):
+    """For layers that keep states, where a step has several rows of a sequence. All 0: it has none."""
+
+    contexts: IntArray
+    """[n] tokens of each sequence."""
+    starts: IntArray
+    """[n + 1] first row of each sequence."""
+    tiles: IntArray
+    """[n * 3] as `StateSequences.tiles`."""
+
+    def fill(self, batch: TokenBatch) -> None:
+        """With the sequences of a step. There are at most as many as rows, and at most as many tiles."""
+        count = batch.num_sequences
+        self.contexts[:count], self.contexts[count:] = batch.context_lens, 0
+        self.starts[:count], self.starts[count:] = batch.query_starts[:-1], batch.num_rows
+        tiles = tiles_of(batch, STATE_TILE).ravel()
+        self.tiles[: len(tiles)] = tiles
+        self.tiles[len(tiles) :: 3] = len(self.contexts) - 1  # there is no such sequence then, so no seat

@@ -32,8 +32,8 @@ class SharedMemory(Generic[Recorded]):
     """Recorded steps that share their memory, so that one of them runs at a time."""
 
     recorder: OperationRecorder
-    steps: dict[tuple[int, int], Recorded] = field(default_factory=dict)
-    """By two numbers that decide which operations a step has."""
+    steps: dict[tuple[int, ...], Recorded] = field(default_factory=dict)
+    """By the numbers that decide which operations a step has."""
 
 
 class RecordingRunner(ABC, Generic[Recorded]):
