@@ -10,6 +10,7 @@ to write it, and a result whose size depends on numbers. Each with an error that
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class Graph:
 
     def launch(self, kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """A Triton kernel while the graph is recorded."""
-        self.work.append(partial(kernel[grid], *arguments, **constants))
+        self.work.append(partial(_interpret, kernel, grid, arguments, constants))
 
     def take(self, func: OpOverload, given: dict[str, Any], operands: Operands, device: torch.device) -> Any:
         """An operation of torch while the graph is recorded."""
@@ -138,6 +139,7 @@ def record(graph: Graph, pool: Pool | None = None, capture_error_mode: str = "gl
         GRAPHS.pop()
 
 
+INTERPRETER = threading.Lock()
 GRAPHS: list[Graph] = []
 """The graph that is recorded now, if one is."""
 
@@ -165,7 +167,13 @@ def _run(kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str
         GRAPHS[-1].launch(kernel, grid, plain, constants)
         return
     STREAM.drain()
-    kernel[grid](*plain, **constants)
+    _interpret(kernel, grid, plain, constants)
+
+
+def _interpret(kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """One thread at a time: Triton's interpreter changes modules while it runs a kernel."""
+    with INTERPRETER:
+        kernel[grid](*arguments, **constants)
 
 
 @contextmanager

@@ -265,6 +265,18 @@ def sanitized(free: int = 64 * GIB, devices: int = 1) -> Iterator[None]:
 
 
 @contextmanager
+def in_thread() -> Iterator[None]:
+    """Within it another thread than that of `sanitized` has the devices too, until `sanitized` ends."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # a setting of each thread
+    try:
+        with Dispatch():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+@contextmanager
 def guarded() -> Iterator[None]:
     """Within it torch's own code may name a CUDA device where there is none.
 

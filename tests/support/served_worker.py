@@ -25,6 +25,7 @@ from moesaic.transport.local import local_pair
 from moesaic.transport.wakeup import Wakeup
 
 SECRET = b"a secret of the tests"
+Follow = Callable[[Sequence[object], Callable[[messages.Serving], object]], bool]
 
 
 @contextmanager
@@ -59,8 +60,13 @@ def generated(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     looked_at: Callable[[Worker], None] = lambda _: None,
+    follow: Follow = lambda said, send: True,
 ) -> dict[int, list[int]]:
-    """Tokens of a worker that asks servers. looked_at: gets the worker at the end."""
+    """Tokens of a worker that asks servers. looked_at: gets the worker at the end.
+
+    follow: gets, after each turn of the worker, its messages and how to send it some. It returns whether the
+    worker may end.
+    """
     ours, theirs = local_pair()
     worker, _ = build_worker(WorkerContext(config, theirs, time.monotonic, wakeup=Wakeup()))
     requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
@@ -68,11 +74,15 @@ def generated(
     ours.send(messages.Submit(requests))
     found: dict[int, list[int]] = {request.request_id: [] for request in requests}
     with closing(worker._servers):  # type: ignore[type-var]
-        while any(len(tokens) < params.max_tokens for tokens in found.values()):
+        ended = False
+        while not ended or any(len(tokens) < params.max_tokens for tokens in found.values()):
             worker.turn(1.0)
+            said = []
             while (message := ours.receive(0.0)) is not None:
+                said.append(message)
                 if isinstance(message, messages.Tokens):
                     for number, token in zip(message.request_ids, message.token_ids, strict=True):
                         found[number].append(token)
+            ended = follow(said, ours.send)
     looked_at(worker)
     return found

@@ -16,7 +16,8 @@ from moesaic.models import registry
 
 
 class TorchBackend:
-    """An ExpertBackend on the kernels that `kernels.table` picks for a device."""
+    """An ExpertBackend on the kernels that `kernels.table` picks for a device. `take` and `keep` may run in
+    another thread than `run`."""
 
     def __init__(
         self,
@@ -55,14 +56,14 @@ class TorchBackend:
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         rows = np.concatenate([part.hidden[part.rows] for part in parts])
         experts = np.concatenate([part.experts for part in parts])
-        held = self._weights[layer].held
-        missing = np.setdiff1d(experts, held)
+        weights = self._weights[layer]  # once, as another thread may put others there meanwhile
+        missing = np.setdiff1d(experts, weights.held)
         if len(missing):
             raise KeyError(f"expert {missing[0]} is not held here")
         hidden = torch.from_numpy(rows).to(self._device)
         ids = torch.from_numpy(experts).to(self._device)[:, None]
         with torch.inference_mode():
-            answer = self._kernels.experts(self._weights[layer], hidden, ids)[:, 0].cpu().numpy()
+            answer = self._kernels.experts(weights, hidden, ids)[:, 0].cpu().numpy()
         begin = 0
         for part in parts:
             part.out[part.lines] = answer[begin : begin + len(part.lines)]

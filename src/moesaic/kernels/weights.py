@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -124,9 +124,8 @@ class ExpertWeights:
     def with_more(self, more: ExpertWeights) -> ExpertWeights:
         """These experts and those of `more`, which replace these where both have them."""
         pairs = zip(self.parts, more.parts, strict=True)
-        return self.with_parts(
-            [tuple(old if new is None else new for old, new in zip(*pair, strict=True)) for pair in pairs]
-        )
+        both = [tuple(old if new is None else new for old, new in zip(*pair, strict=True)) for pair in pairs]
+        return replace(self.with_parts(both), packed=more.packed if more.held else self.packed)
 
     def only(self, kept: Collection[int]) -> ExpertWeights:
         """Those of these experts whose ids are in `kept`."""
