@@ -20,7 +20,7 @@ from moesaic.runtime.step import graphs as graph_steps
 from moesaic.runtime.step.graphs import GraphRunner
 
 pytestmark = [
-    pytest.mark.full,  # under much load it once did not end in time
+    pytest.mark.full,  # beside fifteen others on two cores it takes nearly a minute
     pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
