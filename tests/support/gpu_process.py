@@ -27,13 +27,13 @@ def main() -> int:
     if "--connection-fd" not in sys.argv:
         with patch("moesaic.launch.spawn_worker", _worker):
             return cli.main()
-    _take_device()
+    take_device()
     from moesaic.runtime import __main__ as runtime
 
     return runtime.main()
 
 
-def _take_device() -> None:
+def take_device() -> None:
     """Give the calling thread the device until the process ends."""
     from tests.support.gpu_graphs import graphs
     from tests.support.gpu_sanitizer import sanitized
@@ -47,6 +47,6 @@ def _take_device() -> None:
 _HELD: list[object] = []
 
 if __name__ == "__mp_main__":  # the process that plans, which multiprocessing started
-    _take_device()
+    take_device()
 if __name__ == "__main__":
     raise SystemExit(main())

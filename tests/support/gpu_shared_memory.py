@@ -42,10 +42,11 @@ class FileMemory:
         finally:
             os.close(descriptor)
         self.name = MAGIC + f"{os.getpid()}:{size}:{path}".encode() if exported else b""
-        numbers = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        """What is in the memory now. The device has its own view of it."""
         if exported:
-            numbers.fill_(FREED)
-        self.tensor: torch.Tensor = OnDevice(numbers)
+            self.bytes[:] = FREED
+        self.tensor: torch.Tensor = OnDevice(torch.from_numpy(self.bytes))
 
     def close(self) -> None:
         """Late writers of a file that is gone hit nothing, unlike on a GPU: tests look at `closed`."""
@@ -54,7 +55,7 @@ class FileMemory:
         self._closed = True
         STREAM.drain()
         if self._exported:
-            self.tensor.numbers.fill_(FREED)  # type: ignore[attr-defined]
+            self.bytes[:] = FREED
             self._path.unlink()
 
     @property

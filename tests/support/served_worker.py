@@ -59,8 +59,12 @@ def generated(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     looked_at: Callable[[Worker], None] = lambda _: None,
+    after: Callable[[int], None] = lambda _: None,
 ) -> dict[int, list[int]]:
-    """Tokens of a worker that asks servers. looked_at: gets the worker at the end."""
+    """Tokens of a worker that asks servers. looked_at: gets the worker at the end.
+
+    after: called after each turn of the worker, with the number of all tokens so far.
+    """
     ours, theirs = local_pair()
     worker, _ = build_worker(WorkerContext(config, theirs, time.monotonic, wakeup=Wakeup()))
     requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
@@ -74,5 +78,6 @@ def generated(
                 if isinstance(message, messages.Tokens):
                     for number, token in zip(message.request_ids, message.token_ids, strict=True):
                         found[number].append(token)
+            after(sum(map(len, found.values())))
     looked_at(worker)
     return found

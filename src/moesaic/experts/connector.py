@@ -39,7 +39,7 @@ class Connector:
         heap_bytes: memory for the open calls of each connection.
         wakeup: rung when a connection was made.
         transport: to servers, see `HostTransport`.
-        wrap: puts each connection into another one.
+        wrap: puts each connection into another one, in a thread of its own.
         """
         self._transport = transport
         self._wrap = wrap
@@ -73,7 +73,7 @@ class Connector:
         kind = kind_of(self._transport, address)
         while not stopped.is_set():
             try:
-                caller = connect(address, secret, kind, heap_bytes=self._heap_bytes)
+                caller = self._wrap(connect(address, secret, kind, heap_bytes=self._heap_bytes))
             except (MoesaicError, OSError) as error:
                 LOG.debug("expert server %d at %s: %s", entry.server, address, error)
                 stopped.wait(RETRY_SECONDS)
@@ -81,6 +81,6 @@ class Connector:
             if stopped.is_set():
                 caller.close()
                 return
-            self._made.append((entry, self._wrap(caller)))
+            self._made.append((entry, caller))
             self._wakeup.ring()
             return

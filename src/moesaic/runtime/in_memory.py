@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from moesaic.config import WorkerConfig
 from moesaic.core import paced
 from moesaic.core.errors import ConfigError
@@ -15,8 +17,10 @@ from moesaic.core.metrics import ExpertStats
 from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connector import Connector, as_it_is
+from moesaic.experts.device_rows import WorkerRows
 from moesaic.experts.pacing import Pacing
 from moesaic.experts.remote import RemoteExperts
+from moesaic.kernels import device_sharing
 from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
@@ -230,11 +234,12 @@ def _remote(
     """The client of the expert servers. Each connection's shared memory holds two of the largest steps."""
     config, rows = context.config, context.limits.max_num_batched_tokens
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
-    schedule = config.scheduler.schedule
+    schedule, kept = config.scheduler.schedule, _device_rows(config, loaded.device)
+    wrap = as_it_is if pacing is None else pacing.caller
     return RemoteExperts(
         layout,
         Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden),
-        Connector(heap, wakeup, config.transport, as_it_is if pacing is None else pacing.caller),
+        Connector(heap, wakeup, config.transport, wrap if kept is None else kept.connected),
         wakeup,
         context.clock,
         portion_rows=told_rows if schedule in SEPARATE else None,
@@ -243,4 +248,15 @@ def _remote(
         observer=observer,
         check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),
         relay=config.scheduler.relay if pacing is None else "off",
+        rows=kept,
     )
+
+
+def _device_rows(config: WorkerConfig, device: torch.device) -> WorkerRows | None:
+    """Keeps rows on the GPU with --transport cuda_ipc."""
+    if config.transport != "cuda_ipc":
+        return None
+    if device.type != "cuda":
+        allowed = f"auto, shm, socket with --device {device.type}"
+        raise ConfigError.field("--transport", "cuda_ipc", allowed)
+    return WorkerRows(device, device_sharing.sharing(device))
