@@ -44,6 +44,8 @@ class FileMemory:
         self.name = MAGIC + f"{os.getpid()}:{size}:{path}".encode() if exported else b""
         self.bytes = np.frombuffer(self._map, np.uint8)
         """What is in the memory now. The device has its own view of it."""
+        self.last = b""
+        """What was in it when it was freed."""
         if exported:
             self.bytes[:] = FREED
         self.tensor: torch.Tensor = OnDevice(torch.from_numpy(self.bytes))
@@ -55,6 +57,7 @@ class FileMemory:
         self._closed = True
         STREAM.drain()
         if self._exported:
+            self.last = self.bytes.tobytes()
             self.bytes[:] = FREED
             self._path.unlink()
 

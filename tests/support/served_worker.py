@@ -61,7 +61,7 @@ def generated(
     looked_at: Callable[[Worker], None] = lambda _: None,
     after: Callable[[int], None] = lambda _: None,
 ) -> dict[int, list[int]]:
-    """Tokens of a worker that asks servers. looked_at: gets the worker at the end.
+    """Tokens of a worker that asks servers. looked_at: gets the worker at the end, before it closes.
 
     after: called after each turn of the worker, with the number of all tokens so far.
     """
@@ -79,5 +79,5 @@ def generated(
                     for number, token in zip(message.request_ids, message.token_ids, strict=True):
                         found[number].append(token)
             after(sum(map(len, found.values())))
-    looked_at(worker)
+        looked_at(worker)
     return found

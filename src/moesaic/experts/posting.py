@@ -55,12 +55,13 @@ def post_call(
         if call is None:
             return None
         contents = submission.experts[pairs], row_of, submission.gate_weights_of(pairs)
-        places, hidden = None, submission.hidden if used is None else submission.hidden[used]
-        if submission.place is not None:
-            places = (np.arange(count) if used is None else used) if on_device else None
-            hidden = np.empty((0, width), np.float32)
-        call_details = submission.attempt, worker
-        wire.write(call.request, submission.layer, *contents, hidden, *call_details, places=places)
+        places, hidden = None, np.empty((0, width), np.float32)
+        if submission.place is None:
+            hidden = submission.hidden if used is None else submission.hidden[used]
+        elif on_device:
+            places = np.arange(count) if used is None else used
+        route = submission.attempt, worker
+        wire.write(call.request, submission.layer, *contents, hidden, *route, places=places)
         connection.caller.post(call)
     except ConnectionLost:
         return None  # the next poll of this connection reports it, and the pairs are sent again

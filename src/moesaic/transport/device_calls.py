@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 GOODBYE = b"."
 """The last byte of a server that has closed the memory of its client's GPU."""
 _PLACES = struct.Struct("<HHxxxxQQQQ")
-LEAVING_SECONDS = 1.0
+LEAVING_SECONDS, LOOK_SECONDS = 1.0, 1e-3
 """How long a client that ends waits for servers that have its memory open."""
 _ALIGNED = 64
 """The request begins at a multiple of so many bytes."""
@@ -201,6 +201,18 @@ class Departures:
             os.close(process)
             heap.close()
 
+    def close(self) -> None:
+        """Give the servers a moment to leave, at the end of the process. What they keep is not freed."""
+        until = time.monotonic() + LEAVING_SECONDS
+        self.poll()
+        while self._waiting and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+            self.poll()
+        for sock, _, process, _ in self._waiting:
+            sock.close()
+            os.close(process)
+        self._waiting.clear()
+
 
 def _last_byte(sock: socket.socket, said: bytes) -> bytes:
     """The last byte that came by the socket so far. said: the last one before."""
@@ -208,22 +220,6 @@ def _last_byte(sock: socket.socket, said: bytes) -> bytes:
         while data := sock.recv(4096):
             said = data[-1:]
     return said
-
-    def close(self) -> None:
-        """Give the servers a moment to leave, at the end of the process. What they keep is not freed."""
-        until = time.monotonic() + LEAVING_SECONDS
-        self.poll()
-        while self._waiting and time.monotonic() < until:
-            poller = select.poll()
-            for sock, _, process, _ in self._waiting:
-                poller.register(sock, select.POLLIN)
-                poller.register(process, select.POLLIN)
-            poller.poll(1e3 * LEAVING_SECONDS / 10)
-            self.poll()
-        for sock, _, process, _ in self._waiting:
-            sock.close()
-            os.close(process)
-        self._waiting.clear()
 
 
 def _ended(process: int) -> bool:
