@@ -80,7 +80,8 @@ class WorkerRows:
         """Free the memory of connections that are gone."""
         if len(self.departures):
             self.departures.poll()
-            self._answers = [heap for heap in self._answers if not heap.closed]
+            for heap in [heap for heap in self._answers if heap.closed]:
+                self._answers.remove(heap)  # in place: another thread adds connections
 
     def close(self) -> None:
         """Free all memory that no server has open. All connections are closed."""

@@ -247,7 +247,7 @@ def _remote(
         put=loaded.kernels.put,
         observer=observer,
         check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),
-        relay=config.scheduler.relay if pacing is None else "off",
+        relay=config.scheduler.relay if pacing is None and kept is None else "off",
         rows=kept,
     )
 
