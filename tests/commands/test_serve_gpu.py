@@ -39,9 +39,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(path: Path, *flags: str) -> Iterator[Server]:
+def serving(path: Path, *flags: str, hardware: tuple[str, ...] = ("--hardware", "l4")) -> Iterator[Server]:
     command = [sys.executable, "-m", NAME, "serve", str(path), "--port", "0", "--threads", "1", "--json"]
-    command += ["--device", "cuda", "--hardware", "l4", "--served-model-name", "demo"]
+    command += ["--device", "cuda", *hardware, "--served-model-name", "demo"]
     command += ["--max-model-len", "64", "--max-num-seqs", "4", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None

@@ -16,20 +16,29 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from tests.device import test_servers
 from tests.support import gpu_cases, served_worker
-from tests.support.gpu_sanitizer import COPIES, WAITS, OnDevice, sanitized
+from tests.support.gpu_graphs import graphs
+from tests.support.gpu_sanitizer import COPIES, DEVICE, WAITS, OnDevice, sanitized
 from tests.support.gpu_server_process import Servers, servers
 from tests.support.gpu_shared_memory import FileSharing, shared_memory
+from tests.support.triton_kernels import INTERPRETED
 
 from moesaic.config import WorkerConfig
 from moesaic.core.experts import Directory, ExpertLayout
 from moesaic.core.request import SamplingParams
+from moesaic.experts import wire
+from moesaic.experts.backend import CallPairs
+from moesaic.experts.device_rows import ServerRows
 from moesaic.experts.remote import RemoteExperts
+from moesaic.experts.torch_backend import TorchBackend
 from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.step import graphs as graph_steps
 from moesaic.runtime.worker import Worker
+from moesaic.transport.device_calls import DeviceIncoming, DeviceRows
 
 NEW = test_servers.NEW
 Kind = tuple[torch.dtype, int]
@@ -218,3 +227,75 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
         settings = config(path, inflight_batches=2)
         assert generated(settings, twins.directory, after=victim.after, looked_at=look) == expected
     assert late == {"written": True, "kept": True}
+
+
+@pytest.mark.slow
+def test_a_server_that_answers_nan_is_found_and_left(
+    path: Path, layout: ExpertLayout, expected: dict[int, list[int]]
+) -> None:
+    every = dict.fromkeys(layout.layers, range(layout.num_experts))
+    blamed: list[int] = []
+
+    def look(worker: Worker) -> None:
+        assert isinstance(worker._servers, RemoteExperts)
+        blamed.extend(entry.server for entry in worker._servers._blamed)
+
+    with servers(path, layout, [every, every], broken=0) as found, on_device():
+        settings = config(path, inflight_batches=2)
+        assert generated(settings, found.directory, looked_at=look) == expected
+    assert blamed == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs")
+def test_recorded_steps_send_rows_from_the_device(
+    path: Path, halves: Servers, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph ends at each request, whose rows are in the memory that it writes at every replay."""
+    monkeypatch.setattr(graph_steps, "bucket", lambda rows: 4)
+    with on_device(), graphs(), np.errstate(all="ignore"), counted() as copies:
+        settings = config(path, kernels="triton", inflight_batches=2)
+        assert generated(settings, halves.directory) == expected
+    assert copies.requests > NEW
+
+
+def test_a_server_waits_once_for_its_device(path: Path, layout: ExpertLayout) -> None:
+    """Two calls of one run: one with an answer for each pair, one with partial sums."""
+    rng, width = np.random.default_rng(0), layout.hidden
+    layer, held = layout.layers[0], {layout.layers[0]: range(layout.num_experts)}
+    hidden = rng.standard_normal((5, width), dtype=np.float32)
+    hidden[3, 0] = np.nan
+    experts, rows = np.array([0, 1, 2, 3]), np.array([0, 1, 0, 2])
+    places, weights = np.array([4, 1, 3]), np.array([0.5, 1.0, 2.0, 1.0], np.float32)
+    with on_device():
+        backend = TorchBackend(path, layout, "cuda", "reference", 1)
+        backend.take(held)
+        server, calls = ServerRows(DEVICE), []
+        memory = torch.from_numpy(hidden).to(DEVICE).view(-1).view(torch.uint8)
+        for gate in (None, weights):
+            answers = 4 if gate is None else 3
+            shared = DeviceRows(memory, torch.zeros(4 * answers * width, dtype=torch.uint8, device=DEVICE))
+            request = wire.Request(layer, 0, experts, rows, gate, hidden[:0], places=places)
+            incoming = DeviceIncoming(Answer(answers), 0, 4 * width, shared)  # type: ignore[arg-type]
+            calls.append(server.take(incoming, shared, request, width))
+        before = len(WAITS.of)
+        pairs = np.arange(4)
+        backend.run(layer, [CallPairs(one.hidden, rows, experts, one.rows, pairs) for one in calls])
+        server.finish([(one, pairs) for one in calls])
+        assert WAITS.of[before:] == ["tolist", "synchronize"], "the reference reads expert ids, too"
+        exact, sums = (one.answer.cpu().numpy() for one in calls)
+    assert [list(one.incoming.answer) for one in calls] == [[1, 1, 1, 0], [1, 1, 0]]
+    reference = TorchBackend(path, layout, "cpu", "reference", 1)
+    reference.take(held)
+    wanted = np.zeros((4, width), np.float32)
+    reference.run(layer, [CallPairs(hidden[places], rows, experts, wanted, pairs)])
+    assert np.allclose(exact[:3], wanted[:3], atol=1e-6) and np.isnan(exact[3]).any()
+    assert np.allclose(sums[0], 0.5 * wanted[0] + 2 * wanted[2], atol=1e-6)
+    assert np.allclose(sums[1], wanted[1], atol=1e-6)
+
+
+class Answer:
+    """An Incoming, of which only the answer is used."""
+
+    def __init__(self, rows: int) -> None:
+        self.answer = memoryview(bytearray(rows))

@@ -1,6 +1,7 @@
 """`python -m tests.support.gpu_process serve ...`: the `moesaic` command on the device of `gpu_sanitizer`.
 
-The process that plans and the worker process get the device, and graphs. The process of the API needs none.
+The process that plans, worker processes and expert servers get the device, and graphs. The process of the API
+needs none. Workers and servers share memory of the device by files.
 """
 
 from __future__ import annotations
@@ -24,13 +25,21 @@ def _worker(config: WorkerConfig) -> local.ChildProcess:
 
 def main() -> int:
     """Run the command line or, of a worker process, its `main`. Returns the exit code."""
+    from tests.support import gpu_server_process
+
     if "--connection-fd" not in sys.argv:
-        with patch("moesaic.launch.spawn_worker", _worker):
+        with (
+            patch("moesaic.launch.spawn_worker", _worker),
+            patch("moesaic.cluster.launcher.spawn_worker", _worker),
+            patch("moesaic.cluster.launcher.spawn_server", gpu_server_process.started),
+        ):
             return cli.main()
     take_device()
     from moesaic.runtime import __main__ as runtime
+    from tests.support.gpu_shared_memory import shared_memory
 
-    return runtime.main()
+    with shared_memory():
+        return runtime.main()
 
 
 def take_device() -> None:

@@ -6,9 +6,14 @@ worker of the calling process.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
+
+import torch
 
 from moesaic.cluster import local
 from moesaic.cluster.local import ChildProcess
@@ -17,6 +22,8 @@ from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.experts import __main__ as experts
+from moesaic.experts.backend import CallPairs
+from moesaic.experts.torch_backend import TorchBackend
 from tests.support.gpu_process import take_device
 from tests.support.gpu_shared_memory import shared_memory
 
@@ -26,9 +33,28 @@ LOADING = 60.0
 """Seconds after which a server counts as one that hangs."""
 
 
+BROKEN = "BROKEN_GPU_OF_A_TEST"
+"""Environment variable of a process whose answers have NaN from its fifth run on."""
+GOOD_RUNS = 4
+
+
 def started(config: ExpertServerConfig) -> ChildProcess:
     """In place of `cluster.local.spawn_server`."""
     return local._spawn(NAME, config.to_json(), "expert server")
+
+
+def spoil() -> None:
+    """The last number of each answer is NaN from the fifth run on."""
+    run, runs = TorchBackend.run, itertools.count()
+
+    def spoiled(self: TorchBackend, layer: int, parts: Sequence[CallPairs]) -> None:
+        run(self, layer, parts)
+        if next(runs) >= GOOD_RUNS:
+            with torch.inference_mode():
+                for part in parts:
+                    part.out[:, -1] = torch.nan
+
+    TorchBackend.run = spoiled  # type: ignore[method-assign]
 
 
 class Servers:
@@ -40,17 +66,17 @@ class Servers:
 
 @contextmanager
 def servers(
-    path: Path, layout: ExpertLayout, held: Sequence[Mapping[int, Sequence[int]]], schedule: str = "lockstep"
+    path: Path, layout: ExpertLayout, held: Sequence[Mapping[int, Sequence[int]]], broken: int | None = None
 ) -> Iterator[Servers]:
-    """held: layer -> experts of each server."""
+    """held: layer -> experts of each server. broken: the server whose answers have NaN after a while."""
     with ExitStack() as ending:
         children = []
-        for experts_of in held:
+        for number, experts_of in enumerate(held):
             config = ExpertServerConfig(
-                str(path), layout, "unix:@", kernels="reference", device="cuda", transport="cuda_ipc",
-                schedule=schedule,  # type: ignore[arg-type]
-            )  # fmt: skip
-            child = started(config)
+                str(path), layout, "unix:@", kernels="reference", device="cuda", transport="cuda_ipc"
+            )
+            with mock.patch.dict(os.environ, {BROKEN: "1"} if number == broken else {}):
+                child = started(config)
             ending.callback(child.stop)
             wanted = {layer: list(ids) for layer, ids in experts_of.items()}
             child.connection.send(messages.Hold(1, wanted, SECRET))
@@ -71,6 +97,8 @@ def _loaded(child: ChildProcess) -> Endpoint:
 
 def main() -> int:
     take_device()
+    if BROKEN in os.environ:
+        spoil()
     with shared_memory():
         return experts.main()
 
