@@ -64,7 +64,7 @@ def on_gpus(**settings: Any) -> WorkerConfig:
         (
             {},
             {"scheduler": SchedulerConfig(relay="always")},
-            "--relay always: all processes are on this host",
+            "--relay always: all processes are",
         ),
         (
             {"cluster_address": "tcp:h:1", "cluster_secret_file": "f"},
