@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from tests.device import test_servers
-from tests.support import gpu_cases, served_worker
+from tests.support import gpu_cases, pairs, served_worker
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import COPIES, DEVICE, WAITS, OnDevice, sanitized
 from tests.support.gpu_server_process import Servers, servers
@@ -144,6 +144,7 @@ def counted() -> Iterator[Copies]:
         yield copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [{"inflight_batches": 2}, {"schedule": "async", "combine": "partial"}])
 def test_only_the_gates_choice_comes_to_the_host(
     path: Path, halves: Servers, layout: ExpertLayout, scheduler: dict[str, Any]
@@ -184,7 +185,10 @@ def twins(path: Path, layout: ExpertLayout) -> Iterator[Servers]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", [{"inflight_batches": 2}, {"schedule": "async", "combine": "partial"}])
+@pytest.mark.parametrize(
+    "scheduler",
+    [{"inflight_batches": 2}, pytest.param({"schedule": "async", "combine": "partial"}, marks=pairs.REST)],
+)
 def test_a_server_that_is_killed_changes_no_token(
     path: Path, twins: Servers, expected: dict[int, list[int]], scheduler: dict[str, Any]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Memory that processes on the device of `gpu_sanitizer` share: a file of /dev/shm in place of a GPU's.
+"""Memory that processes on the device of `gpu_sanitizer` share: a file in memory in place of a GPU's.
 
 `sharing` takes the place of that of `kernels.device_sharing`. Its tensors look at the same bytes in every
 process. What one of them does on the device shows in the others once it is done, as late as there.
@@ -7,13 +7,9 @@ process. What one of them does on the device shows in the others once it is done
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
-import secrets
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -30,19 +26,14 @@ FREED = 0x7B
 
 
 class FileMemory:
-    """SharedMemory in a file, which the exporting process removes."""
+    """SharedMemory in a file without a name, which goes with the last process that has it open."""
 
-    def __init__(self, path: Path, size: int, exported: bool) -> None:
-        self._path, self._exported, self._closed = path, exported, False
-        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if exported else 0), 0o600)
-        try:
-            if exported:
-                os.ftruncate(descriptor, size)
-            self._map = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        self.name = MAGIC + f"{os.getpid()}:{size}:{path}".encode() if exported else b""
-        self.bytes = np.frombuffer(self._map, np.uint8)
+    def __init__(self, descriptor: int, size: int, exported: bool) -> None:
+        """descriptor: of the file. It belongs to this object if the memory is exported."""
+        self._descriptor, self._exported, self._closed = descriptor, exported, False
+        where = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self.name = MAGIC + f"{os.getpid()}:{size}:{where}".encode() if exported else b""
+        self.bytes = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         """What is in the memory now. The device has its own view of it."""
         self.last = b""
         """What was in it when it was freed."""
@@ -51,7 +42,7 @@ class FileMemory:
         self.tensor: torch.Tensor = OnDevice(torch.from_numpy(self.bytes))
 
     def close(self) -> None:
-        """Late writers of a file that is gone hit nothing, unlike on a GPU: tests look at `closed`."""
+        """Unlike on a GPU, late writers still write into the file: tests look at `closed`."""
         if self._closed:
             return
         self._closed = True
@@ -59,7 +50,7 @@ class FileMemory:
         if self._exported:
             self.last = self.bytes.tobytes()
             self.bytes[:] = FREED
-            self._path.unlink()
+            os.close(self._descriptor)
 
     @property
     def closed(self) -> bool:
@@ -84,28 +75,35 @@ class FileSharing:
     def __init__(self) -> None:
         self.exported: list[FileMemory] = []
         self.opened: list[FileMemory] = []
-        self._count = itertools.count()
-        self._folder = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
 
     def export(self, size: int) -> FileMemory:
-        path = self._folder / f"moesaic-test-{secrets.token_hex(8)}-{next(self._count)}"
-        self.exported.append(FileMemory(path, -(-size // BLOCK) * BLOCK, True))
+        size = -(-size // BLOCK) * BLOCK
+        descriptor = os.memfd_create("moesaic-test")
+        os.ftruncate(descriptor, size)
+        self.exported.append(FileMemory(descriptor, size, True))
         return self.exported[-1]
 
     def open(self, name: bytes) -> FileMemory:
         if not name.startswith(MAGIC):
             raise DamagedMessage(f"{len(name)} bytes do not name memory of a GPU")
-        process, size, path = name.removeprefix(MAGIC).decode().split(":", 2)
+        process, size, where = name.removeprefix(MAGIC).decode().split(":", 2)
         if int(process) == os.getpid():
             raise ConfigError("--transport cuda_ipc: a process cannot open memory that it exported itself")
-        self.opened.append(FileMemory(Path(path), int(size), False))
+        try:
+            descriptor = os.open(where, os.O_RDWR)
+        except OSError:
+            raise ConfigError("--transport cuda_ipc: the process that exported this has ended") from None
+        try:
+            self.opened.append(FileMemory(descriptor, int(size), False))
+        finally:
+            os.close(descriptor)
         return self.opened[-1]
 
     def map_host(self, memory: npt.NDArray[np.uint8]) -> HostMemory:
         return HostMemory(memory)
 
     def remove(self) -> None:
-        """Remove the files that are left. What a killed process leaves lies in /dev/shm."""
+        """Close what is left."""
         for memory in self.exported:
             memory.close()
 

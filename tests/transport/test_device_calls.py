@@ -271,3 +271,22 @@ def test_a_client_that_ends_waits_a_moment_for_servers(pair: Pair, monkeypatch: 
     pair.departures.close()
     assert not len(pair.departures) and not pair.heap.closed, "a server that stays keeps the memory"
     assert GOODBYE != b"!", "which wakes a peer"
+
+
+def test_memory_of_a_client_that_has_ended_is_a_lost_connection(
+    gpu: Gpu, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its process lives, the GPUs cannot share memory, and the server says so."""
+    ended = False
+
+    def refused(name: bytes) -> Memory:
+        raise ConfigError("the GPUs have no peer access")
+
+    monkeypatch.setattr(pair.answerer, "_open_memory", refused)
+    monkeypatch.setattr("moesaic.transport.device_calls._ended", lambda process, seconds: ended)
+    with pytest.raises(ConfigError, match="no peer access"):
+        pair.call()
+    ended = True
+    with pytest.raises(ConnectionLost, match="has ended"):
+        pair.call()
+    monkeypatch.undo()

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesaic.core.errors import ConfigError, DamagedMessage
+from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
 from moesaic.core.tokens import IntArray
 from moesaic.transport.address import peer_process
 from moesaic.transport.calls import Call, Incoming
@@ -39,7 +39,8 @@ GOODBYE = b"."
 """The last byte of a server that has closed the memory of its client's GPU."""
 _PLACES = struct.Struct("<HHxxxxQQQQ")
 LEAVING_SECONDS, LOOK_SECONDS = 1.0, 1e-3
-"""How long a client that ends waits for servers that have its memory open."""
+"""How long a client that ends waits for servers that have its memory open, and how often it looks. A server
+that cannot open memory waits so long for the end of the client's process."""
 _ALIGNED = 64
 """The request begins at a multiple of so many bytes."""
 
@@ -222,20 +223,20 @@ def _last_byte(sock: socket.socket, said: bytes) -> bytes:
     return said
 
 
-def _ended(process: int) -> bool:
-    """Whether the process of a pidfd has ended."""
+def _ended(process: int, seconds: float = 0.0) -> bool:
+    """Whether the process of a pidfd has ended, or does within so many seconds."""
     poller = select.poll()
     poller.register(process, select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(1e3 * seconds))
 
 
-def process_of(caller: ShmCaller) -> int:
+def process_of(end: ShmCaller | ShmAnswerer) -> int:
     """A pidfd of the process at the other end. Raises ConfigError if it cannot be known."""
     try:
-        return os.pidfd_open(peer_process(caller.sock))
+        return os.pidfd_open(peer_process(end.sock))
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"--transport cuda_ipc: cannot watch the server's process: {reason}") from None
+        raise ConfigError(f"--transport cuda_ipc: cannot watch the other process: {reason}") from None
 
 
 class DeviceIncoming:
@@ -278,6 +279,7 @@ class DeviceAnswerer:
     def __init__(self, answerer: ShmAnswerer, open_memory: Callable[[bytes], SharedMemory]) -> None:
         self._answerer, self._open_memory = answerer, open_memory
         self._opened: dict[bytes, SharedMemory] = {}
+        self._process = process_of(answerer)
         self._closed = False
 
     events = select.POLLIN
@@ -306,6 +308,7 @@ class DeviceAnswerer:
         for memory in self._opened.values():
             memory.close()
         self._opened.clear()
+        os.close(self._process)
         self._answerer.say(GOODBYE)
         self._answerer.close()
 
@@ -327,8 +330,17 @@ class DeviceAnswerer:
 
     def _part(self, name: bytes, begin: int, size: int) -> Any:
         if name not in self._opened:
-            self._opened[name] = self._open_memory(name)
+            self._opened[name] = self._open(name)
         tensor = self._opened[name].tensor
         if begin % _ALIGNED or begin + size > len(tensor):
             raise DamagedMessage(f"a call names bytes {begin} to {begin + size} of {len(tensor)}")
         return tensor[begin : begin + size]
+
+    def _open(self, name: bytes) -> SharedMemory:
+        """Open memory of the client. Raises ConnectionLost if its process has ended, or is about to."""
+        try:
+            return self._open_memory(name)
+        except ConfigError:
+            if _ended(self._process, LEAVING_SECONDS):
+                raise ConnectionLost("the process of the client has ended") from None
+            raise
