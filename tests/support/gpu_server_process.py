@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -17,7 +17,7 @@ import torch
 
 from moesaic.cluster import local
 from moesaic.cluster.local import ChildProcess
-from moesaic.config import ExpertServerConfig
+from moesaic.config import ExpertServerConfig, HostTransport
 from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
@@ -66,17 +66,22 @@ class Servers:
 
 @contextmanager
 def servers(
-    path: Path, layout: ExpertLayout, held: Sequence[Mapping[int, Sequence[int]]], broken: int | None = None
+    path: Path,
+    layout: ExpertLayout,
+    held: Sequence[Mapping[int, Sequence[int]]],
+    broken: int | None = None,
+    start: Callable[[ExpertServerConfig], ChildProcess] = started,
+    transport: HostTransport = "cuda_ipc",
 ) -> Iterator[Servers]:
     """held: layer -> experts of each server. broken: the server whose answers have NaN after a while."""
     with ExitStack() as ending:
         children = []
         for number, experts_of in enumerate(held):
             config = ExpertServerConfig(
-                str(path), layout, "unix:@", kernels="reference", device="cuda", transport="cuda_ipc"
+                str(path), layout, "unix:@", kernels="reference", device="cuda", transport=transport
             )
             with mock.patch.dict(os.environ, {BROKEN: "1"} if number == broken else {}):
-                child = started(config)
+                child = start(config)
             ending.callback(child.stop)
             wanted = {layer: list(ids) for layer, ids in experts_of.items()}
             child.connection.send(messages.Hold(1, wanted, SECRET))
