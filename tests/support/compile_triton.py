@@ -8,6 +8,7 @@ with the types and constants that it has there.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -20,10 +21,22 @@ from moesaic.core.experts import Activation
 from moesaic.core.stored import QUANTIZED, row_bytes
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.exchange import LEAST_SLOTS, Exchange
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import QuantizedMatrix
 from moesaic.kernels.states import StateSizes
-from moesaic.kernels.triton import attention, cache, convolution, delta, dense, experts, gate, launching, rows
+from moesaic.kernels.triton import (
+    attention,
+    cache,
+    convolution,
+    delta,
+    dense,
+    exchange,
+    experts,
+    gate,
+    launching,
+    rows,
+)
 from moesaic.kernels.weights import ExpertWeights
 from tests.support import delta_steps, paged_steps
 
@@ -38,12 +51,18 @@ TYPES = {
 }
 MOST_SHARED = 99 << 10
 """Bytes of shared memory of a block of threads on GeForce GPUs. Others from Ampere on have more."""
+OPTIONS = ("num_warps",)
+ORDERED = {
+    "_post": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys",),
+    "_wait": (r"ld\.relaxed\.sys.*fence\.(acq_rel|acquire)\.sys", r"ld\.volatile"),
+}
+"""What a kernel must have so that other devices and the host see its writes in their order."""
 done: set[str] = set()
 
 
 def compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Takes the place of `launch`."""
-    names = kernel.arg_names
+    names, options = kernel.arg_names, {name: constants.pop(name) for name in OPTIONS if name in constants}
     signature = {
         name: TYPES[one.dtype] if isinstance(one, torch.Tensor) else "i32" if isinstance(one, int) else "fp32"
         for name, one in zip(names, arguments, strict=False)
@@ -55,7 +74,11 @@ def compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: A
     done.add(known)
     for architecture in map(int, sys.argv[1:]):
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        metadata = triton.compile(source, target=GPUTarget("cuda", architecture, 32)).metadata
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        metadata = made.metadata
+        for instruction in ORDERED.get(kernel.__name__, ()):
+            found = re.search(instruction, made.asm["ptx"], re.DOTALL)
+            assert found, f"{kernel.__name__} for sm_{architecture} lacks {instruction}"
         sys.stdout.write(f"sm_{architecture} {metadata.shared} bytes: {kernel.__name__} {constants}\n")
         assert metadata.shared <= MOST_SHARED, "more shared memory than a block of threads can have"
 
@@ -93,8 +116,21 @@ def recur(counts: list[int]) -> None:
         delta.delta(one, gates, gates[0, :heads], gates[0, :heads], layer.states, batch)
 
 
+def ask() -> None:
+    """The launches of a layer between a worker and its servers."""
+    step, word = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    table, ids = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int64)
+    headers, asked = (torch.zeros(2, size, dtype=torch.int32) for size in (7, LEAST_SLOTS))
+    addresses, hidden = torch.zeros(4, LEAST_SLOTS, dtype=torch.int64), torch.zeros(3, 2880)
+    ours = Exchange(addresses, table, headers, 2, 3, hidden, step, word, asked, word)
+    sources = exchange.dispatch(ours, 1, hidden, ids)
+    exchange.post(ours, 1)
+    exchange.wait(ours, 1, 1 << 24)
+    exchange.collect(sources, 8, 2880)
+
+
 def main() -> None:
-    for module in (attention, cache, convolution, delta, dense, experts, gate, rows):
+    for module in (attention, cache, convolution, delta, dense, exchange, experts, gate, rows):
         module.launch = compiled  # type: ignore[attr-defined]
     assert not launching.INTERPRETED
     one, ids = torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64)
@@ -119,6 +155,7 @@ def main() -> None:
         gate.gate(one, torch.zeros(64, 128), rule, torch.zeros(64))
     for counts in ([1, 1], [3, 70]):
         recur(counts)
+    ask()
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         cache.store(paged_steps.cache(16, 2, 64, dtype, 4), one.view(3, 2, 64), ids[:, 0])
         for latent in (False, True):

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from moesaic.core.errors import DamagedMessage
 from moesaic.core.tokens import FloatRows, IntArray
@@ -35,6 +36,8 @@ _HEADER = struct.Struct("<4sHBBIIIII")
 _MAGIC = b"MOE3"
 _STEP = struct.Struct("<Q")
 """The number of a step: behind the header of a barrier call, and at the begin of its answer."""
+ROWS_WORD, PAIRS_WORD = 2, 3
+"""Words of 4 bytes of the header, in what `header` returns."""
 ARRIVAL_BYTES = _HEADER.size + _STEP.size
 """Bytes of a barrier call."""
 _EXACT, _PARTIAL, _BARRIER, _BARRIER_WITH_WORK, _GREETING = range(5)
@@ -143,6 +146,22 @@ def write(
         np.frombuffer(memory, np.float32, count * width, at).reshape(count, width)[:] = hidden
     else:
         np.frombuffer(memory, np.int32, count, at)[:] = places
+
+
+def header(layer: int, hidden: int, worker: int) -> npt.NDArray[np.int32]:
+    """[w] The header of a request for exact answers, without numbers of rows and pairs.
+
+    A kernel writes those, and behind the header the arrays of a request whose rows are on a GPU.
+    """
+    memory = bytearray(_HEADER.size)
+    _HEADER.pack_into(memory, 0, _MAGIC, layer, _EXACT, 0, 0, 0, hidden, 0, worker)
+    return np.frombuffer(memory, np.int32)
+
+
+def claimed(memory: memoryview) -> tuple[int, int]:
+    """Rows and pairs of the request at the begin of `memory`, as its header says."""
+    rows, pairs = _HEADER.unpack_from(memory, 0)[4:6]
+    return rows, pairs
 
 
 def arrive(memory: memoryview, hidden: int, work: bool, step: int, worker: int = 0) -> None:

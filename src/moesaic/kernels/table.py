@@ -12,6 +12,7 @@ import torch
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.exchange import ExchangeOperations
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.reference import attention, delta, dense, experts, gate
@@ -172,6 +173,8 @@ class Kernels:
     """Sets the number of compute threads, and whether each is pinned to a core."""
     recorder: Callable[[], OperationRecorder] | None = None
     """Makes a recorder of steps that use these operations only; None: steps cannot be recorded."""
+    exchange: ExchangeOperations | None = None
+    """Launches that ask expert servers and take their answers. None: not possible."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
@@ -282,6 +285,7 @@ def pick(device: str, wanted: str = "auto") -> Kernels:
 def _triton(kind: str) -> Kernels:
     """Raises ConfigError without Triton, and on a CPU outside of Triton's interpreter."""
     try:
+        from moesaic.kernels.triton import exchange
         from moesaic.kernels.triton.graphs import GraphRecorder
         from moesaic.kernels.triton.launching import INTERPRETED
         from moesaic.kernels.triton.operations import OPERATIONS
@@ -291,7 +295,9 @@ def _triton(kind: str) -> Kernels:
         allowed = "auto, reference and the instruction sets on a CPU; triton on a GPU"
         raise ConfigError.field("--kernels", "triton", allowed)
     make = GraphRecorder if kind == "cuda" else None
-    return replace(REFERENCE, name="triton", packed=True, spares=True, recorder=make, **OPERATIONS)
+    between: ExchangeOperations | None = exchange if exchange.SUPPORTED else None
+    common = replace(REFERENCE, name="triton", packed=True, spares=True, recorder=make, exchange=between)
+    return replace(common, **OPERATIONS)
 
 
 def _natively(name: str) -> Kernels:
