@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
 from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.mailbox_answerer import MailboxAnswerer
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
@@ -136,8 +138,10 @@ def _listener(config: ExpertServerConfig, secret: bytes) -> tuple[Listener, Serv
     from moesaic.kernels import device_sharing
 
     device = torch.device(config.device)
-    opening = device_sharing.sharing(device)
-    return Listener(config.address, secret, open_memory=opening.open), ServerRows(device)
+    opened = device_sharing.sharing(device).open
+    mailboxes = partial(MailboxAnswerer, open_memory=opened, hidden=config.layout.hidden)
+    listener = Listener(config.address, secret, open_memory=opened, mailboxes=mailboxes)
+    return listener, ServerRows(device)
 
 
 def _relay(config: ExpertServerConfig) -> Relay:
