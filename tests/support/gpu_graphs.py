@@ -31,6 +31,7 @@ from tests.support.gpu_sanitizer import (
     OnDevice,
     Operands,
     Operation,
+    Running,
     mapped,
     numbers_of,
     spoil,
@@ -41,6 +42,9 @@ Pool = weakref.WeakSet["Graph"]
 
 class Graph:
     """Takes the place of torch.cuda.CUDAGraph."""
+
+    beside = False
+    """Whether a replay goes on beside the thread that asked for it, as on a GPU. Else the thread does it."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], object]] = []
@@ -56,6 +60,12 @@ class Graph:
             for tensor in one.made if one is not self else ():
                 if not TAKEN.looked_at(tensor):
                     spoil(tensor)
+        if Graph.beside:
+            STREAM.running = Running(self._replay)
+        else:
+            self._replay()
+
+    def _replay(self) -> None:
         for work in self.work:
             work()
 

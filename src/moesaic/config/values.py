@@ -38,6 +38,7 @@ KernelName = Literal[
     "reference",
     "triton",
 ]
+CudagraphMode = Literal["piecewise", "full"]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "split", "s2", "s3", "s4", "serial"]
 MetricsPrefix = Literal["moesaic:", "vllm:"]
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -41,6 +41,8 @@ class WorkerRows:
         self._hidden = DeviceHeap(sharing.export)
         self._answers: list[DeviceHeap] = []
         self.departures = Departures()
+        self.held = False
+        """Nothing is freed now: the driver would wait for a graph that waits for the host."""
         self.answers = DeviceAnswers(device)
         """Puts answers together."""
 
@@ -78,7 +80,7 @@ class WorkerRows:
 
     def poll(self) -> None:
         """Free the memory of connections that are gone."""
-        if len(self.departures):
+        if len(self.departures) and not self.held:
             self.departures.poll()
             for heap in [heap for heap in self._answers if heap.closed]:
                 self._answers.remove(heap)  # in place: another thread adds connections

@@ -102,8 +102,8 @@ class RemoteExperts:
         self._every_server = every_server
         self._replicas = replicas
         self._connector = connector
-        self._wakeup, self._clock = wakeup, clock
-        self._secret, self._waited = b"", 0.0
+        self.wakeup = self._wakeup = wakeup
+        self._clock, self._secret, self._waited = clock, b"", 0.0
         self._entries: dict[int, ServerEntry] = {}
         """The servers of the directory."""
         self._connections: dict[int, ServerConnection] = {}
@@ -111,17 +111,17 @@ class RemoteExperts:
         self._submissions: dict[int, Submission] = {}
         """By the number of the handle."""
         self._submitted = 0
-        self._rows, self._check = rows, check
+        self.rows_on_device, self._rows, self._check = rows, rows, check
         self._memory: AnswerMemory = HostAnswers(put) if rows is None else rows.answers
         self._blamed: set[ServerEntry] = set()
         """Processes that gave wrong answers."""
         self._faulty: list[FaultyServer] = []
         """Reports that `faulty` has not returned yet."""
         self._counts = CallCounts(layout.layers, replicas)
-        worker = int.from_bytes(os.urandom(4)) | 1  # the number by which servers know this client
-        self._barrier_client = BarrierClient(layout.hidden, worker)
-        servers = replicas, self._connections, Relaying(relay, replicas, 4 * layout.hidden, worker)
-        self._sender = Sender(*servers, self._counts, clock, worker, self._make_room)
+        self.worker = int.from_bytes(os.urandom(4)) | 1  # the number by which servers know this client
+        self._barrier_client = BarrierClient(layout.hidden, self.worker)
+        servers = replicas, self._connections, Relaying(relay, replicas, 4 * layout.hidden, self.worker)
+        self._sender = Sender(*servers, self._counts, clock, self.worker, self._make_room)
 
     # ---- RoutedExperts
 
@@ -186,6 +186,11 @@ class RemoteExperts:
         """True while an answer or the barrier is awaited, or `arrivals` has not returned everything."""
         waiting = self._barrier_client.waiting or bool(self._arrivals)
         return waiting or any(submission.missing for submission in self._submissions.values())
+
+    @property
+    def connected(self) -> dict[int, ServerEntry]:
+        """The servers that are connected, also those that left the directory."""
+        return {server: connection.entry for server, connection in self._connections.items()}
 
     # ---- ExpertServers
 

@@ -35,6 +35,7 @@ from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.device_curves import curves_of
 from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
+from moesaic.runtime.full_graphs import Asked, check_full_graphs, full_graphs
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -109,8 +110,12 @@ def with_servers(
     curves = curves_of(config, loaded, layout)
     others = config.expert_servers, config.attention_workers
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *others)
-    remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows)
+    replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
+    remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows, replicas)
     runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
+    asked = Asked(runner, remote, expert_stats)
+    if config.model.cudagraph_mode == "full":
+        asked = full_graphs(context, stages, layout, remote, replicas, runner)
     speculation = speculation_of(config, loaded.model, layout.num_bytes)
     blocks = block_pool(config.cache, size)
     scheduler = _scheduler(context, blocks, len(layout.model_layers), speculation, decisions)
@@ -118,11 +123,11 @@ def with_servers(
         loaded,
         kv_type(config.cache, loaded),
         size,
-        runner,
+        asked.runner,
         scheduler,
         stages.memory,
-        expert_stats=expert_stats,
-        servers=remote,
+        expert_stats=asked.stats,
+        servers=asked.servers,
         layerwise=LayerwiseRunner(runner, remote),
         recorder=recorder(config, loaded.model.spec, context.routing),
         routes=TokenRoutes(layout.model_layers, remote),
@@ -157,6 +162,8 @@ def _paced(
 def _check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that need expert servers where there are none."""
     check_shared(config)
+    if config.model.cudagraph_mode == "full":
+        check_full_graphs(config)
     if config.remote_experts:
         return
     if config.scheduler.schedule != "lockstep":
@@ -230,6 +237,7 @@ def _remote(
     wakeup: Wakeup,
     pacing: Pacing | None,
     told_rows: int,
+    replicas: Replicas,
 ) -> RemoteExperts:
     """The client of the expert servers. Each connection's shared memory holds two of the largest steps."""
     config, rows = context.config, context.limits.max_num_batched_tokens
@@ -238,7 +246,7 @@ def _remote(
     wrap = as_it_is if pacing is None else pacing.caller
     return RemoteExperts(
         layout,
-        Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden),
+        replicas,
         Connector(heap, wakeup, config.transport, wrap if kept is None else kept.connected),
         wakeup,
         context.clock,

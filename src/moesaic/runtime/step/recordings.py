@@ -66,6 +66,10 @@ class RecordingRunner(ABC, Generic[Recorded]):
     def _run(self, batch: TokenBatch, memory: SharedMemory[Recorded]) -> StepGenerator:
         """Replay a step, which is recorded first if `memory` has none of its kind."""
 
+    def records(self, batch: TokenBatch) -> bool:
+        """Whether a step is replayed, and recorded before if it must be."""
+        return self._is_recorded(batch)
+
     def begin(self, batch: TokenBatch) -> RunningStep:
         """See `StepRunner`."""
         if not self._is_recorded(batch):
