@@ -229,6 +229,22 @@ def test_a_server_that_is_lost_while_a_graph_waits_for_it(
     assert kept == [int(frozen), 0], "memory is kept while the server may still write into it"
 
 
+@pytest.mark.slow
+def test_a_server_that_answers_nan_is_found_and_left(
+    path: Path, layout: ExpertLayout, expected: dict[int, list[int]], replays: Replays
+) -> None:
+    every, blamed = held(layout, 0, 1), []
+
+    def looked_at(worker: Worker) -> None:
+        assert replays.exchange is not None
+        blamed.extend(entry.server for entry in replays.exchange._remote._blamed)
+
+    with servers(path, layout, [every, every], broken=0) as both:
+        found = served_worker.generated(full(path), both.directory, PROMPTS, PARAMS, looked_at)
+    assert found == expected and blamed == [0]
+    assert replays.begun == NEW - 1
+
+
 def test_models_with_states_say_that_their_steps_stay_in_parts(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -133,6 +133,14 @@ def test_answers_are_in_the_clients_memory(place: Place) -> None:
     assert place.server.served.pairs == 4
 
 
+def test_the_client_is_told_of_answers_that_are_not_finite(place: Place) -> None:
+    client = place.client()
+    for number, doubts in ((0.5, False), (torch.nan, True), (0.5, False)):
+        place.hidden.fill_(number)
+        place.post(client, [1], [0])
+        assert place.answered(client) and client.doubts() == doubts
+
+
 DAMAGED = {
     "too many pairs": ([0] * (PAIRS + 1), [0] * (PAIRS + 1), ROWS),
     "an expert that does not exist": ([EXPERTS], [0], ROWS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import select
 import socket
@@ -19,6 +20,8 @@ from moesaic.transport.authentication import Deadline
 from moesaic.transport.listening import Listener, connect_mailbox
 from moesaic.transport.mailbox import (
     ANSWER,
+    AWAKE,
+    DOUBT,
     HEAD,
     PAGE,
     REQUEST,
@@ -77,6 +80,13 @@ def test_a_request_and_its_answer(ends: tuple[MailboxClient, MailboxServer]) -> 
     assert client.answered == 7
     post(client, 11)
     assert server.take() == 11
+
+
+def test_doubts_are_told_once(ends: tuple[MailboxClient, MailboxServer]) -> None:
+    client, server = ends
+    assert not client.doubts()
+    server.doubt()
+    assert client.doubts() and not client.doubts()
 
 
 def test_a_second_request_before_the_answer_is_damaged(ends: tuple[MailboxClient, MailboxServer]) -> None:
@@ -161,5 +171,6 @@ def test_memory_that_may_change_its_size_is_refused() -> None:
     os.close(sealed)
 
 
-def test_the_answer_word_has_a_line_of_its_own() -> None:
-    assert abs(ANSWER - REQUEST) * 8 == 64
+def test_each_word_has_a_line_of_its_own() -> None:
+    words = REQUEST, ANSWER, AWAKE, DOUBT
+    assert all(later - word >= 64 // 8 for word, later in itertools.pairwise(words))

@@ -5,7 +5,8 @@ The graph holds launches that write requests into mailboxes, wait for the answer
 to servers, and during a step it watches the servers. `RemoteExperts` decides who is asked and who is given
 up, and this follows it: a server has a mailbox as long as it has a connection there.
 
-A step whose server is gone or late is ended by the host, and then computed once more by `RemoteExperts`. The
+A step whose server is gone or late is ended by the host, and then computed once more by `RemoteExperts`. So
+is a step with answers that are NaN or infinite: only `RemoteExperts` can tell whether they should be. The
 mailbox of that server gets no further request. Its memory is kept until the server has noticed, so that what
 it still writes hits nothing that is used.
 """
@@ -208,14 +209,18 @@ class DeviceExchange:
             self._remote.rows_on_device.held = held
 
     def _end(self) -> None:
-        self.failed, asked = self._memory.result()
+        failed, asked = self._memory.result()
+        doubts = [server for server, one in self._servers.items() if one.mailbox.doubts()]
+        self.failed = failed or bool(doubts)
         self._layer_pairs += asked.sum(axis=1)
         self._calls += int(np.count_nonzero(asked))
         self._progress()
         for one in self._servers.values():
             one.mailbox.rest()
-        if self.failed:
+        if failed:
             LOG.warning("a step is computed once more: an expert server is gone or late")
+        elif doubts:
+            LOG.warning("a step is computed once more: expert servers %s did not answer numbers", doubts)
 
     def _watch(self) -> None:
         """Abort the step if a server of it is gone or was given up.

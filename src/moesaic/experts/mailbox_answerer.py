@@ -18,17 +18,20 @@ from moesaic.transport.mailbox import HEAD, MailboxServer
 class _Request:
     """The Incoming that is in the mailbox, without its rows."""
 
-    def __init__(self, end: MailboxServer, number: int, request: memoryview, rows: int) -> None:
-        self.number, self.request, self.rows, self.row_bytes = number, request, rows, 1
-        self.answer = memoryview(bytearray(rows))
-        """[rows] whether all numbers of a row are finite. The worker's device does not look at it."""
-        self._end, self._outstanding = end, Outstanding(rows)
+    def __init__(self, end: MailboxServer, number: int, request: memoryview, pairs: int) -> None:
+        self.number, self.request, self.rows, self.row_bytes = number, request, max(1, pairs), 1
+        self._pairs, self.answer = pairs, memoryview(bytearray(self.rows))
+        """[rows] whether all numbers of a row are finite."""
+        self._end, self._outstanding = end, Outstanding(self.rows)
 
     def publish(self, indices: IntArray) -> None:
         """See `Incoming`. The worker's device sees the answer once all rows of it are published."""
         self._outstanding.take(indices)
-        if not self._outstanding.count:
-            self._end.answer(self.number)
+        if self._outstanding.count:
+            return
+        if self._pairs and not all(self.answer):
+            self._end.doubt()
+        self._end.answer(self.number)
 
 
 class MailboxAnswerer:
@@ -74,9 +77,9 @@ class MailboxAnswerer:
         if pairs > self._pairs or rows > self._rows:
             raise DamagedMessage(f"a request claims {rows} of {self._rows} rows, and {pairs} pairs")
         request = self._end.request[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()
-        lines = max(1, pairs)
-        shared = DeviceRows(self._hidden, self._answers[: lines * self._width])
-        return [DeviceIncoming(_Request(self._end, number, request, lines), 0, self._width, shared)]
+        incoming = _Request(self._end, number, request, pairs)
+        shared = DeviceRows(self._hidden, self._answers[: incoming.rows * self._width])
+        return [DeviceIncoming(incoming, 0, self._width, shared)]
 
     def close(self) -> None:
         """Close the worker's memory and say so. Nothing that uses it may be under way on the own GPU."""

@@ -92,6 +92,10 @@ class ServerMailbox:
         """The socket, which is readable when the server is gone."""
         return self._mailbox.fileno()
 
+    def doubts(self) -> bool:
+        """Whether an answer had NaN or infinities since the last call."""
+        return self._mailbox.doubts()
+
     def wake(self) -> None:
         """A graph with requests begins: the server polls from now on."""
         self._mailbox.wake()

@@ -3,13 +3,15 @@
 The client makes a segment of whole pages, sealed against changes of its size, and sends it over the
 authenticated Unix socket:
 
-    request word, 8 bytes | answer word, 8 bytes | awake word, 8 bytes      each in a cache line of its own
+    request word, answer word, awake word, doubt word      8 bytes each, in cache lines of their own
     the request, from byte HEAD on
 
 A request is there when the request word changes, and answered when the answer word is the same number. Its
 rows are elsewhere: the client names that memory when it connects. A device cannot write to a socket. So the
 client's host sets the awake word and writes a byte before the device may post, and clears the word
 afterwards. Meanwhile the server polls and does not sleep. When a process dies its socket closes.
+
+The server sets the doubt word before it answers with numbers that the client should look at.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from moesaic.transport.authentication import Deadline, read_exactly
 
 PAGE = 4096
 HEAD = PAGE
-REQUEST, ANSWER, AWAKE = 0, 8, 16
+REQUEST, ANSWER, AWAKE, DOUBT = 0, 8, 16, 24
 """Words of 8 bytes."""
 MOST_NAME_BYTES = 1 << 16
 LOOK_SECONDS = 1e-3
@@ -140,6 +142,12 @@ class MailboxClient(_MailboxEnd):
         except OSError as error:
             self.lost = ConnectionLost(f"the other end is gone: {error.strerror or error}")
 
+    def doubts(self) -> bool:
+        """Whether the server had doubts since the last call."""
+        found = bool(self._words[DOUBT])
+        self._words[DOUBT] = 0
+        return found
+
     def rest(self) -> None:
         """No request comes before the next `wake`."""
         self._words[AWAKE] = 0
@@ -197,6 +205,10 @@ class MailboxServer(_MailboxEnd):
         if not self.look() and self.lost is not None:
             raise self.lost.again()
         return None
+
+    def doubt(self) -> None:
+        """The client should look at the answer that comes."""
+        self._words[DOUBT] = 1
 
     def answer(self, number: int) -> None:
         """This request is answered: everything that belongs to the answer is where the client's device sees
