@@ -6,7 +6,7 @@
 # make fuzz    100,000 right and wrong requests to a real server with low limits; no 5xx
 # make soak    200 rounds of real clusters whose processes are killed and frozen, then a server under attack
 # make wheel   a wheel that needs no compiler where it is installed, checked, in dist/
-# make gpu     what a GPU gives: its tests, answers beside the CPU's, tokens/s, in build/gpu.json; less than ten minutes
+# make gpu     what a GPU gives: answers beside transformers', kernels, tokens/s, tests, in build/gpu.json; less than ten minutes
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
@@ -54,7 +54,8 @@ wheel: $(STAMP)
 	$(BIN)/python scripts/wheels.py
 
 gpu: $(STAMP)
-	$(BIN)/python scripts/gpu.py
+	scripts/cuda_torch
+	$(BIN)/python -m scripts.gpu $(GPU)
 
 SANITIZED := build/sanitize
 

@@ -40,6 +40,20 @@ def test_bad_sizes_name_the_flag(text: str) -> None:
         config.parse_bytes("--x", text)
 
 
+def whole_steps(
+    scheduler: SchedulerConfig = SchedulerConfig(),
+    kernels: str = "triton",
+    enforce_eager: bool = False,
+    **worker: Any,
+) -> WorkerConfig:
+    model = ModelConfig("m", kernels=kernels, enforce_eager=enforce_eager, cudagraph_mode="full")
+    return WorkerConfig(model, scheduler=scheduler, **worker)
+
+
+def test_json_carries_whole_steps() -> None:
+    assert WorkerConfig.from_json(whole_steps().to_json()) == whole_steps()
+
+
 def test_json_carries_every_setting() -> None:
     full = WorkerConfig(
         ModelConfig(
@@ -77,7 +91,7 @@ def test_json_carries_every_setting() -> None:
         blank = dataclasses.replace(WorkerConfig(ModelConfig("x")))
         default = next(value for value in vars(blank).values() if type(value) is type(part))
         same = {name for name, value in vars(part).items() if value == getattr(default, name)}
-        assert same <= {"inflight_batches"}  # 2 goes with another schedule only
+        assert same <= {"inflight_batches", "cudagraph_mode"}  # 2 and full go with other settings only
     assert WorkerConfig.from_json(full.to_json()) == full
 
 
@@ -90,6 +104,15 @@ def test_json_carries_every_setting() -> None:
         ("--max-num-seqs", lambda: WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig("8"))),
         ("--device", lambda: WorkerConfig(ModelConfig("m", device="tpu"))),
         ("--dtype", lambda: WorkerConfig(ModelConfig("m", dtype="int4"))),
+        ("--cudagraph-mode", lambda: WorkerConfig(ModelConfig("m", cudagraph_mode="none"))),
+        ("--kernels", lambda: whole_steps(kernels="auto")),
+        ("--enforce-eager", lambda: whole_steps(enforce_eager=True)),
+        ("--schedule", lambda: whole_steps(SchedulerConfig(schedule="async"))),
+        ("--inflight-batches", lambda: whole_steps(SchedulerConfig(inflight_batches=2))),
+        ("--combine", lambda: whole_steps(SchedulerConfig(combine="partial"))),
+        ("--tensor-parallel-size", lambda: whole_steps(parallel=ParallelConfig(tensor_parallel_size=2))),
+        ("--fast-memory", lambda: whole_steps(server_memory=1)),
+        ("--paced", lambda: whole_steps(paced="f")),
         ("--kv-cache-dtype", lambda: WorkerConfig(ModelConfig("m"), CacheConfig(kv_cache_dtype="fp8"))),
         ("--block-size", lambda: WorkerConfig(ModelConfig("m"), CacheConfig(block_size=0))),
         ("--max-model-len", lambda: WorkerConfig(ModelConfig("m", max_model_len=1))),

@@ -1,14 +1,17 @@
-"""What `make setup` says about an install without a compiler."""
+"""What `make setup` says about an install without a compiler, and which torch `make gpu` computes with."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from moesaic.kernels import table
 
-SETUP = (Path(__file__).parent.parent / "scripts" / "setup").read_text()
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SETUP, CUDA = (SCRIPTS / "setup").read_text(), (SCRIPTS / "cuda_torch").read_text()
 CHECK = SETUP.split("<<'END'\n")[1].split("\nEND\n")[0]
 """The Python in the script."""
 
@@ -22,3 +25,28 @@ def test_it_says_in_one_line_that_a_compiler_is_missing(
     said = capsys.readouterr().out.splitlines()
     assert len(said) == (0 if built else 1)
     assert all("a C++17 compiler is missing" in line and "torch reference" in line for line in said)
+
+
+@pytest.mark.parametrize(("gpu", "cuda"), [(False, False), (True, False), (True, True)])
+def test_torch_gets_cuda_where_there_is_a_gpu(tmp_path: Path, gpu: bool, cuda: bool) -> None:
+    """Programs that say how they are called take the places of pip, Python and nvidia-smi. cuda: a torch with
+    CUDA is there already."""
+
+    def program(path: str, does: str) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{does}\n")
+        file.chmod(0o755)
+
+    program("bin/nvidia-smi", f"exit {0 if gpu else 9}")
+    program(".venv/bin/python", f"exit {0 if cuda else 1}")
+    program(".venv/bin/pip", 'echo "pip $*"')
+    program("scripts/cuda_torch", CUDA)
+    (tmp_path / "constraints.txt").write_text("torch==9.9\n")
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", "scripts/cuda_torch"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    calls = [line for line in done.stdout.splitlines() if line.startswith("pip")]
+    assert [line.split()[1] for line in calls] == (["uninstall", "install"] if gpu and not cuda else [])
+    assert not calls or calls[-1].endswith(" torch==9.9")

@@ -19,7 +19,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from grouped import processes
-from grouped.exchange import CASES, Exchange, Variant
+from grouped.exchange import CASES, BatchOrder, Exchange, Variant
 from grouped.processes import Call, slowest, task_folder, timed
 from moesaic.collectives.group import Group
 from moesaic.collectives.one_shot import OneShotGroup
@@ -29,7 +29,7 @@ from moesaic.core.tables import Tables
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.runtime.group.experts import GroupCounts
-from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
+from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.transport.peers import Peers
 
 SHARE = 0.2

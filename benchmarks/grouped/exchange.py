@@ -16,7 +16,8 @@ from moesaic.collectives.group import Group
 from moesaic.collectives.packets import FloatArray, Outgoing, Packet
 from moesaic.collectives.routing import Route, combine_pairs
 from moesaic.core.tokens import IntArray
-from moesaic.runtime.group.forecast import RowAssignment
+from moesaic.policy.placement.shuffle import Shuffle, plan
+from moesaic.runtime.group.forecast import NO_TOKENS, RowAssignment
 from moesaic.transport.peers import Peers
 
 Answer = Callable[[Packet], FloatArray]
@@ -47,6 +48,29 @@ CASES = {
     "no single packet": Variant(one_packet=False),
     "none of them": Variant(False, False, False, False),
 }
+
+
+class BatchOrder:
+    """Without a forecast: rows are scattered in the batch's order."""
+
+    def __init__(self, group: Group) -> None:
+        self._ranks = group.size
+        self._shuffle = plan(NO_TOKENS, NO_TOKENS, self._ranks, "none")
+
+    def begin(self, token_ids: IntArray) -> None:
+        zeros = np.zeros(len(token_ids), dtype=np.int64)
+        self._shuffle = plan(zeros, zeros, self._ranks, "none")
+
+    def most(self, rows: int) -> int:
+        """See `RowAssignment`."""
+        return -(-rows // self._ranks)
+
+    def shuffle(self, layer: int) -> Shuffle:
+        """See `RowAssignment`."""
+        return self._shuffle
+
+    def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
+        """Ignores it."""
 
 
 class Exchange:

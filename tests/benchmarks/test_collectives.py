@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from grouped import ablation, latency, routes, serve
-from grouped.exchange import CASES, Exchange, Variant
+from grouped.exchange import CASES, BatchOrder, Exchange, Variant
 from grouped.processes import slowest
 
 from moesaic.collectives.group import Traffic
@@ -22,7 +22,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers.tokens import labelled
 from moesaic.runtime.group.experts import GroupCounts
-from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
+from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.transport.peers import local_peers
 
 # ---- routes

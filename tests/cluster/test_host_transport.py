@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moesaic.cluster import host_transport as module
-from moesaic.cluster.host_transport import host_transport
+from moesaic.cluster.host_transport import host_transport, transport_of
 from moesaic.commands.processes import as_lines
-from moesaic.config import ClusterConfig
+from moesaic.config import ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from tests.support.cluster_driver import cluster
 
@@ -47,6 +47,52 @@ def test_without_the_compiled_module_auto_is_a_socket_and_shm_is_refused(
 def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ClusterConfig(**{"expert_servers": 1} | settings)
+
+
+def on_gpus(**settings: Any) -> WorkerConfig:
+    return replace(WorkerConfig(ModelConfig("demo", device="cuda")), **settings)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "worker", "why"),
+    [
+        ({}, {"model": ModelConfig("demo")}, "--device auto: workers and expert servers need --device cuda"),
+        ({}, {"model": ModelConfig("demo", device="cpu")}, "--device cpu: workers and expert servers need"),
+        ({}, {"server_memory": 1 << 30}, "--fast-memory"),
+        ({"tensor_parallel_size": 2}, {}, "--tensor-parallel-size: each attention worker has one GPU"),
+        ({"paced": "devices.toml"}, {}, "--paced: modelled devices hold rows of the host"),
+        (
+            {},
+            {"scheduler": SchedulerConfig(relay="always")},
+            "--relay always: all processes are",
+        ),
+        (
+            {"cluster_address": "tcp:h:1", "cluster_secret_file": "f"},
+            {},
+            "--cluster-address: all processes are on this host",
+        ),
+        (
+            {"distributed_executor_backend": "ray"},
+            {},
+            "--distributed-executor-backend ray: all processes are on this host",
+        ),
+    ],
+)
+def test_rows_on_gpus_are_refused_where_they_cannot_stay(
+    cluster: dict[str, Any], worker: dict[str, Any], why: str
+) -> None:
+    asked = ClusterConfig(expert_servers=1, transport="cuda_ipc", **cluster)
+    with pytest.raises(ConfigError, match=f"^--transport: got 'cuda_ipc'; allowed: auto, shm, .* with {why}"):
+        transport_of(asked, on_gpus(**worker))
+    assert transport_of(replace(asked, transport="auto", **cluster), on_gpus(**worker)) == "shm"
+
+
+def test_rows_on_gpus_need_the_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ClusterConfig(expert_servers=1, transport="cuda_ipc")
+    assert transport_of(asked, on_gpus()) == "cuda_ipc"
+    monkeypatch.setattr(module, "COMPILED", "moesaic.transport.missing")
+    with pytest.raises(ConfigError, match="got 'cuda_ipc'; allowed: auto, socket .the compiled module"):
+        transport_of(asked, on_gpus())
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it 
 
 LENGTHS = (1, 3, 5, 20)
 TOKENS = 6
+KEY = "sk-of-the-tests"
 ROOT = Path(__file__).parents[2]
 CHOSEN, PAGED = (
     f'moesaic:offloaded_decode_steps_total{{,schedule="{one}"}}' for one in ("on-demand", "paged")
@@ -39,9 +41,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(path: Path, *flags: str) -> Iterator[Server]:
+def serving(path: Path, *flags: str, hardware: tuple[str, ...] = ("--hardware", "l4")) -> Iterator[Server]:
     command = [sys.executable, "-m", NAME, "serve", str(path), "--port", "0", "--threads", "1", "--json"]
-    command += ["--device", "cuda", "--hardware", "l4", "--served-model-name", "demo"]
+    command += ["--device", "cuda", *hardware, "--served-model-name", "demo"]
     command += ["--max-model-len", "64", "--max-num-seqs", "4", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
@@ -101,3 +103,33 @@ def test_clients_get_the_tokens_of_the_model_in_memory(
     assert metrics[READ] > 0
     if schedule != "auto":
         assert (metrics[CHOSEN] > 0) == (schedule in ("split", "on-demand")) != (metrics[PAGED] > 0)
+
+
+@pytest.mark.full
+def test_expert_servers_on_the_device_come_and_go(path: Path) -> None:
+    """The only server gives half of its experts to a second one and gets them back, while requests run."""
+    wanted = in_memory(path)
+    flags = ("--kernels", "triton", "--expert-servers", "1", "--kv-cache-memory", "1MiB")
+    flags = (*flags, "--admin-key", KEY)
+    with serving(path, *flags, hardware=()) as server, ThreadPoolExecutor(3) as pool:
+        for servers in (2, 1):
+            running = [pool.submit(asked, server, prompt) for prompt in prompts()]
+            experts = scaled(server, servers)
+            assert [one.result() for one in running] == wanted
+            assert [asked(server, prompt) for prompt in prompts()[:2]] == wanted[:2]
+            assert len(experts) == servers and all(experts), experts
+
+
+def scaled(server: Server, servers: int) -> list[int]:
+    """Change the number of expert servers. Returns the experts that each has then."""
+    body = json.dumps({"expert_servers": servers}).encode()
+    request = urllib.request.Request(
+        f"{server.url}/scale_elastic_ep",
+        body,
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        status = json.loads(answer.read())
+    found = [one for one in status["processes"] if one["role"] == "expert server"]
+    assert {one["kernels"] for one in found} == {"triton"}
+    return [one["experts"] for one in found]

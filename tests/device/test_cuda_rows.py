@@ -3,6 +3,7 @@ its stead, and `tests/runtime/group/test_rows.py` has the same exchange by gloo.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from tests.device import test_group, test_offload
 from tests.runtime.group.test_rows import in_processes, in_threads, same
 from tests.support import tiny_models
 
+from moesaic.collectives.one_shot import local_group
+from moesaic.kernels import table
+from moesaic.kernels.triton.graphs import GraphRecorder
 from moesaic.runtime.group.device_rows import DeviceRows
 from moesaic.runtime.group.torch_peers import TorchPeers
 from moesaic.testing import byte_tokenizer
@@ -48,3 +52,20 @@ def test_ranks_have_the_tokens_of_one_process(tmp_path: Path, form: str, kernels
     }  # fmt: skip
     _, found = test_offload.answers(tmp_path, device="cuda", **settings)
     test_group.same(found, test_group.alone(tmp_path))
+
+
+def test_a_graph_holds_an_exchange_and_is_gone_before_the_connection() -> None:
+    """Of one rank, which sends rows to itself. NCCL would wait in `close` for a graph that is still there."""
+    group, seconds = local_group(1)[0], 60.0
+    rows = DeviceRows(group, TorchPeers("nccl", group, CUDA), table.pick("cuda", "triton"))
+    given = torch.arange(12.0, device=CUDA).view(3, 4)
+    rows.all_reduce(given)
+    made = GraphRecorder()(lambda: rows.all_gather(rows.all_reduce(given), [3]))
+    rows.when_closing(made.free)
+    for number in (1.0, -2.0):
+        given.fill_(number)
+        assert torch.equal(made.run().cpu(), torch.full((3, 4), number))
+    closing = threading.Thread(target=rows.close, daemon=True)
+    closing.start()
+    closing.join(seconds)
+    assert not closing.is_alive()

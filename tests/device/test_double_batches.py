@@ -16,11 +16,11 @@ from tests.support.triton_kernels import INTERPRETED
 
 from moesaic.experts.remote import RemoteExperts
 from moesaic.runtime.model_loading import layout_of
-from moesaic.runtime.step import graphs as graph_steps
+from moesaic.runtime.step import graph_inputs as graph_steps
 from moesaic.runtime.step.graphs import GraphRunner
 
 pytestmark = [
-    pytest.mark.full,  # under much load it once did not end in time
+    pytest.mark.full,  # beside fifteen others on two cores it takes nearly a minute
     pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
@@ -48,10 +48,10 @@ def test_the_host_waits_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         WAITS.of.clear()
         return handle
 
-    def recorded(self: GraphRunner, rows: int, longest: int, recorder: Any) -> Any:
+    def recorded(self: GraphRunner, kind: Any, recorder: Any) -> Any:
         waited = list(WAITS.of)
-        step = record(self, rows, longest, recorder)
-        made.append(rows)
+        step = record(self, kind, recorder)
+        made.append(kind.rows)
         WAITS.of[:] = waited
         return step
 

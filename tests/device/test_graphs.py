@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from tests.support import model_configs, pairs, tiny_models
+from tests.support.delta_steps import BLOCK, STATES, Inputs, Layer
 from tests.support.drafting import Oracle
 from tests.support.gpu_graphs import Graph, graphs, record
 from tests.support.gpu_sanitizer import WAITS, sanitized
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import INTERPRETED, TRITON
+from torch import nn
 
 from moesaic import LLM, SamplingParams
+from moesaic.core.tokens import IntArray
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.states import StateSizes
 from moesaic.runtime.step import graphs as module
+from moesaic.runtime.step.graph_inputs import GraphInputs, Kind
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
@@ -24,6 +31,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 FAMILIES = ("lfm2", *(pytest.param(one, marks=pairs.REST) for one in ("deepseek-full", "qwen3-next")))
+LONE = replace(StateSizes.of_convolution(40, 3), drafted=2)
+STEPS = (
+    ([(0, 3), (1, 1), (2, 2)], [2, 0, 1]),
+    ([(0, 3), (2, 3)], [0, 0, 1]),
+    ([(2, 1), (1, 3), (0, 2)], [1, 2, 0]),
+    ([(1, 2)], [0, 0, 0]),
+)
+"""Rows of each sequence, and how many of them are wrong drafts. The first one comes to 64 tokens."""
 PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 2, 3)]
 
 
@@ -33,11 +48,48 @@ def device() -> Iterator[None]:
         yield
 
 
-def answers(folder: Path, counts: list[int], **settings: Any) -> list[list[int]]:
+def loaded(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), threads=1, max_model_len=96, **settings)
+
+
+def said(model: LLM, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
     """Answers of different lengths, so that a step gets fewer rows from time to time."""
-    model = LLM(str(folder), threads=1, max_model_len=64, **settings)
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in counts]
-    return [one.outputs[0].token_ids for one in model.generate(PROMPTS[: len(counts)], params)]
+    return [one.outputs[0].token_ids for one in model.generate(prompts, params)]
+
+
+def kinds_recorded(monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
+    """What recordings are made from now on."""
+    made: list[Kind] = []
+    record_step = module.GraphRunner._record
+
+    def seen(self: Any, kind: Kind, recorder: Any) -> Any:
+        made.append(kind)
+        return record_step(self, kind, recorder)
+
+    monkeypatch.setattr(module.GraphRunner, "_record", seen)
+    return made
+
+
+class Replayed(NamedTuple):
+    """A step that was replayed."""
+
+    rows: int
+    sequences: int
+    kind: Kind
+
+
+def steps_replayed(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    """Each step that is replayed from now on."""
+    replayed: list[Replayed] = []
+    fill = GraphInputs.fill
+
+    def seen(self: Any, batch: Any) -> Any:
+        replayed.append(Replayed(batch.num_rows, batch.num_sequences, self.kind))
+        return fill(self, batch)
+
+    monkeypatch.setattr(GraphInputs, "fill", seen)
+    return replayed
 
 
 @pytest.mark.slow
@@ -45,47 +97,101 @@ def answers(folder: Path, counts: list[int], **settings: Any) -> list[list[int]]
 def test_recorded_steps_give_the_tokens_of_the_reference(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[int, int]] = []
-    record_step = module.GraphRunner._record
-
-    def seen(self: Any, rows: int, longest: int, recorder: Any) -> Any:
-        made.append((rows, longest))
-        return record_step(self, rows, longest, recorder)
-
-    monkeypatch.setattr(module.GraphRunner, "_record", seen)
+    made = kinds_recorded(monkeypatch)
     byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
     counts = [3, 2, 3]
-    found = answers(tmp_path, counts, kernels="triton", device="cuda")
-    assert made == [(4, 1024), (2, 1024)], "three rows are padded to four; then there are two"
-    assert found == answers(tmp_path, counts, kernels="reference", device="cpu")
+    found = said(loaded(tmp_path, kernels="triton", device="cuda"), PROMPTS, counts)
+    assert made == [(4, 1024, False), (2, 1024, False)], "three rows are padded to four; then there are two"
+    assert found == said(loaded(tmp_path, kernels="reference", device="cpu"), PROMPTS, counts)
+
+
+REST = ("qwen3-next", "qwen3.5", "qwen3-next-dense-layers-odd-heads")
+DRAFTED = ("lfm2", "deepseek-full", *(pytest.param(one, marks=pairs.REST) for one in REST))
+STATELESS = {"deepseek-full"}
+
+
+class Erring(Oracle):
+    """Every fourth token of a sequence is drafted wrong, all others right."""
+
+    def propose(self, tokens: IntArray, most: int) -> list[int]:
+        drafted = super().propose(tokens, most)
+        return [token ^ (at % 4 == 0) for at, token in enumerate(drafted, len(tokens))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "recorded"), [("deepseek-full", True), pytest.param("lfm2", False, marks=pairs.REST)]
-)
-def test_steps_with_drafted_tokens_are_recorded_as_rows_of_their_own(
-    tmp_path: Path, family: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", DRAFTED)
+def test_steps_with_drafted_tokens_are_recorded(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences have one to three rows a step. Steps of a model with states are not recorded."""
-    replayed: list[tuple[int, int]] = []
-    run = module.GraphRunner._run
+    """A sequence has one to three rows a step. Nothing is drafted for the last prompt.
 
-    def seen(self: Any, batch: Any, memory: Any) -> Any:
-        replayed.append((batch.num_rows, batch.num_sequences))
-        return run(self, batch, memory)
-
-    monkeypatch.setattr(module.GraphRunner, "_run", seen)
+    States are written to a page at 64 tokens. With states, steps in which a sequence has several rows have
+    recordings of their own, and other steps those of a model without drafts.
+    """
     byte_tokenizer(tiny_models.save(tiny_models.build(*model_configs.CASES[family]), tmp_path))
-    counts = [4, 3, 4]
-    wanted = answers(tmp_path, counts, kernels="reference", device="cpu")
-    oracle = Oracle(zip(PROMPTS, wanted, strict=True), right=0.7, seed=1)
+    first = PROMPTS[0] if family in STATELESS else tiny_models.prompt(60, model_configs.VOCAB, seed=60)
+    prompts, counts = [first, *PROMPTS[1:]], [7, 4, 2]
+    wanted = said(loaded(tmp_path, kernels="reference", device="cpu"), prompts, counts)
+    oracle = Erring(list(zip(prompts, wanted, strict=True))[:2], right=1.0)
     monkeypatch.setattr("moesaic.runtime.drafting.drafter_of", lambda config: oracle)
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    found = answers(tmp_path, counts, kernels="triton", device="cuda", speculative_config=drafts)
-    assert found == wanted
-    drafted = [rows for rows, sequences in replayed if rows > sequences]
-    assert bool(drafted) == recorded, replayed
+    steps = steps_replayed(monkeypatch)
+    model = loaded(tmp_path, kernels="triton", device="cuda", speculative_config=drafts)
+    assert said(model, prompts, counts) == wanted
+    speculation = model.stats().speculation
+    assert 0 < speculation.accepted_tokens < speculation.draft_tokens
+    drafted = [step for step in steps if step.rows > step.sequences]
+    assert len(drafted) > 1 and any(step.kind.rows > step.rows for step in drafted)
+    assert {step.kind.several for step in drafted} == {family not in STATELESS}
+    steps.clear()
+    assert said(model, prompts[2:], counts[2:]) == wanted[2:]
+    assert steps == [(1, 1, (1, 1024, False))]
+
+
+class OnDevice(Layer):
+    """Layers with states on the device. inputs: of a recording, in which the rows are padded."""
+
+    def __init__(self, given: Inputs, inputs: Any = None) -> None:
+        super().__init__(TRITON, given)
+        self.states = replace(self.states, **{name: getattr(self.states, name).cuda() for name in STATES})
+        self.padded = inputs
+
+    def compute(self, rows: torch.Tensor, gates: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        there, more = AttentionBatch.build(batch.batch, BLOCK, "cuda"), 0
+        if self.padded is not None:
+            self.padded.fill(batch.batch)
+            there, more = self.padded.attention, len(self.padded.token_ids) - len(rows)
+        rows, gates = (
+            nn.functional.pad(one, (0, 0, 0, more), value=torch.nan).cuda() for one in (rows, gates)
+        )
+        weight, decay, bias = (
+            one.cuda() for one in (self.inputs.weight, self.inputs.decay, self.inputs.bias)
+        )
+        found = TRITON.convolve(rows, weight, self.states, there)
+        if self.states.sizes.value_heads:
+            found = TRITON.delta(found, gates, decay, bias, self.states, there)
+        return found[: batch.batch.num_rows].cpu()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [StateSizes(1, 2, 8, 40, 3, drafted=2), LONE], ids=["delta", "convolution"])
+def test_states_after_drafted_tokens_are_those_of_the_step_without_padding(sizes: StateSizes) -> None:
+    """To the last bit. Some rows do not count, and then others take their places."""
+    given = Inputs(sizes, [70, 70, 70])
+    padded = GraphInputs(Kind(8, 1024, several=True), 1, BLOCK, torch.device("cuda", 0))
+    layers = OnDevice(given), OnDevice(given, padded)
+    for layer in layers:
+        layer.padded, kept = None, layer.padded
+        layer.step([(0, 60), (1, 9)])
+        layer.padded = kept
+    for pieces, wrong in STEPS:
+        found = [torch.cat(layer.step(pieces)) for layer in layers]
+        assert torch.equal(*found) and not found[0].isnan().any()
+        for name in STATES:
+            one, other = (getattr(layer.states, name).cpu().nan_to_num(7.0) for layer in layers)
+            assert torch.equal(one, other), name
+        for layer in layers:
+            layer.done = [done - less for done, less in zip(layer.done, wrong, strict=True)]
 
 
 # ---- the stand-in's graphs

@@ -23,7 +23,7 @@ from moesaic.experts import wire
 from moesaic.experts.answer_check import AnswerCheck
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.client import ExpertRequest, RequestHandle
-from moesaic.experts.outstanding import AnswerMemory, PartialSumCall, Submission
+from moesaic.experts.outstanding import HostAnswers, PartialSumCall, Submission
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
 from moesaic.kernels.reference.experts import put
@@ -348,7 +348,7 @@ def test_partial_sums_survive_a_death(cluster: Cluster) -> None:
 def test_a_sum_may_come_alone_and_twice() -> None:
     """Pairs 0 and 1 are row 0's, pairs 3 and 4 rows 1's and 2's: three sums."""
     hidden, gate_weights = np.ones((3, 1), np.float32), np.ones(6, np.float32)
-    memory = AnswerMemory(put)
+    memory = HostAnswers(put)
     submission = Submission(RequestHandle(0), 0, hidden, np.zeros(6, np.int64), gate_weights, 2)
     out = submission.answer_memory(memory)
     out[:] = 9

@@ -184,3 +184,38 @@ def test_the_answer_to_a_knock_says_which_step_began() -> None:
     answer = memoryview(bytearray(4 * HIDDEN))
     wire.write_begun(answer, 12)
     assert wire.read_begun(answer) == 12
+
+
+def on_device(places: list[int], rows: int, partial: bool = False) -> wire.Request:
+    """A request of pairs 4, 0 and 1, whose rows are among `rows` of a GPU, written and read."""
+    memory = bytearray(wire.size(len(places), 3, HIDDEN, partial, on_device=True))
+    named = np.array([4, 0, 1]), np.array([0, 0, 1])
+    weights = np.ones(3, np.float32) if partial else None
+    nothing, there = np.empty((0, HIDDEN), np.float32), np.array(places)
+    wire.write(memoryview(memory), 2, *named, weights, nothing, places=there)
+    assert len(memory) == 28 + 12 + 12 + 12 * partial + 4 * len(places)
+    return wire.parse(memoryview(memory), LAYERS, EXPERTS, HIDDEN, rows)
+
+
+def test_rows_on_a_gpu_are_named_by_their_numbers() -> None:
+    request = on_device([7, 2], rows=8)
+    assert request.places is not None and request.places.tolist() == [7, 2]
+    assert (request.experts.tolist(), request.rows.tolist()) == ([4, 0, 1], [0, 0, 1])
+    assert len(request.hidden) == 0 and request.answer_rows == 3
+    assert on_device([7, 2], rows=8, partial=True).answer_rows == 2
+
+
+@pytest.mark.parametrize("places", [[8, 2], [0, -1]])
+def test_rows_that_the_gpu_does_not_have_are_damage(places: list[int]) -> None:
+    with pytest.raises(DamagedMessage, match="a request reads rows .* of 8"):
+        on_device(places, rows=8)
+
+
+def test_the_two_forms_are_not_confused() -> None:
+    with pytest.raises(DamagedMessage, match="claims 2 rows"):
+        wire.parse(memoryview(GOOD), LAYERS, EXPERTS, HIDDEN, 8)
+
+
+def test_pairs_are_added_up_in_turns() -> None:
+    request = parse(bytes(written([4, 0, 1, 2, 3], [0, 0, 1, 2, 1], np.zeros((3, 4), np.float32))))
+    assert [turn.tolist() for turn in request.turns] == [[0, 2, 3], [1, 4]]

@@ -165,6 +165,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         (["--types", "int3"], "--types: got 'int3'; allowed: bfloat16, float32"),
         (["--types", "int8", "--kernels", "reference"], "--types: got 'int8'; allowed: bfloat16, float32"),
         (["--context", "0"], "--context: got 0"),
+        pytest.param(
+            *(["--device", "cuda"], "--device: got 'cuda'; allowed: cpu (torch sees no GPU)"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
     ],
 )
 def test_bad_settings_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,3 +83,13 @@ def test_the_answer_goes_where_it_is_wanted() -> None:
     assert answer.data_ptr() == memory.data_ptr()
     torch.testing.assert_close(answer, experts_plain(table, hidden, chosen), rtol=1e-4, atol=1e-5)
     assert memory[7:].isnan().all()
+
+
+def test_experts_keep_their_type_when_they_come_and_go() -> None:
+    """A server begins with none, and may drop all that it has."""
+    rows = [torch.zeros(2, 8, dtype=torch.uint8)] * 3
+    none = ExpertWeights.of_held(4, {})
+    some = ExpertWeights.of_held(4, {1: rows}, packed="int8")
+    held = none.with_more(some)
+    assert (held.held, held.packed) == ((1,), "int8")
+    assert held.only(()).with_more(some).packed == held.with_more(none).packed == "int8"

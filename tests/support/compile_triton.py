@@ -2,62 +2,97 @@
 
     python -m tests.support.compile_triton 80 90
 
-Triton's compiler needs no GPU down to PTX. Every launch of the calls below is compiled for each architecture,
-with the types and constants that it has there.
+Triton's compiler needs no GPU. Every launch of the calls below is compiled for each architecture, with the
+types and constants that it has there.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from moesaic.core.experts import Activation
 from moesaic.core.stored import QUANTIZED, row_bytes
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.exchange import LEAST_SLOTS, Exchange
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import QuantizedMatrix
 from moesaic.kernels.states import StateSizes
-from moesaic.kernels.triton import attention, cache, convolution, delta, dense, experts, gate, launching, rows
+from moesaic.kernels.triton import (
+    attention,
+    cache,
+    convolution,
+    delta,
+    dense,
+    exchange,
+    experts,
+    gate,
+    launching,
+    rows,
+)
 from moesaic.kernels.weights import ExpertWeights
 from tests.support import delta_steps, paged_steps
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a block of threads can have, by compute capability."""
+READS_WEIGHTS = ("_gated", "_down", "_linear")
+"""Kernels whose speed is that of reading weights."""
+NARROW = re.compile(r"ld\.global\S*\.b(8|16)\b")
+"""Loads of fewer than 4 bytes by a thread. They take as long as those of 16 bytes."""
+LATENT = 576
+"""Numbers of a cached row of DeepSeek's latent attention."""
+ORDERED = {
+    "_post": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys",),
+    "_wait": (r"ld\.relaxed\.sys.*fence\.(acq_rel|acquire)\.sys", r"ld\.volatile"),
 }
-MOST_SHARED = 99 << 10
-"""Bytes of shared memory of a block of threads on GeForce GPUs. Others from Ampere on have more."""
-done: set[str] = set()
+"""What a kernel must have so that other devices and the host see its writes in their order."""
+done: set[tuple[int, str]] = set()
+
+
+class Device:
+    """Takes the place of Triton's driver: a GPU of some architecture, on which nothing runs."""
+
+    architecture = 80
+
+    def get_current_device(self) -> int:
+        """Triton keeps what it has compiled by device, so each architecture is one."""
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+DEVICE = Device()
 
 
 def compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Takes the place of `launch`."""
-    names = kernel.arg_names
-    signature = {
-        name: TYPES[one.dtype] if isinstance(one, torch.Tensor) else "i32" if isinstance(one, int) else "fp32"
-        for name, one in zip(names, arguments, strict=False)
-    }
-    signature |= dict.fromkeys(constants, "constexpr")
-    known = repr((kernel.__name__, signature, constants))
-    if known in done:
-        return
-    done.add(known)
-    for architecture in map(int, sys.argv[1:]):
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        metadata = triton.compile(source, target=GPUTarget("cuda", architecture, 32)).metadata
-        sys.stdout.write(f"sm_{architecture} {metadata.shared} bytes: {kernel.__name__} {constants}\n")
-        assert metadata.shared <= MOST_SHARED, "more shared memory than a block of threads can have"
+    """Takes the place of `launch`.
+
+    Triton specialises a kernel as for a launch: for numbers that are 1, for multiples of 16, and for aligned
+    tensors. Wide loads and their shared memory depend on that.
+    """
+    for DEVICE.architecture in map(int, sys.argv[1:]):
+        made = kernel.run(*arguments, grid=grid, warmup=True, **constants)
+        if (DEVICE.architecture, made.hash) in done:
+            continue
+        done.add((DEVICE.architecture, made.hash))
+        shared, name = made.metadata.shared, f"{kernel.__name__} {constants}"
+        sys.stdout.write(f"sm_{DEVICE.architecture} {shared} bytes: {name}\n")
+        assert shared <= SHARED[DEVICE.architecture] << 10, f"{name}: more shared memory than there is"
+        narrow = kernel.__name__ in READS_WEIGHTS and NARROW.search(made.asm["ptx"])
+        for instruction in ORDERED.get(kernel.__name__, ()):
+            found = re.search(instruction, made.asm["ptx"], re.DOTALL)
+            assert found, f"sm_{DEVICE.architecture}: {name} lacks {instruction}"
+        assert not narrow, f"{name} reads weights with {narrow and narrow[0]}"
 
 
 def weights(dtype: torch.dtype, biased: bool) -> ExpertWeights:
@@ -72,20 +107,23 @@ def quantised(kind: str) -> ExpertWeights:
     return ExpertWeights(*parts, packed=kind)
 
 
-def attend(step: tuple[list[int], list[int]], dtype: torch.dtype, window: int | None, latent: bool) -> None:
+def attend(step: tuple[list[int], list[int]], dtype: torch.dtype, window: int | None, width: int) -> None:
+    """Heads as wide as those of DeepSeek's latent attention, of Qwen3-Next, and of most others."""
     batch = AttentionBatch.build(paged_steps.tokens(*step, 16, num_blocks=150), 16)
-    width = 576 if latent else 128
+    latent = width == LATENT
     keys = paged_steps.cache(16, 1 if latent else 2, width, dtype, 150)
     query, sinks = torch.zeros(batch.batch.num_rows, 8, width), torch.zeros(8) if window else None
     values = None if latent else keys
-    attention.paged_attention(query, keys, values, batch, 0.1, window, 512 if latent else 128, sinks)
+    attention.paged_attention(query, keys, values, batch, 0.1, window, 512 if latent else width, sinks)
 
 
-def recur(counts: list[int]) -> None:
-    """Heads as Qwen3-Next has them, and wide ones."""
+def recur(counts: list[int], recorded: bool) -> None:
+    """Heads as Qwen3-Next has them, and wide ones. recorded: with arrays as recordings of steps have them."""
     for sizes in (StateSizes(2, 4, 128, 128, 4), StateSizes(1, 1, 256, 256, 8, drafted=3)):
         layer = delta_steps.Layer(table.REFERENCE, delta_steps.Inputs(sizes, counts))
         batch = AttentionBatch.build(layer.batch(list(enumerate(counts))), delta_steps.BLOCK)
+        if recorded:
+            batch.__dict__["of_states"] = batch.of_states._replace(tiles=batch.of_states.tiles.long())
         one, heads = torch.zeros(sum(counts), sizes.channels), sizes.value_heads
         taps = torch.zeros(sizes.taps, sizes.channels).t()
         convolution.convolve(one, taps, layer.states, batch, activate=heads > 1)
@@ -93,10 +131,24 @@ def recur(counts: list[int]) -> None:
         delta.delta(one, gates, gates[0, :heads], gates[0, :heads], layer.states, batch)
 
 
+def ask() -> None:
+    """The launches of a layer between a worker and its servers."""
+    step, word = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    table, ids = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int64)
+    headers, asked = (torch.zeros(2, size, dtype=torch.int32) for size in (7, LEAST_SLOTS))
+    addresses, hidden = torch.zeros(4, LEAST_SLOTS, dtype=torch.int64), torch.zeros(3, 2880)
+    ours = Exchange(addresses, table, headers, 2, 3, hidden, step, word, asked, word)
+    sources = exchange.dispatch(ours, 1, hidden, ids)
+    exchange.post(ours, 1)
+    exchange.wait(ours, 1, 1 << 24)
+    exchange.collect(sources, 8, 2880)
+
+
 def main() -> None:
-    for module in (attention, cache, convolution, delta, dense, experts, gate, rows):
+    for module in (attention, cache, convolution, delta, dense, exchange, experts, gate, rows):
         module.launch = compiled  # type: ignore[attr-defined]
     assert not launching.INTERPRETED
+    driver.set_active(DEVICE)
     one, ids = torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         experts.experts(weights(dtype, biased=dtype is torch.bfloat16), one, ids)
@@ -106,6 +158,7 @@ def main() -> None:
         dense.linear(one, matrix)
         dense.embed(matrix, ids[0])
     experts.experts(weights(torch.bfloat16, biased=True), one, ids, torch.zeros(3, 2, 128))
+    experts.experts(weights(torch.bfloat16, biased=False), one[:1], ids[:1, :1])
     dense.gated_mlp(one, torch.zeros(64, 128), torch.zeros(64, 128), torch.zeros(128, 64))
     rows.rms_norm(one, one[0], 1e-6)
     rows.add_norm(one, one, one[0], 1e-6)
@@ -114,16 +167,17 @@ def main() -> None:
     rows.gated_norm(one.view(3, 2, 64), one[0, :64], one, 1e-6)
     rows.sigmoid_times(one.view(3, 2, 64), one.view(3, 2, 64))
     rows.merge(one, one, torch.zeros(3, 2, 128), torch.zeros(3, 2))
-    rules = Gating(2, True, 1.0, 4, 2, "sigmoid", "two best"), Gating(8, normalise=True)
+    rules = Gating(2, True, 1.0, 4, 2, "sigmoid", "two best"), Gating(8, normalise=True), Gating(1)
     for rule in rules:
         gate.gate(one, torch.zeros(64, 128), rule, torch.zeros(64))
-    for counts in ([1, 1], [3, 70]):
-        recur(counts)
+    for counts, recorded in (([1, 1], False), ([3, 70], False), ([3, 2], True)):
+        recur(counts, recorded)
+    ask()
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         cache.store(paged_steps.cache(16, 2, 64, dtype, 4), one.view(3, 2, 64), ids[:, 0])
-        for latent in (False, True):
-            attend(([1, 1], [40, 1500]), dtype, None, latent)
-            attend(([1, 30], [40, 200]), dtype, 50, latent)
+        for width in (128, 256, LATENT):
+            attend(([1, 1], [40, 1500]), dtype, None, width)
+            attend(([1, 30], [40, 200]), dtype, 50, width)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """CUDA graphs and Triton's kernels on the device of `gpu_sanitizer`.
 
 Within `graphs` torch.cuda has graphs. While one is recorded, no operation is done: its results hold what
-fresh memory holds. A replay does all of them, in the same memory. It first spoils what other graphs of its
-pool made and no tensor looks at any more, since it may have that memory.
+fresh memory holds. A replay does all of them, in the same memory. It spoils what other graphs of its pool
+made and no tensor looks at any more, where it may have that memory: where those were recorded later, or the
+last tensor that looked at it was gone before the end of this recording.
 
 What CUDA refuses while a graph is recorded is refused: to wait for the device, to read the host's memory or
 to write it, and a result whose size depends on numbers. Each with an error that names the operation.
@@ -10,9 +11,13 @@ to write it, and a result whose size depends on numbers. Each with an error that
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -31,6 +36,7 @@ from tests.support.gpu_sanitizer import (
     OnDevice,
     Operands,
     Operation,
+    Running,
     mapped,
     numbers_of,
     spoil,
@@ -39,29 +45,60 @@ from tests.support.gpu_sanitizer import (
 Pool = weakref.WeakSet["Graph"]
 
 
+COUNT = itertools.count(1)
+
+
+@dataclass
+class Made:
+    """Memory of a graph."""
+
+    memory: torch.Tensor
+    gone: float = math.inf
+    """The recording in which the last tensor that looked at it was gone. Before one: half of one less."""
+
+
 class Graph:
     """Takes the place of torch.cuda.CUDAGraph."""
 
+    beside = False
+    """Whether a replay goes on beside the thread that asked for it, as on a GPU. Else the thread does it."""
+
     def __init__(self) -> None:
         self.work: list[Callable[[], object]] = []
-        self.made: list[torch.Tensor] = []
+        self.made: list[Made] = []
         """What operations of the graph write first: its memory."""
-        self.pool: Pool = weakref.WeakSet()
+        self.pool: Pool = weakref.WeakSet([self])
+        self.number = 0
+        """It counts the recordings, from 1."""
+
+    def reset(self) -> None:
+        """Give back its memory."""
+        self.work, self.made = [], []
 
     def replay(self) -> None:
         if STREAM.capture is not None:
             raise RuntimeError("a graph cannot be replayed while another one is recorded")
         STREAM.drain()
-        for one in self.pool:
-            for tensor in one.made if one is not self else ():
-                if not TAKEN.looked_at(tensor):
-                    spoil(tensor)
+        others = [(one, made) for one in self.pool if one is not self for made in one.made]
+        free = [(one, made) for one, made in others if not TAKEN.looked_at(made.memory)]
+        for one, made in free:
+            if one.number > self.number or made.gone < self.number:
+                spoil(made.memory)
+        if Graph.beside:
+            STREAM.running = Running(partial(self._replay, free))
+        else:
+            self._replay(free)
+
+    def _replay(self, free: list[tuple[Graph, Made]]) -> None:
         for work in self.work:
             work()
+        for _, made in free:
+            if made.gone == self.number:
+                spoil(made.memory)
 
     def launch(self, kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """A Triton kernel while the graph is recorded."""
-        self.work.append(partial(kernel[grid], *arguments, **constants))
+        self.work.append(partial(_interpret, kernel, grid, arguments, constants))
 
     def take(self, func: OpOverload, given: dict[str, Any], operands: Operands, device: torch.device) -> Any:
         """An operation of torch while the graph is recorded."""
@@ -103,7 +140,7 @@ class Graph:
         def memory(one: torch.Tensor) -> torch.Tensor:
             made = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)
             spoil(made)
-            self.made.append(made)
+            self.made.append(Made(made))
             return made
 
         return mapped(result, memory)
@@ -128,18 +165,35 @@ def record(graph: Graph, pool: Pool | None = None, capture_error_mode: str = "gl
     if pool is not None:
         graph.pool = pool
         pool.add(graph)
-    waited = len(WAITS.of)
+    graph.number = next(COUNT)
+    _look(graph.pool, graph.number - 0.5)
+    waited = len(WAITS.mine.of)
     STREAM.capture = partial(_refusing, graph, waited)
-    GRAPHS.append(graph)
+    CAPTURED.graph = graph
     try:
         yield
     finally:
-        STREAM.capture = None
-        GRAPHS.pop()
+        STREAM.capture = CAPTURED.graph = None
+        _look(graph.pool, graph.number)
 
 
-GRAPHS: list[Graph] = []
-"""The graph that is recorded now, if one is."""
+def _look(pool: Pool, now: float) -> None:
+    """Note which memory of these graphs nobody looks at any more."""
+    for graph in pool:
+        for one in graph.made:
+            if one.gone > now and not TAKEN.looked_at(one.memory):
+                one.gone = now
+
+
+class Captured(threading.local):
+    """The graph that the calling thread records now, if it records one."""
+
+    graph: Graph | None = None
+
+
+CAPTURED = Captured()
+INTERPRETER = threading.RLock()
+"""Triton's interpreter runs one kernel at a time: it keeps the present program in variables of its module."""
 
 
 def _refusing(
@@ -150,8 +204,8 @@ def _refusing(
     operands: Operands,
     device: torch.device,
 ) -> Any:
-    if len(WAITS.of) > waited:
-        raise RuntimeError(f"operation not permitted when stream is capturing: {WAITS.of[-1]}")
+    if len(WAITS.mine.of) > waited:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {WAITS.mine.of[-1]}")
     STREAM.capture, before = None, STREAM.capture
     try:
         return graph.take(func, given, operands, device)
@@ -161,11 +215,17 @@ def _refusing(
 
 def _run(kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     plain = tuple(numbers_of(one) if isinstance(one, torch.Tensor) else one for one in arguments)
-    if GRAPHS:
-        GRAPHS[-1].launch(kernel, grid, plain, constants)
+    if CAPTURED.graph is not None:
+        CAPTURED.graph.launch(kernel, grid, plain, constants)
         return
     STREAM.drain()
-    kernel[grid](*plain, **constants)
+    _interpret(kernel, grid, plain, constants)
+
+
+def _interpret(kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """One thread at a time: Triton's interpreter changes modules while it runs a kernel."""
+    with INTERPRETER:
+        kernel[grid](*arguments, **constants)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`python -m tests.support.gpu_process serve ...`: the `moesaic` command on the device of `gpu_sanitizer`.
 
-The process that plans and the worker process get the device, and graphs. The process of the API needs none.
+The process that plans, worker processes and expert servers get the device, and graphs. The process of the API
+needs none. Workers and servers share memory of the device by files.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 
 from moesaic import cli
-from moesaic.cluster import local
+from moesaic.cluster import launcher, local
 from moesaic.config import WorkerConfig
 
 NAME = "tests.support.gpu_process"
@@ -19,21 +20,29 @@ NAME = "tests.support.gpu_process"
 
 def _worker(config: WorkerConfig) -> local.ChildProcess:
     """In place of that of `cluster.local`."""
-    return local._spawn(NAME, config.to_json(), "worker process")
+    return local._spawn(NAME, config.to_json(), "worker process", config.devices)
 
 
 def main() -> int:
     """Run the command line or, of a worker process, its `main`. Returns the exit code."""
+    from tests.support import gpu_server_process
+
     if "--connection-fd" not in sys.argv:
-        with patch("moesaic.launch.spawn_worker", _worker):
+        with (
+            patch("moesaic.launch.spawn_worker", _worker),
+            patch.object(launcher, "spawn_worker", _worker),
+            patch.object(launcher, "spawn_server", gpu_server_process.started),
+        ):
             return cli.main()
-    _take_device()
+    take_device()
     from moesaic.runtime import __main__ as runtime
+    from tests.support.gpu_shared_memory import shared_memory
 
-    return runtime.main()
+    with shared_memory():
+        return runtime.main()
 
 
-def _take_device() -> None:
+def take_device() -> None:
     """Give the calling thread the device until the process ends."""
     from tests.support.gpu_graphs import graphs
     from tests.support.gpu_sanitizer import sanitized
@@ -47,6 +56,6 @@ def _take_device() -> None:
 _HELD: list[object] = []
 
 if __name__ == "__mp_main__":  # the process that plans, which multiprocessing started
-    _take_device()
+    take_device()
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -51,6 +51,8 @@ SCALARS = {"floor_divide", "floor_divide_", "masked_fill", "masked_fill_", "fill
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "dot", "einsum"}
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
 """Operations whose result the host waits for."""
+VIEWS = {"slice", "select", "view", "unsqueeze", "alias", "detach", "lift_fresh"}
+"""Operations that look at the same memory, so the device has nothing to do."""
 FRESH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -90,14 +92,25 @@ class Taken:
 TAKEN = Taken()
 
 
+class _Names(threading.local):
+    def __init__(self) -> None:
+        self.of: list[str] = []
+
+
 class Waits:
     """Counts where the host waits for the device: what is read back, and copies that are not from or to
     pinned memory or do not say `non_blocking`."""
 
     def __init__(self) -> None:
         self.of: list[str] = []
+        self.mine = _Names()
+        """Those of the calling thread."""
         self.pinned: dict[int, torch.Tensor] = {}
         """By the address of the memory, which lives on here. So nothing else gets the address."""
+
+    def add(self, name: str) -> None:
+        self.of.append(name)
+        self.mine.of.append(name)
 
     def pin(self, here: torch.Tensor) -> None:
         self.pinned[here.untyped_storage().data_ptr()] = here
@@ -109,17 +122,17 @@ class Waits:
         if name in READS or any(
             one.dtype is torch.bool for key, one in operands if key == "indices" and there
         ):
-            self.of.append(name)
+            self.add(name)
         elif name in COPIES and ((there and (here or device == CPU)) or (here and device == DEVICE)):
             addresses = {one.untyped_storage().data_ptr() for one in here}
             if not given.get("non_blocking") or not addresses <= self.pinned.keys():
-                self.of.append(name)
+                self.add(name)
         elif (
             name in INDEXING
             and there
             and any(key == "indices" and one.dim() for key, one in operands if not isinstance(one, OnDevice))
         ):
-            self.of.append(name)
+            self.add(name)
 
 
 WAITS = Waits()
@@ -180,7 +193,7 @@ class OnDevice(torch.Tensor):
         )
 
     def tolist(self) -> Any:
-        WAITS.of.append("tolist")
+        WAITS.add("tolist")
         return self.numbers.tolist()
 
     def record_stream(self, stream: object) -> None:
@@ -205,20 +218,56 @@ class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return carry_out(func, args, kwargs or {})
 
 
+class Running(threading.Thread):
+    """Work of the device beside the thread that asked for it."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(name="a GPU's work", daemon=True)
+        self._work = work
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._work()
+        except BaseException as error:
+            self._error = error
+
+    def end(self) -> None:
+        """Wait for it. Raises what it raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
 class Stream(threading.local):
     """What the calling thread told the device and has not been done yet."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], object]] = []
+        self.running: Running | None = None
+        """What the device does beside this thread, before what waits."""
         self.capture: Callable[[OpOverload, dict[str, Any], Operands, torch.device], Any] | None = None
         """Who takes operations that are not to be done now; see `gpu_graphs`."""
 
     def synchronize(self) -> None:
-        WAITS.of.append("synchronize")
+        WAITS.add("synchronize")
         self.drain()
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is done. Does not wait for what runs beside this thread."""
+        if self.running is not None and self.running.is_alive():
+            return False
+        self.drain()
+        return True
 
     def drain(self) -> None:
         """Do it, as the device does when nobody waits for it."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.end()
         waiting, self.waiting = self.waiting, []
         for one in waiting:
             one()
@@ -238,8 +287,11 @@ class Event:
         self._stream = stream
 
     def synchronize(self) -> None:
-        if self._stream is not None and self._stream.waiting:
+        if self._stream is not None and (self._stream.waiting or self._stream.running):
             self._stream.synchronize()
+
+    def query(self) -> bool:
+        return self._stream is None or self._stream.done
 
 
 @contextmanager
@@ -262,6 +314,18 @@ def sanitized(free: int = 64 * GIB, devices: int = 1) -> Iterator[None]:
     }
     with guarded(), mock.patch.multiple(torch.cuda, **there), Dispatch():  # type: ignore[no-untyped-call]
         yield
+
+
+@contextmanager
+def in_thread() -> Iterator[None]:
+    """Within it another thread than that of `sanitized` has the devices too, until `sanitized` ends."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # a setting of each thread
+    try:
+        with Dispatch():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 @contextmanager
@@ -320,7 +384,7 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if operation.name == "copy_" and given.get("non_blocking") and len(owners) == 1:
         STREAM.waiting.append(functools.partial(func, **plain))
         return given["self"]
-    if owners:
+    if owners and not _views(operation.name, given, device):
         STREAM.drain()
     if given.get("device") is not None:
         plain["device"] = CPU
@@ -341,6 +405,15 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return owners[id(one)] if id(one) in owners else OnDevice(one) if device == DEVICE else one
 
     return mapped(result, labelled)
+
+
+def _views(name: str, given: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether the device has nothing to do."""
+    if name != "to":
+        return name in VIEWS
+    before = given["self"]
+    same = device == before.device and given.get("dtype") in (None, before.dtype)
+    return same and not given.get("copy")
 
 
 def check(operation: Operation, operands: Operands) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from moesaic.cluster.change_queue import ChangeQueue
 from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.failures import Failures
-from moesaic.cluster.host_transport import host_transport
+from moesaic.cluster.host_transport import transport_of
 from moesaic.cluster.join_listener import JoinListener, own_door
 from moesaic.cluster.killing import kill
 from moesaic.cluster.launcher import Launcher
@@ -76,7 +76,7 @@ class Supervisor:
         self._rule = RestartRule()
         secret_file = cluster.cluster_secret_file
         self._secret = secrets.token_bytes(32) if secret_file is None else create_secret(Path(secret_file))
-        apart, transport = cluster.expert_servers > 0, host_transport(cluster.transport)
+        apart, transport = cluster.expert_servers > 0, transport_of(cluster, worker)
         self._transport = transport if apart else None
         member = replace(
             worker,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,7 +19,7 @@ from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import COMPRESSED, is_packed
 from moesaic.cost.sizes import ModelSizes
-from moesaic.hardware import memory, roofline
+from moesaic.hardware import cuda, memory, roofline
 from moesaic.hardware.operations import Sizes
 from moesaic.hardware.roofline import Roofs, Speed
 from moesaic.hardware.timing import Stopwatch
@@ -28,6 +29,21 @@ from moesaic.runtime.machine import available_memory, cores
 
 USUAL = ("bfloat16", "int8", "int4")
 """Types of experts that are timed if none is given."""
+BEYOND = 256 << 20
+"""Bytes that the caches of no GPU hold."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was timed, where, and beside which roofs."""
+
+    options: KernelsBench
+    model: str
+    kernels: str
+    threads: int
+    processor: str
+    roofs: Roofs
+    found: list[Speed]
 
 
 def run(options: KernelsBench, as_json: bool) -> int:
@@ -35,23 +51,38 @@ def run(options: KernelsBench, as_json: bool) -> int:
 
     Raises ConfigError for an unknown model, and for kernels or types that this machine cannot compute.
     """
-    model = find_model(options.model)
-    kernels = table.pick("cpu", options.kernels)
+    report = measured(options)
+    print(json.dumps(report_json(report)) if as_json else as_text(report))
+    return 0
+
+
+def measured(options: KernelsBench) -> Report:
+    """Time the operations, with progress on stderr. Raises ConfigError as `run`."""
+    model, device = find_model(options.model), options.device
+    gpu = cuda.find() if device == "cuda" else None
+    if device == "cuda" and gpu is None:
+        raise ConfigError.field("--device", device, "cpu (torch sees no GPU)")
+    kernels = table.pick(device, options.kernels)
     sizes = Sizes(
         *(model, _types(options, model, kernels), "float32" if model.number > 2 else "bfloat16"),
         *(options.kv_cache_dtype, options.rows, options.context),
-        beyond=memory.beyond_caches(available_memory()),
+        beyond=BEYOND if gpu else memory.beyond_caches(available_memory()),
+        device=device,
     )
-    threads, watch = options.threads or cores(), Stopwatch(options.seconds)
+    threads = options.threads or cores()
+    watch = Stopwatch(options.seconds, wait=gpu.wait) if gpu else Stopwatch(options.seconds)
+
+    def roofs() -> Roofs:
+        if gpu:
+            return roofline.device_roofs(watch, device)
+        return roofline.roofs(kernels, options.kernels, threads, watch)
+
     with progress(Console(stderr=True), time.monotonic, "figures/s") as show:
-        before = roofline.roofs(kernels, options.kernels, threads, watch)
+        before = roofs()
         found = roofline.measure(kernels, options.kernels, sizes, watch, show)
-        roofs = before.best(roofline.roofs(kernels, options.kernels, threads, watch))
-    if as_json:
-        print(json.dumps(_as_json(options, kernels, threads, roofs, found)))
-    else:
-        print(as_text(model.name, kernels.name, threads, roofs, found))
-    return 0
+        best = before.best(roofs())
+    processor = gpu.title if gpu else examine().cpu
+    return Report(options, model.name, kernels.name, threads, processor, best, found)
 
 
 def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[str, ...]:
@@ -65,8 +96,9 @@ def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[
     return tuple(one for one in wanted if not is_packed(one))
 
 
-def as_text(model: str, kernels: str, threads: int, roofs: Roofs, found: list[Speed]) -> str:
+def as_text(report: Report) -> str:
     """A table, with what it is measured against above it."""
+    roofs, threads = report.roofs, report.threads
     told = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("operation", "type"):
         told.add_column(column, no_wrap=True)
@@ -74,7 +106,7 @@ def as_text(model: str, kernels: str, threads: int, roofs: Roofs, found: list[Sp
         told.add_column(column, justify="right", no_wrap=True)
     told.add_column("bound")
     last: tuple[str, str] | None = None
-    for one in found:
+    for one in report.found:
         call, work = one.call, one.call.work
         name = (call.operation, call.stored)
         told.add_row(
@@ -84,10 +116,13 @@ def as_text(model: str, kernels: str, threads: int, roofs: Roofs, found: list[Sp
             *(f"{work.flops / one.seconds / 1e9:.0f}", f"{one.share(roofs):.0%}", one.bound(roofs)),
         )
         last = name
+    on_gpu = report.options.device == "cuda"
+    how = "a copy in its memory" if on_gpu else "memcmp"
+    by = report.processor if on_gpu else f"{threads} thread{'s' if threads > 1 else ''}, {report.processor}"
     lines = [
-        f"One layer of {model}, {kernels}, {threads} thread{'s' if threads > 1 else ''}, {examine().cpu}",
-        f"Memory is read at {roofs.bandwidth / 1e9:.1f} GB/s (memcmp).",
-        _computing(roofs, kernels),
+        f"One layer of {report.model}, {report.kernels}, {by}",
+        f"Memory is read at {roofs.bandwidth / 1e9:.1f} GB/s ({how}).",
+        _computing(roofs, report.kernels),
         "GB/s counts weights and cache once, GFLOP/s two operations a weight and row.",
         in_text(told),
     ]
@@ -104,15 +139,15 @@ def _computing(roofs: Roofs, kernels: str) -> str:
     )
 
 
-def _as_json(
-    options: KernelsBench, kernels: Kernels, threads: int, roofs: Roofs, found: list[Speed]
-) -> dict[str, Any]:
+def report_json(report: Report) -> dict[str, Any]:
+    """The report as JSON: times in microseconds, speeds in GB/s and GFLOP/s."""
+    options, roofs = report.options, report.roofs
     own = {} if roofs.own is None else {"own_gflop_per_s": roofs.own / 1e9}
     return {
         "model": options.model,
-        "cpu": examine().cpu,
-        "kernels": kernels.name,
-        "threads": threads,
+        "gpu" if options.device == "cuda" else "cpu": report.processor,
+        "kernels": report.kernels,
+        "threads": report.threads,
         "roofs": {"gb_per_s": roofs.bandwidth / 1e9, "gflop_per_s": roofs.flops / 1e9, **own},
         "operations": [
             {
@@ -126,6 +161,6 @@ def _as_json(
                 "share_of_roof": one.share(roofs),
                 "bound": one.bound(roofs),
             }
-            for one in found
+            for one in report.found
         ],
     }

@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Model": (
         *("--model", "--revision", "--device", "--dtype", "--max-model-len", "--kernels", "--threads"),
-        *("--pin-threads", "--mmap", "--enforce-eager"),
+        *("--pin-threads", "--mmap", "--enforce-eager", "--cudagraph-mode"),
     ),
     "Memory": (*("--kv-cache-memory", "--kv-cache-dtype", "--block-size", "--enable-prefix-caching"),),
     "A model larger than memory": (

@@ -265,7 +265,7 @@ class Compress:
 
 @dataclass(frozen=True)
 class KernelsBench:
-    """Time each operation of a model's layer on this CPU, beside the roofs of the machine."""
+    """Time each operation of a model's layer, beside the roofs of the machine."""
 
     model: str = "qwen3-30b-a3b"
     """Model whose sizes are taken: a Hugging Face directory, a config.json, a GGUF file, `demo`, or a name of
@@ -281,6 +281,8 @@ class KernelsBench:
     """Type of the KV cache."""
     kernels: KernelName = "auto"
     """Kernels to time, as for `moesaic serve`."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where they compute. On a GPU several calls of an operation are recorded as one CUDA graph."""
     threads: int | None = None
     """Number of compute threads. None: one per core."""
     seconds: float = 0.2

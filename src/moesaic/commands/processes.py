@@ -15,6 +15,7 @@ Status = Mapping[str, Any]
 TRANSPORTS = {
     "shm": "shared memory",
     "socket": "Unix sockets",
+    "cuda_ipc": "shared memory, with rows on GPUs",
     "nixl": "shared memory, and those of other hosts by NIXL, not encrypted",
 }
 """Value of --transport -> its name in sentences."""

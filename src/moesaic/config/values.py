@@ -38,12 +38,14 @@ KernelName = Literal[
     "reference",
     "triton",
 ]
+CudagraphMode = Literal["piecewise", "full"]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "split", "s2", "s3", "s4", "serial"]
 MetricsPrefix = Literal["moesaic:", "vllm:"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-HostTransport = Literal["shm", "socket", "nixl"]
+HostTransport = Literal["shm", "socket", "nixl", "cuda_ipc"]
 """Transport between processes of one host: shm or socket. nixl: one-sided writes between hosts, and shm or a
-socket on one host. With the others there is encrypted TCP between hosts."""
+socket on one host. With the others there is encrypted TCP between hosts. cuda_ipc: shm, and rows stay on the
+GPUs of this host."""
 KVRole = Literal["prefill", "decode"]
 """What an attention worker has to do with the KV of other workers."""
 Transport = Literal["auto", HostTransport]

@@ -11,6 +11,7 @@ from moesaic.config.cluster import ParallelConfig
 from moesaic.config.values import (
     CacheDtype,
     Combine,
+    CudagraphMode,
     Device,
     Dtype,
     HostTransport,
@@ -57,6 +58,10 @@ class ModelConfig:
     """Keep each compute thread on a core of its own."""
     enforce_eager: bool = False
     """Run every step operation by operation. Without it decode steps are recorded once and replayed."""
+    cudagraph_mode: CudagraphMode = "piecewise"
+    """How decode steps are recorded on a GPU whose experts are on servers. piecewise: a CUDA graph ends at
+    each layer's experts. full: one graph is the whole step, and kernels ask the servers; it needs --transport
+    cuda_ipc, --kernels triton and a GPU for each process."""
     mmap: bool = True
     """Compute from the mapped checkpoint files, whose memory the processes of a host share. --no-mmap copies
     the weights into huge pages of each process, which a CPU reads faster. Expert servers always map; with
@@ -309,6 +314,9 @@ class WorkerConfig:
         one_of("--device", self.model.device, get_args(Device))
         one_of("--dtype", self.model.dtype, get_args(Dtype))
         one_of("--kernels", self.model.kernels, get_args(KernelName))
+        one_of("--cudagraph-mode", self.model.cudagraph_mode, get_args(CudagraphMode))
+        if self.model.cudagraph_mode == "full":
+            self._check_full_graphs()
         one_of("--kv-cache-dtype", self.cache.kv_cache_dtype, get_args(CacheDtype))
         if self.scheduler.inflight_batches not in (1, 2):
             raise ConfigError.field("--inflight-batches", self.scheduler.inflight_batches, "1 or 2")
@@ -335,6 +343,23 @@ class WorkerConfig:
             raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --placement")
         if self.cache.kv_cache_memory != "auto":
             parse_bytes("--kv-cache-memory", self.cache.kv_cache_memory)
+
+    def _check_full_graphs(self) -> None:
+        """Raises ConfigError for what steps that are one graph each cannot go with."""
+        model, scheduler = self.model, self.scheduler
+        for flag, given, needed in (
+            ("--kernels", model.kernels, "triton"),
+            ("--enforce-eager", model.enforce_eager, False),
+            ("--schedule", scheduler.schedule, "lockstep"),
+            ("--inflight-batches", scheduler.inflight_batches, 1),
+            ("--combine", scheduler.combine, "exact"),
+            ("--tensor-parallel-size", self.parallel.tensor_parallel_size, 1),
+            ("--fast-memory", self.offload or self.server_memory, None),
+            ("--paced", self.paced, None),
+        ):
+            if given != needed:
+                said = "nothing" if needed in (None, False) else str(needed)
+                raise ConfigError.field(flag, given, f"{said} with --cudagraph-mode full")
 
     def _check_speculation(self, given: str) -> None:
         """Raises ConfigError for a wrong setting, and for what drafted tokens cannot go with."""

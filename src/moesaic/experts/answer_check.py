@@ -46,7 +46,7 @@ class AnswerCheck:
         if found is None or submission.blamed:
             return None
         row, experts = found
-        layer, hidden = submission.layer, submission.hidden[row]
+        layer, hidden = submission.layer, submission.row(row)
         submission.blamed = all(self._finite(layer, expert, hidden) for expert in experts.tolist())
         if not submission.blamed:
             return None

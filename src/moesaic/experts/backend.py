@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.core.tokens import IntArray
 
 
 @dataclass(frozen=True)
 class CallPairs:
     """Pairs of one call.
 
-    The arrays are views, for example of memory shared with the client, and are not copied.
+    The arrays are views, for example of memory shared with the client, and are not copied. Of a call whose
+    rows stay on GPUs, `hidden` and `out` are tensors on the backend's GPU.
     """
 
-    hidden: FloatRows
-    """[m, h] hidden states."""
+    hidden: Any
+    """[m, h] float32 hidden states, an array or a tensor."""
     rows: IntArray
     """[p] row of `hidden` of each pair."""
     experts: IntArray
     """[p] expert of each pair."""
-    out: FloatRows
-    """[q, h] results."""
+    out: Any
+    """[q, h] float32 results, as `hidden`."""
     lines: IntArray
     """[p] row of `out` that receives each pair's result."""
 
@@ -57,6 +58,7 @@ class ExpertBackend(Protocol):
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         """Compute all pairs of all parts as one batch, without gate weights.
 
-        Raises KeyError for an expert that is not loaded. Then nothing is written.
+        Results on a GPU are there once its stream was waited for. Raises KeyError for an expert that is not
+        loaded. Then nothing is written.
         """
         ...

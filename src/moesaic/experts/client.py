@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.moving import arrays
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
+from moesaic.transport.device_heap import Place
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,15 @@ class RequestArrays:
     slot: position in the row's top-k, 0 to k - 1.
     """
 
-    hidden: FloatRows
-    """[n, h]"""
+    hidden: Any
+    """[n, h] float32: an array, or a tensor on the GPU where the rows stay there."""
     experts: IntArray
     """[n * k]"""
     weights: FloatRows | None
     """[n * k]"""
     top_k: int
+    place: Place | None = None
+    """Where servers read the rows on the GPU. None: the rows are sent."""
 
 
 class RoutedExperts(Protocol):

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from moesaic.config import HostTransport
 from moesaic.core.errors import MoesaicError
@@ -19,33 +20,30 @@ LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 0.2
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Made = TypeVar("Made", bound=Closable)
+
+
 def as_it_is(caller: Caller) -> Caller:
     """The connection itself."""
     return caller
 
 
-class Connector:
-    """Tries to connect to each server until it succeeds or is stopped."""
+class Connecting(Generic[Made]):
+    """Tries to reach each server until it succeeds or is stopped."""
 
-    def __init__(
-        self,
-        heap_bytes: int,
-        wakeup: Wakeup,
-        transport: HostTransport = "shm",
-        wrap: Callable[[Caller], Caller] = as_it_is,
-    ) -> None:
-        """Create a connector that has nothing to do yet.
+    def __init__(self, dial: Callable[[str, bytes], Made], wakeup: Wakeup) -> None:
+        """Create one that has nothing to do yet.
 
-        heap_bytes: memory for the open calls of each connection.
-        wakeup: rung when a connection was made.
-        transport: to servers, see `HostTransport`.
-        wrap: puts each connection into another one.
+        dial: makes a connection to an address with a secret, in a thread of its own. Raises MoesaicError or
+        OSError. wakeup: rung when a connection was made.
         """
-        self._transport = transport
-        self._wrap = wrap
-        self._heap_bytes = heap_bytes
+        self._dial = dial
         self._wakeup = wakeup
-        self._made: deque[tuple[ServerEntry, Caller]] = deque()
+        self._made: deque[tuple[ServerEntry, Made]] = deque()
         self._wanted: dict[int, threading.Event] = {}
 
     def start(self, entry: ServerEntry, secret: bytes) -> None:
@@ -61,7 +59,7 @@ class Connector:
         if stopped is not None:
             stopped.set()
 
-    def made(self) -> list[tuple[ServerEntry, Caller]]:
+    def made(self) -> list[tuple[ServerEntry, Made]]:
         """The connections made since the last call, except those that were stopped meanwhile."""
         found = []
         while self._made:
@@ -70,17 +68,38 @@ class Connector:
 
     def _connect(self, entry: ServerEntry, secret: bytes, stopped: threading.Event) -> None:
         address = entry.endpoint.seen_from(this_host())
-        kind = kind_of(self._transport, address)
         while not stopped.is_set():
             try:
-                caller = connect(address, secret, kind, heap_bytes=self._heap_bytes)
+                made = self._dial(address, secret)
             except (MoesaicError, OSError) as error:
                 LOG.debug("expert server %d at %s: %s", entry.server, address, error)
                 stopped.wait(RETRY_SECONDS)
                 continue
             if stopped.is_set():
-                caller.close()
+                made.close()
                 return
-            self._made.append((entry, self._wrap(caller)))
+            self._made.append((entry, made))
             self._wakeup.ring()
             return
+
+
+class Connector(Connecting[Caller]):
+    """Connects for calls."""
+
+    def __init__(
+        self,
+        heap_bytes: int,
+        wakeup: Wakeup,
+        transport: HostTransport = "shm",
+        wrap: Callable[[Caller], Caller] = as_it_is,
+    ) -> None:
+        """heap_bytes: memory for the open calls of each connection. wakeup: rung when a connection was made.
+
+        transport: to servers, see `HostTransport`. wrap: puts each connection into another one.
+        """
+
+        def dial(address: str, secret: bytes) -> Caller:
+            kind = kind_of(transport, address)
+            return wrap(connect(address, secret, kind, heap_bytes=heap_bytes))
+
+        super().__init__(dial, wakeup)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from moesaic.experts.client import RequestHandle
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import Replicas, ReplicaStats
 from moesaic.transport.calls import Call, Caller
+from moesaic.transport.device_heap import Place
 
 if TYPE_CHECKING:
     from moesaic.experts.relaying import RelayedCall
@@ -37,14 +38,14 @@ class Submission:
 
     handle: RequestHandle
     layer: int
-    hidden: FloatRows
-    """[n, h]"""
+    hidden: Any
+    """[n, h] float32: an array, or a tensor on the GPU where the rows stay there."""
     experts: IntArray
     """[n * k] the expert of each pair."""
     gate_weights: FloatRows | None
     """[n * k] the gate weight of each pair, where partial sums are wanted."""
     top_k: int
-    out: FloatRows | None = None
+    out: Any | None = None
     """[n * k, h] the answer so far, or None before the first part of it.
 
     Where one call brings the whole answer it stays in the call's memory. Otherwise it is in memory of its
@@ -68,11 +69,13 @@ class Submission:
     """The answer is no longer needed."""
     servers: IntArray | None = None
     """[n * k] whose answer was taken for each pair, -1 before. None: nobody wants to know."""
+    place: Place | None = None
+    """Where servers read the rows on the GPU. None: the rows are sent."""
 
     def __post_init__(self) -> None:
         self.missing = len(self.experts)
 
-    def answer_memory(self, memory: AnswerMemory) -> FloatRows:
+    def answer_memory(self, memory: AnswerMemory) -> Any:
         """`out`, allocated for answers that come in several parts."""
         if self.out is None:
             taken, self.out = memory.take(len(self.experts), self.hidden.shape[1])
@@ -84,7 +87,7 @@ class Submission:
         if self.inside is None or self.out is None or self.give_back is None:
             return False
         answer, give_back, self.out, self.inside = self.out, self.give_back, None, None
-        self.answer_memory(memory)[:] = answer
+        memory.copy(self.answer_memory(memory), answer)
         give_back()
         return True
 
@@ -99,15 +102,23 @@ class Submission:
         """[p] the gate weights of these pairs."""
         return None if self.gate_weights is None else self.gate_weights[pairs]
 
-    def rows_of(self, pairs: IntArray) -> tuple[FloatRows, IntArray]:
-        """The distinct rows [m, h] that these pairs need, and which of them each pair needs [p]."""
+    def rows_of(self, pairs: IntArray) -> tuple[IntArray | None, IntArray]:
+        """The distinct rows [m] that these pairs need, and which of them each pair needs [p].
+
+        None: they need all rows.
+        """
         if len(pairs) == len(self.experts):
-            return self.hidden, every_pair(len(pairs), self.top_k)[1]
+            return None, every_pair(len(pairs), self.top_k)[1]
         row_of = pairs // self.top_k
         used = np.zeros(len(self.hidden), dtype=bool)
         used[row_of] = True
         index: IntArray = (np.cumsum(used) - 1)[row_of]
-        return self.hidden[used], index
+        return np.flatnonzero(used), index
+
+    def row(self, number: int) -> FloatRows:
+        """[h] one row, on the host. From a GPU the host waits for it."""
+        row: FloatRows = self.hidden[number] if self.place is None else self.hidden[number].cpu().numpy()
+        return row
 
 
 @dataclass(eq=False, slots=True)
@@ -131,10 +142,8 @@ class OpenCall:
         self.left = max(1, len(self.pairs))
 
     @property
-    def _answer(self) -> FloatRows:
-        """[rows, h]"""
-        width = self.submission.hidden.shape[1]
-        return np.frombuffer(self.call.answer, dtype=np.float32).reshape(-1, width)
+    def _width(self) -> int:
+        return int(self.submission.hidden.shape[1])
 
     def receive(self, indices: IntArray, memory: AnswerMemory) -> tuple[IntArray, int]:
         """Store these rows of the call's answer in the submission's answer.
@@ -146,10 +155,11 @@ class OpenCall:
             return self.pairs[:0], fresh
         if submission.out is None and fresh == len(submission.experts):
             # The usual case: the whole answer comes at once. It stays in the call's memory.
-            submission.out, submission.inside = self._answer, self.call
+            submission.out, submission.inside = memory.answer(self.call, self._width), self.call
             return self.pairs, fresh
         pairs = self.pairs[indices]
-        memory.put(submission.answer_memory(memory), pairs, self._answer, indices)
+        answer = memory.answer(self.call, self._width)
+        memory.put(submission.answer_memory(memory), pairs, answer, indices)
         return pairs, fresh
 
     def not_finite(self, indices: IntArray) -> tuple[int, IntArray] | None:
@@ -160,15 +170,27 @@ class OpenCall:
         """
         if not len(self.pairs) or self.submission.released:
             return None
-        answer = self._answer[indices] if len(indices) < len(self._answer) else self._answer
-        if np.isfinite(answer).all():
-            return None
-        for index in indices[~np.isfinite(self._answer[indices]).all(axis=1)]:
+        for index in self._broken(indices):
             pairs = self._pairs_of(int(index))
             row = int(pairs[0]) // self.submission.top_k
-            if np.isfinite(self.submission.hidden[row]).all():
+            if np.isfinite(self.submission.row(row)).all():
                 return row, self.submission.experts[pairs]
         return None
+
+    def _broken(self, indices: IntArray) -> IntArray:
+        """Those of these rows of the answer that have NaN or infinities.
+
+        Where rows stay on GPUs the server says it of each row, so that the host need not wait for its own.
+        """
+        if self.submission.place is not None:
+            flags = np.frombuffer(self.call.answer, np.uint8)
+            broken: IntArray = indices[flags[indices] == 0]
+            return broken
+        answer = np.frombuffer(self.call.answer, dtype=np.float32).reshape(-1, self._width)
+        some = answer[indices] if len(indices) < len(answer) else answer
+        if np.isfinite(some).all():
+            return indices[:0]
+        return indices[~np.isfinite(answer[indices]).all(axis=1)]
 
     def _pairs_of(self, index: int) -> IntArray:
         """The pairs whose results are in this row of the answer."""
@@ -221,8 +243,8 @@ class PartialSumCall(OpenCall):
         if self.submission.released:
             return pairs[:0], fresh
         out = self.submission.answer_memory(memory)
-        out[pairs] = 0
-        memory.put(out, self.pairs[first[indices]], self._answer, indices)
+        memory.clear(out, pairs)
+        memory.put(out, self.pairs[first[indices]], memory.answer(self.call, self._width), indices)
         return pairs, fresh
 
 
@@ -285,8 +307,36 @@ class CallCounts:
         )
 
 
-class AnswerMemory:
-    """Keeps the memory of answers for later ones: fresh memory would have to be paged in."""
+class AnswerMemory(Protocol):
+    """Where answers are put together: arrays of the host, or tensors of a GPU (`device_rows`)."""
+
+    def take(self, rows: int, width: int) -> tuple[Any, Any]:
+        """Memory for `give_back`, and an array or tensor [rows, width] in it."""
+        ...
+
+    def give_back(self, memory: Any) -> None:
+        """The memory may be used again."""
+        ...
+
+    def answer(self, call: Call, width: int) -> Any:
+        """[rows, width] the answer of a call, in its own memory."""
+        ...
+
+    def put(self, out: Any, lines: IntArray, rows: Any, places: IntArray) -> None:
+        """out[lines] = rows[places]."""
+        ...
+
+    def clear(self, out: Any, lines: IntArray) -> None:
+        """out[lines] = 0."""
+        ...
+
+    def copy(self, out: Any, answer: Any) -> None:
+        """out[:] = answer."""
+        ...
+
+
+class HostAnswers:
+    """The AnswerMemory of the host. It keeps memory for later answers: fresh memory would be paged in."""
 
     def __init__(self, put: Put) -> None:
         self.put = put
@@ -306,3 +356,15 @@ class AnswerMemory:
     def give_back(self, memory: FloatRows) -> None:
         """The memory may be used again."""
         self._free.append(memory)
+
+    def answer(self, call: Call, width: int) -> FloatRows:
+        """See `AnswerMemory`."""
+        return np.frombuffer(call.answer, dtype=np.float32).reshape(-1, width)
+
+    def clear(self, out: FloatRows, lines: IntArray) -> None:
+        """See `AnswerMemory`."""
+        out[lines] = 0
+
+    def copy(self, out: FloatRows, answer: FloatRows) -> None:
+        """See `AnswerMemory`."""
+        out[:] = answer

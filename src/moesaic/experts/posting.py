@@ -20,6 +20,9 @@ from moesaic.experts.outstanding import (
 )
 from moesaic.experts.relaying import RelayedPart, Relaying, Shares
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
+from moesaic.transport.calls import Call, Caller
+from moesaic.transport.device_calls import DeviceCaller
+from moesaic.transport.device_heap import Place
 
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -37,24 +40,42 @@ def post_call(
     version: of the directory. worker: its number in requests. make_room: frees memory of calls, and says
     whether there was any to free. None if there is no room for another call, or the server is gone.
     """
-    hidden, row_of = submission.rows_of(pairs)
-    count, width = hidden.shape
+    used, row_of = submission.rows_of(pairs)
+    count, width = len(submission.hidden) if used is None else len(used), submission.hidden.shape[1]
     partial = submission.gate_weights is not None
     answers = max(1, count if partial else len(pairs))
-    size = wire.size(count, len(pairs), width, partial)
+    on_device = submission.place is not None and len(pairs) > 0
+    size = wire.size(count, len(pairs), width, partial, on_device=on_device)
+    shape = size, answers, 4 * width
     try:
-        call = connection.caller.open(size, answers, 4 * width)
+        call = _open(connection.caller, shape, submission.place if on_device else None)
         if call is None and make_room():
-            call = connection.caller.open(size, answers, 4 * width)  # unused answers took the room
+            # unused answers took the room
+            call = _open(connection.caller, shape, submission.place if on_device else None)
         if call is None:
             return None
-        contents = submission.experts[pairs], row_of, submission.gate_weights_of(pairs), hidden
-        wire.write(call.request, submission.layer, *contents, submission.attempt, worker)
+        contents = submission.experts[pairs], row_of, submission.gate_weights_of(pairs)
+        places, hidden = None, np.empty((0, width), np.float32)
+        if submission.place is None:
+            hidden = submission.hidden if used is None else submission.hidden[used]
+        elif on_device:
+            places = np.arange(count) if used is None else used
+        route = submission.attempt, worker
+        wire.write(call.request, submission.layer, *contents, hidden, *route, places=places)
         connection.caller.post(call)
     except ConnectionLost:
         return None  # the next poll of this connection reports it, and the pairs are sent again
     kind = PartialSumCall if partial and len(pairs) else OpenCall
-    return kind(submission, pairs, call, version), size + answers * 4 * width
+    rows = 4 * width * count if on_device else 0
+    return kind(submission, pairs, call, version), size + rows + answers * 4 * width
+
+
+def _open(caller: Caller, shape: tuple[int, int, int], read: Place | None) -> Call | None:
+    """A call, on the device where it reads rows from there. shape: arguments of `Caller.open`."""
+    if read is None:
+        return caller.open(*shape)
+    assert isinstance(caller, DeviceCaller)
+    return caller.open_on_device(*shape, read)
 
 
 class Sender:

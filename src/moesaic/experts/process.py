@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moesaic.config import ExpertServerConfig
 from moesaic.core import curves, messages, paced
@@ -23,6 +25,7 @@ from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
 from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.mailbox_answerer import MailboxAnswerer
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
@@ -39,6 +42,9 @@ from moesaic.transport.calls import HEAP_BYTES
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from moesaic.experts.device_rows import ServerRows
 
 REPORT_SECONDS = 0.2
 ATTENTION = 4.0
@@ -75,10 +81,10 @@ def serve(
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
-    listener = _listener(config, secret)
-    service = _scheduler(config, backend, first)
-    observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
-    server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer, relay)
+    listener, device_rows = _listener(config, secret)
+    service, clock = _scheduler(config, backend, first), time.monotonic
+    observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
+    server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, device_rows)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests)
     loader.change(first)
     ended = threading.Event()
@@ -121,15 +127,27 @@ def _serve(
         server.turn(None, (wakeup.fileno(),))
 
 
-def _listener(config: ExpertServerConfig, secret: bytes) -> Listener:
-    one_sided = config.transport == "nixl"
-    return Listener(config.address, secret, remote=config.remote_address, one_sided=one_sided)
+def _listener(config: ExpertServerConfig, secret: bytes) -> tuple[Listener, ServerRows | None]:
+    """The listener, and what computes rows that stay on GPUs. None: rows come by the host."""
+    if config.transport != "cuda_ipc":
+        one_sided, remote = config.transport == "nixl", config.remote_address
+        return Listener(config.address, secret, remote=remote, one_sided=one_sided), None
+    import torch
+
+    from moesaic.experts.device_rows import ServerRows
+    from moesaic.kernels import device_sharing
+
+    device = torch.device(config.device)
+    opened = device_sharing.sharing(device).open
+    mailboxes = partial(MailboxAnswerer, open_memory=opened, hidden=config.layout.hidden)
+    listener = Listener(config.address, secret, open_memory=opened, mailboxes=mailboxes)
+    return listener, ServerRows(device)
 
 
 def _relay(config: ExpertServerConfig) -> Relay:
     """Passes parts of requests to other servers of this host."""
-    made = Wakeup()
-    return Relay(Connector(HEAP_BYTES, made, config.transport), made, config.layout.hidden)
+    made, transport = Wakeup(), "shm" if config.transport == "cuda_ipc" else config.transport
+    return Relay(Connector(HEAP_BYTES, made, transport), made, config.layout.hidden)
 
 
 def _scheduler(

@@ -61,7 +61,7 @@ class HostSum(OpenCall):
             return self.pairs[:0], fresh
         out, (pairs, rows) = self.submission.answer_memory(memory), self.firsts
         out[self.pairs] = 0
-        memory.put(out, pairs, self._answer, rows)
+        memory.put(out, pairs, memory.answer(self.call, self._width), rows)
         return self.pairs, fresh
 
     def not_finite(self, indices: IntArray) -> None:

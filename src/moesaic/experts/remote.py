@@ -24,10 +24,12 @@ from moesaic.experts.answer_check import Check, WrongAnswer
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
+from moesaic.experts.device_rows import WorkerRows
 from moesaic.experts.observer import ClientObserver, Routes, UnobservedClient
 from moesaic.experts.outstanding import (
     AnswerMemory,
     CallCounts,
+    HostAnswers,
     OpenCall,
     ServerConnection,
     Submission,
@@ -83,9 +85,11 @@ class RemoteExperts:
         observer: ClientObserver | None = None,
         check: Check = lambda call, indices: None,
         relay: RelayUse = "off",
+        rows: WorkerRows | None = None,
     ) -> None:
         """wakeup: the one that `connector` rings. put: copies rows of answers.
         check: of every part of an answer. relay: whether one server of a host passes rows on to others of it.
+        rows: keeps rows on the GPU, with connections that it wrapped. None: rows go through the host.
 
         portion_rows: keep what comes in for `arrivals`. Requests of more rows are reported portion by
         portion, others when their answer is complete. None: `arrivals` is not used.
@@ -98,9 +102,8 @@ class RemoteExperts:
         self._every_server = every_server
         self._replicas = replicas
         self._connector = connector
-        self._wakeup = wakeup
-        self._clock = clock
-        self._secret = b""
+        self.wakeup = self._wakeup = wakeup
+        self._clock, self._secret, self._waited = clock, b"", 0.0
         self._entries: dict[int, ServerEntry] = {}
         """The servers of the directory."""
         self._connections: dict[int, ServerConnection] = {}
@@ -108,18 +111,17 @@ class RemoteExperts:
         self._submissions: dict[int, Submission] = {}
         """By the number of the handle."""
         self._submitted = 0
-        self._memory = AnswerMemory(put)
-        self._check = check
+        self.rows_on_device, self._rows, self._check = rows, rows, check
+        self._memory: AnswerMemory = HostAnswers(put) if rows is None else rows.answers
         self._blamed: set[ServerEntry] = set()
         """Processes that gave wrong answers."""
         self._faulty: list[FaultyServer] = []
         """Reports that `faulty` has not returned yet."""
         self._counts = CallCounts(layout.layers, replicas)
-        worker = int.from_bytes(os.urandom(4)) | 1  # the number by which servers know this client
-        self._barrier_client = BarrierClient(layout.hidden, worker)
-        servers = replicas, self._connections, Relaying(relay, replicas, 4 * layout.hidden, worker)
-        self._sender = Sender(*servers, self._counts, clock, worker, self._make_room)
-        self._waited = 0.0
+        self.worker = int.from_bytes(os.urandom(4)) | 1  # the number by which servers know this client
+        self._barrier_client = BarrierClient(layout.hidden, self.worker)
+        servers = replicas, self._connections, Relaying(relay, replicas, 4 * layout.hidden, self.worker)
+        self._sender = Sender(*servers, self._counts, clock, self.worker, self._make_room)
 
     # ---- RoutedExperts
 
@@ -127,9 +129,9 @@ class RemoteExperts:
         began = self._clock()
         handle = RequestHandle(self._submitted)
         self._submitted += 1
-        pairs = request.arrays
+        pairs = request.arrays if self._rows is None else self._rows.arrays(request)
         submission = Submission(
-            handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k
+            handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k, place=pairs.place
         )
         self._submissions[handle.number] = submission
         if self.routes is not None:
@@ -156,7 +158,10 @@ class RemoteExperts:
         return rows
 
     def release(self, handle: RequestHandle) -> None:
-        self._submissions.pop(handle.number).release()
+        submission = self._submissions.pop(handle.number)
+        submission.release()
+        if self._rows is not None and submission.place is not None:
+            self._rows.give_back(submission.place)
         self._observer.released(handle)
 
     # ---- requests of which parts are used
@@ -173,13 +178,19 @@ class RemoteExperts:
         """The answer [n, k, h] as far as it has come in. It holds until the next call."""
         submission = self._submissions[handle.number]
         out = submission.answer_memory(self._memory)
-        return torch.from_numpy(out).view(-1, submission.top_k, out.shape[1])
+        rows = out if isinstance(out, torch.Tensor) else torch.from_numpy(out)
+        return rows.view(-1, submission.top_k, out.shape[1])
 
     @property
     def busy(self) -> bool:
         """True while an answer or the barrier is awaited, or `arrivals` has not returned everything."""
         waiting = self._barrier_client.waiting or bool(self._arrivals)
         return waiting or any(submission.missing for submission in self._submissions.values())
+
+    @property
+    def connected(self) -> dict[int, ServerEntry]:
+        """The servers that are connected, also those that left the directory."""
+        return {server: connection.entry for server, connection in self._connections.items()}
 
     # ---- ExpertServers
 
@@ -250,6 +261,8 @@ class RemoteExperts:
         for connection in self._connections.values():
             connection.caller.close()
         self._connections.clear()
+        if self._rows is not None:
+            self._rows.close()
         self._wakeup.close()
 
     # ---- calls
@@ -283,6 +296,8 @@ class RemoteExperts:
             self._replicas.mask(server)
             self._fail(server)
         self._sender.retry()
+        if self._rows is not None:
+            self._rows.poll()
         listed = [one for server, one in self._connections.items() if server in self._entries]
         self._barrier_client.arrive(listed)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,9 +26,13 @@ from moesaic.experts.workers import Workers
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.transport.calls import Answerer, Incoming
+from moesaic.transport.device_calls import DeviceIncoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait, yield_core
 from moesaic.transport.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from moesaic.experts.device_rows import ServerRows, SharedCall
 
 LOG = logging.getLogger(__name__)
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
@@ -63,6 +68,8 @@ class _Call:
     """[p, h] output of the kernel: the answer itself, or the rows that are summed into it."""
     left: int
     """Pairs that were not computed yet."""
+    shared: SharedCall | None = None
+    """The call's rows, where they stay on GPUs. Then `answer` and `rows` are not used."""
 
 
 class ExpertServer:
@@ -77,8 +84,13 @@ class ExpertServer:
         clock: Callable[[], float],
         observer: ServerObserver | None = None,
         relay: Relay | None = None,
+        device_rows: ServerRows | None = None,
     ) -> None:
-        """relay: passes parts of requests on. None: they are not computed."""
+        """relay: passes parts of requests on. None: they are not computed.
+
+        device_rows: computes calls whose rows stay on GPUs. None: the listener accepts no such connection.
+        """
+        self._device_rows = device_rows
         self._relay = Relay(None, Wakeup(), layout.hidden) if relay is None else relay
         self._observer: ServerObserver = observer or UnobservedServer()
         self._layout = layout
@@ -154,12 +166,19 @@ class ExpertServer:
 
     def _take(self, client: int, end: Answerer, incoming: Incoming) -> None:
         layout = self._layout
-        request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden)
+        there = incoming.shared if isinstance(incoming, DeviceIncoming) else None
+        on_device = None if there is None else len(there.rows) // (4 * layout.hidden)
+        request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden, on_device)
         shape = (request.answer_rows, layout.hidden)
         known = request.layer in self._index or request.work is not None or request.greeting
         if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
             raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
-        answer = np.ndarray(shape, np.float32, incoming.answer)
+        shared = None
+        if isinstance(incoming, DeviceIncoming) and there is not None:
+            assert self._device_rows is not None
+            shared = self._device_rows.take(incoming, there, request, layout.hidden)
+        memory = incoming.answer if shared is None else np.empty(0, np.float32)
+        answer = np.ndarray(shape if shared is None else (0, layout.hidden), np.float32, memory)
         if self._workers.of_relay(client) and (request.parts or request.work is not None):
             raise DamagedMessage("a relay sent what only clients send")
         if request.greeting:
@@ -173,8 +192,9 @@ class ExpertServer:
             request, answer = part.request, part.answer
         call, self._next_call = self._next_call, self._next_call + 1
         pairs = len(request.experts)
-        rows = answer if request.weights is None else np.empty((pairs, layout.hidden), dtype=np.float32)
-        self._calls[call] = _Call(mine, request, answer, end, rows, pairs)
+        whole = request.weights is None or shared is not None
+        rows = answer if whole else np.empty((pairs, layout.hidden), dtype=np.float32)
+        self._calls[call] = _Call(mine, request, answer, end, rows, pairs, shared)
         self.served.calls += 1
         if request.work is not None:
             self._arrive(client, call, request)
@@ -225,6 +245,8 @@ class ExpertServer:
             if any(len(part.experts) for part in parts):
                 began = self._clock()
                 self._backend.run(run.layer, parts)
+                if self._device_rows is not None:
+                    self._device_rows.finish([(c.shared, at) for c, at in calls if c.shared is not None])
                 self._observer.computed(run.layer, parts, len({id(call.end) for call, _ in calls}), began)
         except KeyError as missing:
             self._refuse(run, missing)
@@ -239,7 +261,9 @@ class ExpertServer:
         self._count(run.layer, ids, self._clock() - started)
 
     def _part(self, call: _Call, pairs: IntArray) -> CallPairs:
-        request = call.request
+        request, shared = call.request, call.shared
+        if shared is not None:
+            return CallPairs(shared.hidden, request.rows[pairs], request.experts[pairs], shared.rows, pairs)
         return CallPairs(request.hidden, request.rows[pairs], request.experts[pairs], call.rows, pairs)
 
     def _parts(self, run: Run) -> list[tuple[_Call, IntArray]]:
@@ -254,7 +278,8 @@ class ExpertServer:
         elif call.request.weights is None:
             call.incoming.publish(pairs)
         elif not call.left:
-            call.incoming.publish(_weighted(call))
+            sums = _weighted(call) if call.shared is None else np.arange(len(call.shared.answer))
+            call.incoming.publish(sums)
         if not call.left:
             del self._calls[number]
 
@@ -283,16 +308,10 @@ class ExpertServer:
 
 
 def _weighted(call: _Call) -> IntArray:
-    """Write the weighted sums of Expert-as-a-Service into the answer. Returns the [m] indices of its rows.
-
-    Each turn adds the next pair of every row: first all first pairs, then all second ones.
-    """
+    """Write the weighted sums of Expert-as-a-Service into the answer. Returns the [m] indices of its rows."""
     rows, weights = call.request.rows, call.request.weights
     assert weights is not None
-    order = np.argsort(rows, kind="stable")
-    before = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])  # pairs of the same row
     call.answer[:] = 0
-    for turn in range(int(before.max()) + 1):
-        these = order[before == turn]
+    for these in call.request.turns:
         call.answer[rows[these]] += weights[these, None] * call.rows[these]
     return np.arange(len(call.answer))

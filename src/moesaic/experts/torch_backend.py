@@ -11,12 +11,14 @@ import torch
 from moesaic.core.experts import PARTS, ExpertLayout
 from moesaic.experts.backend import CallPairs
 from moesaic.kernels import table
+from moesaic.kernels.moving import moved
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import registry
 
 
 class TorchBackend:
-    """An ExpertBackend on the kernels that `kernels.table` picks for a device."""
+    """An ExpertBackend on the kernels that `kernels.table` picks for a device. `take` and `keep` may run in
+    another thread than `run`."""
 
     def __init__(
         self,
@@ -53,17 +55,37 @@ class TorchBackend:
             self._weights[layer] = weights.only(set(wanted.get(layer, ())))
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
-        rows = np.concatenate([part.hidden[part.rows] for part in parts])
         experts = np.concatenate([part.experts for part in parts])
-        held = self._weights[layer].held
-        missing = np.setdiff1d(experts, held)
+        weights = self._weights[layer]  # once, as another thread may put others there meanwhile
+        missing = np.setdiff1d(experts, weights.held)
         if len(missing):
             raise KeyError(f"expert {missing[0]} is not held here")
-        hidden = torch.from_numpy(rows).to(self._device)
-        ids = torch.from_numpy(experts).to(self._device)[:, None]
         with torch.inference_mode():
-            answer = self._kernels.experts(self._weights[layer], hidden, ids)[:, 0].cpu().numpy()
+            hidden = self._rows(parts)
+            ids = moved(experts.astype(np.int64), self._device)[:, None]
+            self._give(parts, self._kernels.experts(weights, hidden, ids)[:, 0])
+
+    def _rows(self, parts: Sequence[CallPairs]) -> torch.Tensor:
+        """[p, h] the rows of all pairs on the device. Rows that are there stay there."""
+        found = []
+        for part in parts:
+            if isinstance(part.hidden, torch.Tensor):
+                found.append(part.hidden.index_select(0, moved(part.rows, self._device)))
+            else:
+                found.append(moved(part.hidden[part.rows], self._device))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _give(self, parts: Sequence[CallPairs], answer: torch.Tensor) -> None:
+        """Write the answers [p, h] where they belong. Waits for the device if any belong to the host."""
+        here = None
+        if not all(isinstance(part.out, torch.Tensor) for part in parts):
+            here = answer.cpu().numpy()
         begin = 0
         for part in parts:
-            part.out[part.lines] = answer[begin : begin + len(part.lines)]
-            begin += len(part.lines)
+            mine = slice(begin, begin + len(part.lines))
+            begin = mine.stop
+            if isinstance(part.out, torch.Tensor):
+                part.out.index_copy_(0, moved(part.lines, self._device), answer[mine])
+            else:
+                assert here is not None
+                part.out[part.lines] = here[mine]

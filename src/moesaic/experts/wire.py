@@ -14,6 +14,9 @@ together. The answer is that to a request without parts: with `partial` the sums
 
     header | experts int32 [p] | rows int32 [p] | weights float32 [p], if partial
            | servers int32 [q] | pairs of each part int32 [q] | hidden float32 [m, h]
+
+Where the rows stay on GPUs (`transport.device_calls`), numbers of rows in the memory of the GPU, int32 [m],
+take the place of the hidden states.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from moesaic.core.errors import DamagedMessage
 from moesaic.core.tokens import FloatRows, IntArray
@@ -32,6 +36,8 @@ _HEADER = struct.Struct("<4sHBBIIIII")
 _MAGIC = b"MOE3"
 _STEP = struct.Struct("<Q")
 """The number of a step: behind the header of a barrier call, and at the begin of its answer."""
+ROWS_WORD, PAIRS_WORD = 2, 3
+"""Words of 4 bytes of the header, in what `header` returns."""
 ARRIVAL_BYTES = _HEADER.size + _STEP.size
 """Bytes of a barrier call."""
 _EXACT, _PARTIAL, _BARRIER, _BARRIER_WITH_WORK, _GREETING = range(5)
@@ -66,7 +72,7 @@ class Request:
     weights: FloatRows | None
     """[p] gate weights. None unless the answer is one weighted sum per row."""
     hidden: FloatRows
-    """[m, h] hidden states, a view of the message."""
+    """[m, h] hidden states, a view of the message. [0, h] where they are on a GPU."""
     work: bool | None = None
     """For a barrier call: whether the sender has rows to compute. None for every other request."""
     step: int = 0
@@ -77,11 +83,24 @@ class Request:
     """Which server computes which pairs, in their order. Empty: the one that gets the request."""
     greeting: bool = False
     """Whether it only says that the sender is a relay."""
+    places: IntArray | None = None
+    """[m] numbers of the rows in memory of the client's GPU. None: they are in the message."""
 
     @property
     def answer_rows(self) -> int:
         """Rows of the answer. An answer without content still has one row."""
-        return max(1, len(self.experts) if self.weights is None else len(self.hidden))
+        rows = self.hidden if self.places is None else self.places
+        return max(1, len(self.experts) if self.weights is None else len(rows))
+
+    @property
+    def turns(self) -> list[IntArray]:
+        """The pairs in turns: first the first pair of each row, then the second one of each, and so on.
+
+        In this order the sums of --combine partial are added up.
+        """
+        order = np.argsort(self.rows, kind="stable")
+        before = np.arange(len(order)) - np.searchsorted(self.rows[order], self.rows[order])
+        return [order[before == turn] for turn in range(int(before.max()) + 1)]
 
     @property
     def slices(self) -> list[slice]:
@@ -90,9 +109,10 @@ class Request:
         return [slice(end - part.pairs, end) for part, end in zip(self.parts, ends, strict=True)]
 
 
-def size(rows: int, pairs: int, hidden: int, partial: bool, parts: int = 0) -> int:
-    """Bytes of a request."""
-    return _HEADER.size + 4 * pairs * (3 if partial else 2) + 8 * parts + 4 * rows * hidden
+def size(rows: int, pairs: int, hidden: int, partial: bool, parts: int = 0, on_device: bool = False) -> int:
+    """Bytes of a request. on_device: its rows are on a GPU."""
+    row = 1 if on_device else hidden
+    return _HEADER.size + 4 * pairs * (3 if partial else 2) + 8 * parts + 4 * rows * row
 
 
 def write(
@@ -105,9 +125,11 @@ def write(
     attempt: int = 0,
     worker: int = 0,
     parts: Sequence[Part] = (),
+    places: IntArray | None = None,
 ) -> None:
     """Write a request into `memory`, which has `size` bytes. The arrays are those of `Request`."""
     (count, width), pairs = hidden.shape, len(experts)
+    count = count if places is None else len(places)
     kind = _EXACT if weights is None else _PARTIAL
     _HEADER.pack_into(memory, 0, _MAGIC, layer, kind, len(parts), count, pairs, width, attempt, worker)
     named = np.frombuffer(memory, np.int32, 2 * pairs, _HEADER.size)
@@ -120,7 +142,26 @@ def write(
         table = [part.server for part in parts] + [part.pairs for part in parts]
         np.frombuffer(memory, np.int32, len(table), at)[:] = table
         at += 4 * len(table)
-    np.frombuffer(memory, np.float32, count * width, at).reshape(count, width)[:] = hidden
+    if places is None:
+        np.frombuffer(memory, np.float32, count * width, at).reshape(count, width)[:] = hidden
+    else:
+        np.frombuffer(memory, np.int32, count, at)[:] = places
+
+
+def header(layer: int, hidden: int, worker: int) -> npt.NDArray[np.int32]:
+    """[w] The header of a request for exact answers, without numbers of rows and pairs.
+
+    A kernel writes those, and behind the header the arrays of a request whose rows are on a GPU.
+    """
+    memory = bytearray(_HEADER.size)
+    _HEADER.pack_into(memory, 0, _MAGIC, layer, _EXACT, 0, 0, 0, hidden, 0, worker)
+    return np.frombuffer(memory, np.int32)
+
+
+def claimed(memory: memoryview) -> tuple[int, int]:
+    """Rows and pairs of the request at the begin of `memory`, as its header says."""
+    rows, pairs = _HEADER.unpack_from(memory, 0)[4:6]
+    return rows, pairs
 
 
 def arrive(memory: memoryview, hidden: int, work: bool, step: int, worker: int = 0) -> None:
@@ -155,8 +196,13 @@ def greet(memory: memoryview, hidden: int) -> None:
     _HEADER.pack_into(memory, 0, _MAGIC, 0, _GREETING, 0, 0, 0, hidden, 0, 0)
 
 
-def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) -> Request:
-    """The request in `memory`. Raises DamagedMessage when it is no valid request: the peer is not moesaic."""
+def parse(
+    memory: memoryview, num_layers: int, num_experts: int, hidden: int, on_device: int | None = None
+) -> Request:
+    """The request in `memory`. on_device: so many rows are on a GPU, of which it reads some.
+
+    Raises DamagedMessage when it is no valid request: the peer is not moesaic.
+    """
     if len(memory) < _HEADER.size:
         raise DamagedMessage(f"a request of {len(memory)} bytes is too short")
     magic, layer, kind, count, rows, pairs, width, attempt, worker = _HEADER.unpack_from(memory, 0)
@@ -166,7 +212,8 @@ def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) ->
     if kind >= _BARRIER and (rows or pairs or count):
         raise DamagedMessage(f"a call without pairs claims {rows} rows, {pairs} pairs and {count} parts")
     at_barrier = kind in (_BARRIER, _BARRIER_WITH_WORK)
-    expected = ARRIVAL_BYTES if at_barrier else size(rows, pairs, hidden, partial, count)
+    there = on_device is not None
+    expected = ARRIVAL_BYTES if at_barrier else size(rows, pairs, hidden, partial, count, there)
     if max(rows, pairs) > MOST_ROWS or len(memory) != expected:
         raise DamagedMessage(f"a request of {len(memory)} bytes claims {rows} rows and {pairs} pairs")
     at = _HEADER.size
@@ -180,12 +227,22 @@ def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) ->
     weights = np.frombuffer(memory, np.float32, pairs, at) if partial else None
     at += 4 * pairs if partial else 0
     parts = _parts(memory, at, count, pairs)
-    values = np.frombuffer(memory, np.float32, rows * hidden, at + 8 * count).reshape(rows, hidden)
+    named_rows = None if on_device is None else _places(memory, at + 8 * count, rows, on_device)
+    here = 0 if there else rows
+    values = np.frombuffer(memory, np.float32, here * hidden, at + 8 * count).reshape(here, hidden)
     work, step = None, 0
     if at_barrier:
         work, step = kind == _BARRIER_WITH_WORK, _step(memory, _HEADER.size)
     found = layer, attempt, experts, places, weights, values, work, step, worker, parts
-    return Request(*found, greeting=kind == _GREETING)
+    return Request(*found, greeting=kind == _GREETING, places=named_rows)
+
+
+def _places(memory: memoryview, at: int, rows: int, end: int) -> IntArray:
+    """The numbers of a request's rows on a GPU, which has `end` rows."""
+    found = np.frombuffer(memory, np.int32, rows, at).astype(np.int64)
+    if rows and found.view(np.uint64).max() >= end:
+        raise DamagedMessage(f"a request reads rows {found.min()} to {found.max()} of {end}")
+    return found
 
 
 def _parts(memory: memoryview, at: int, count: int, pairs: int) -> tuple[Part, ...]:

@@ -69,6 +69,12 @@ class Sizes:
     """Cached tokens of each request of a decode step."""
     beyond: int
     """Bytes of weights that a processor's caches cannot hold."""
+    device: str = "cpu"
+    """Where the kernels compute: "cpu" or "cuda"."""
+
+    def random(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Random numbers on the device."""
+        return products.random(shape, dtype, self.device)
 
     def requests(self, rows: int) -> tuple[int, int]:
         """Requests of a step with so many rows, and cached tokens of each.
@@ -119,13 +125,12 @@ def _turns(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return lambda: next(each)()
 
 
-def _matrices(stored: str, beyond: int, *shapes: tuple[int, int]) -> list[list[torch.Tensor]]:
-    """So many sets of matrices of these shapes that they take more than `beyond` bytes."""
+def _matrices(sizes: Sizes, stored: str, *shapes: tuple[int, int]) -> list[list[torch.Tensor]]:
+    """So many sets of matrices of these shapes that no cache holds them."""
     dtype: torch.dtype = getattr(torch, stored)
     size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     return [
-        [products.random(shape, dtype, "cpu") for shape in shapes]
-        for _ in range(1 + math.ceil(beyond / size))
+        [sizes.random(shape, dtype) for shape in shapes] for _ in range(1 + math.ceil(sizes.beyond / size))
     ]
 
 
@@ -134,18 +139,18 @@ def _product(rows: int, numbers: float, stored: str) -> Work:
 
 
 def _linear(name: str, kernels: Kernels, sizes: Sizes, shape: tuple[int, int]) -> Iterator[Call]:
-    matrices = [one for (one,) in _matrices(sizes.dense, sizes.beyond, shape)]
+    matrices = [one for (one,) in _matrices(sizes, sizes.dense, shape)]
     for rows in sizes.rows:
-        states = products.random((rows, shape[1]), torch.float32, "cpu")
+        states = sizes.random((rows, shape[1]))
         run = _turns([partial(kernels.linear, states, one) for one in matrices])
         yield Call(name, sizes.dense, rows, None, _product(rows, math.prod(shape), sizes.dense), run)
 
 
 def _mlp(name: str, kernels: Kernels, sizes: Sizes, width: int) -> Iterator[Call]:
     hidden = sizes.model.hidden
-    matrices = _matrices(sizes.dense, sizes.beyond, (width, hidden), (width, hidden), (hidden, width))
+    matrices = _matrices(sizes, sizes.dense, (width, hidden), (width, hidden), (hidden, width))
     for rows in sizes.rows:
-        states = products.random((rows, hidden), torch.float32, "cpu")
+        states = sizes.random((rows, hidden))
         run = _turns([partial(kernels.gated_mlp, states, *one) for one in matrices])
         yield Call(name, sizes.dense, rows, None, _product(rows, 3.0 * hidden * width, sizes.dense), run)
 
@@ -153,10 +158,10 @@ def _mlp(name: str, kernels: Kernels, sizes: Sizes, width: int) -> Iterator[Call
 def _gate(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
     model = sizes.model
     shape = model.experts, model.hidden
-    matrices = [one for (one,) in _matrices("float32", sizes.beyond, shape)]
+    matrices = [one for (one,) in _matrices(sizes, "float32", shape)]
     gating = Gating(round(model.top_k))
     for rows in sizes.rows:
-        states = products.random((rows, model.hidden), torch.float32, "cpu")
+        states = sizes.random((rows, model.hidden))
         run = _turns([partial(kernels.gate, states, one, gating) for one in matrices])
         work = _product(rows, math.prod(shape), "float32")
         yield Call("gate", "float32", rows, None, work, run)
@@ -167,10 +172,10 @@ def of_experts(kernels: Kernels, sizes: Sizes, stored: str) -> Iterator[Call]:
     model, rng = sizes.model, np.random.default_rng(0)
     one = _expert_bytes(model, stored)
     top_k = round(model.top_k)
-    weights = experts(model, stored, min(model.experts, max(top_k, int(MEMORY / one))))
+    weights = experts(model, stored, min(model.experts, max(top_k, int(MEMORY / one))), sizes.device)
     for rows in sizes.rows:
-        states = products.random((rows, model.hidden), torch.float32, "cpu")
-        out = torch.empty(rows, top_k, model.hidden)
+        states = sizes.random((rows, model.hidden))
+        out = torch.empty(rows, top_k, model.hidden, device=sizes.device)
         count = 1 if rows > MOST_DECODES else 8
         ids = [
             torch.from_numpy(np.stack([rng.permutation(weights.num_experts)[:top_k] for _ in range(rows)]))
@@ -178,7 +183,8 @@ def of_experts(kernels: Kernels, sizes: Sizes, stored: str) -> Iterator[Call]:
         ]
         read = statistics.mean(len(set(chosen.flatten().tolist())) for chosen in ids)
         work = Work(2.0 * rows * top_k * model.expert, read * one)
-        run = _turns([partial(kernels.experts, weights, states, chosen, out) for chosen in ids])
+        there = [chosen.to(sizes.device) for chosen in ids]
+        run = _turns([partial(kernels.experts, weights, states, chosen, out) for chosen in there])
         yield Call("experts", stored, rows, None, work, run)
 
 
@@ -188,7 +194,7 @@ def _expert_bytes(model: ModelSizes, stored: str) -> float:
     return float(rows + model.hidden * row_bytes(outer, model.expert_width))
 
 
-def experts(model: ModelSizes, stored: str, count: int) -> ExpertWeights:
+def experts(model: ModelSizes, stored: str, count: int, device: str = "cpu") -> ExpertWeights:
     """So many experts of a model in one type. Their numbers are random, and the same in each of them."""
     inner, outer = of_matrices(stored)
     shapes = (
@@ -198,7 +204,7 @@ def experts(model: ModelSizes, stored: str, count: int) -> ExpertWeights:
     )
     parts = []
     for kind, shape in shapes:
-        first = products.in_type(kind, shape)
+        first = products.in_type(kind, shape).to(device)
         parts.append((first, *(first.clone() for _ in range(count - 1))))
     return ExpertWeights(*parts, packed=stored if is_packed(stored) else COMPRESSED)
 
@@ -220,7 +226,7 @@ def _steps(sizes: Sizes, rows: int) -> AttentionBatch:
         logit_rows=np.arange(1),
         states=np.stack([pages, at, pages, pages - 1], axis=1),
     )
-    return AttentionBatch.build(batch, BLOCK)
+    return AttentionBatch.build(batch, BLOCK, sizes.device)
 
 
 def _attention(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
@@ -232,24 +238,25 @@ def _attention(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
         batch, tokens = _steps(sizes, rows), requests * context
         pairs = tokens if requests == rows else rows * (rows + 1) // 2
         size = tokens * kind.cached * sizes.model.cache_number(sizes.cache)
-        run = _attending(kernels, sizes.cache, kind, batch, rows)
+        run = _attending(kernels, sizes, kind, batch, rows)
         work = Work(float(pairs) * kind.pair_flops, 0.0, size)
         yield Call("attention", sizes.cache, rows, context, work, run)
 
 
 def _attending(
-    kernels: Kernels, cache: str, kind: object, batch: AttentionBatch, rows: int
+    kernels: Kernels, sizes: Sizes, kind: object, batch: AttentionBatch, rows: int
 ) -> Callable[[], object]:
     blocks = batch.batch.block_tables.size
 
     def cached(heads: int, width: int) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, cache)
-        filled = torch.empty(blocks, BLOCK, heads, stored_width(width, dtype), dtype=dtype)
-        filled[:] = encode(products.random((BLOCK, heads, width), torch.float32, "cpu"), dtype)
+        dtype: torch.dtype = getattr(torch, sizes.cache)
+        shape = blocks, BLOCK, heads, stored_width(width, dtype)
+        filled = torch.empty(shape, dtype=dtype, device=sizes.device)
+        filled[:] = encode(sizes.random((BLOCK, heads, width)), dtype)
         return filled
 
     def query(heads: int, width: int) -> torch.Tensor:
-        return products.random((rows, heads, width), torch.float32, "cpu")
+        return sizes.random((rows, heads, width))
 
     match kind:
         case GroupedQuery():
@@ -279,52 +286,50 @@ def _recurrent(kernels: Kernels, sizes: Sizes, kind: Recurrent) -> Iterator[Call
         positions = range(context - rows // requests, context)
         match kind:
             case DeltaRule():
-                work, run = _delta(kernels, kind, rows, requests, positions, batch)
+                work, run = _delta(kernels, sizes, kind, rows, positions, batch)
             case ShortConvolution():
-                work, run = _convolution(kernels, kind, rows, requests, batch)
+                work, run = _convolution(kernels, sizes, kind, rows, batch)
             case _:
                 raise TypeError(f"{type(kind).__name__} has no operation")
         yield Call(_name(kind), "float32", rows, context, work, run)
 
 
 def _delta(
-    kernels: Kernels, kind: DeltaRule, rows: int, requests: int, positions: range, batch: AttentionBatch
+    kernels: Kernels, sizes: Sizes, kind: DeltaRule, rows: int, positions: range, batch: AttentionBatch
 ) -> tuple[Work, Callable[[], object]]:
     """positions: of the rows of one request."""
+    requests, _ = sizes.requests(rows)
     of = StateSizes(kind.key_heads, kind.value_heads, kind.key_width, kind.value_width, kind.taps)
     matrix = kind.value_heads * kind.key_width * kind.value_width
-    mixed, gates = (
-        products.random((rows, width), torch.float32, "cpu") for width in (of.channels, 2 * of.value_heads)
-    )
-    decay, bias = -torch.rand(of.value_heads), torch.rand(of.value_heads)
+    mixed, gates = (sizes.random((rows, width)) for width in (of.channels, 2 * of.value_heads))
+    decay, bias = (one.to(sizes.device) for one in (-torch.rand(of.value_heads), torch.rand(of.value_heads)))
     since = [position % CHUNK + 1 for position in positions]
     kept = of.key_heads * of.key_width + of.value_heads * of.value_width
     flops = 2 * (2 * rows * matrix + 2 * requests * sum(since) * kept)
     read = 4 * requests * (matrix + since[-1] * kept)
-    run = partial(kernels.delta, mixed, gates, decay, bias, _states(of, requests), batch)
+    run = partial(kernels.delta, mixed, gates, decay, bias, _states(sizes, of, requests), batch)
     return Work(float(flops), 0.0, float(read)), run
 
 
 def _convolution(
-    kernels: Kernels, kind: ShortConvolution, rows: int, requests: int, batch: AttentionBatch
+    kernels: Kernels, sizes: Sizes, kind: ShortConvolution, rows: int, batch: AttentionBatch
 ) -> tuple[Work, Callable[[], object]]:
+    requests, _ = sizes.requests(rows)
     of = StateSizes.of_convolution(kind.channels, kind.taps)
-    given = products.random((rows, kind.channels), torch.float32, "cpu")
-    weight = torch.randn(kind.taps, kind.channels).t()
+    given, weight = sizes.random((rows, kind.channels)), sizes.random((kind.taps, kind.channels)).t()
     flops, read = 2 * rows * kind.taps * kind.channels, 4 * requests * (kind.taps - 1) * kind.channels
-    run = partial(kernels.convolve, given, weight, _states(of, requests), batch)
+    run = partial(kernels.convolve, given, weight, _states(sizes, of, requests), batch)
     return Work(float(flops), 0.0, float(read)), run
 
 
-def _states(sizes: StateSizes, requests: int) -> LayerStates:
-    kept, heads = sizes.taps - 1, sizes.value_heads
-    random = partial(products.random, dtype=torch.float32, device="cpu")
+def _states(sizes: Sizes, of: StateSizes, requests: int) -> LayerStates:
+    kept, heads = of.taps - 1, of.value_heads
     return LayerStates(
-        sizes,
-        pages=random((requests + 1, heads, sizes.key_width, sizes.value_width)),
-        page_tails=random((requests + 1, kept, sizes.channels)),
-        keys=random((requests, sizes.key_heads, CHUNK, sizes.key_width)),
-        updates=random((requests, heads, CHUNK, sizes.value_width)),
-        decays=-torch.rand(requests, heads, CHUNK).cumsum(-1),
-        tails=random((requests, kept, sizes.channels)),
+        of,
+        pages=sizes.random((requests + 1, heads, of.key_width, of.value_width)),
+        page_tails=sizes.random((requests + 1, kept, of.channels)),
+        keys=sizes.random((requests, of.key_heads, CHUNK, of.key_width)),
+        updates=sizes.random((requests, heads, CHUNK, of.value_width)),
+        decays=-torch.rand(requests, heads, CHUNK).cumsum(-1).to(sizes.device),
+        tails=sizes.random((requests, kept, of.channels)),
     )

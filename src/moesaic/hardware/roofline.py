@@ -24,6 +24,10 @@ SIZE = 2048
 """Rows and columns of the matrices whose product gives the roof of computing of the reference."""
 ROUNDS = 1_000_000
 """Rounds of multiply-adds in registers of one timing: about a millisecond, with tiles twenty."""
+DEVICE_SIZE, DEVICE_BYTES = 8192, 1 << 30
+"""Rows and columns of the matrices for the roof of a GPU, and the bytes that are copied for its memory."""
+RECORDED = 8
+"""Calls of an operation in a recording. A GPU would otherwise wait for the host between its kernels."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Roofs:
     """What the machine can do at most."""
 
     bandwidth: float
-    """Bytes/s that all threads read from memory together, by libc's memcmp."""
+    """Bytes/s that all threads read from memory, by libc's memcmp. Of a GPU: what a copy reads and
+    writes."""
     flops: float
     """Flops/s in float32: of multiply-adds in registers, or of torch's product of two large matrices."""
     own: float | None = None
@@ -106,6 +111,24 @@ def _peak(peak: Callable[[int, bool], int], floats: bool, stopwatch: Stopwatch) 
     return 2.0 * products / stopwatch.seconds(lambda: peak(ROUNDS, floats))
 
 
+def device_roofs(stopwatch: Stopwatch, device: str) -> Roofs:
+    """The roofs of a GPU: a product of large matrices in bfloat16, and a copy within its memory."""
+    size = DEVICE_SIZE
+    left, right = (products.random((size, size), torch.bfloat16, device) for _ in range(2))
+    flops = 2.0 * size**3 / stopwatch.seconds(lambda: left @ right)
+    source, target = (torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return Roofs(2.0 * DEVICE_BYTES / stopwatch.seconds(lambda: target.copy_(source)), flops)
+
+
+def _seconds(kernels: Kernels, call: Call, stopwatch: Stopwatch) -> float:
+    """Seconds of one call. On a GPU several calls are recorded, where its kernels can be."""
+    if kernels.recorder is None or kernels.name != "triton":
+        return stopwatch.seconds(call.run)
+    call.run()  # what is compiled on first use
+    recording = kernels.recorder()(lambda: [call.run() for _ in range(RECORDED)])
+    return stopwatch.seconds(recording.run) / RECORDED
+
+
 @torch.inference_mode()
 def measure(kernels: Kernels, name: str, sizes: Sizes, stopwatch: Stopwatch, show: Show) -> list[Speed]:
     """Time every operation with every number of rows. name: as of `roofs`."""
@@ -113,6 +136,6 @@ def measure(kernels: Kernels, name: str, sizes: Sizes, stopwatch: Stopwatch, sho
     total = len(sizes.rows) * (len(operations.names(sizes.model)) + len(sizes.types))
     for call in operations.every(kernels, sizes):
         show("kernels", len(found), total)
-        found.append(Speed(call, stopwatch.seconds(call.run), has_own_products(name, call)))
+        found.append(Speed(call, _seconds(kernels, call, stopwatch), has_own_products(name, call)))
     show("kernels", total, total)
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ between the gather and the product, and cost page faults."""
 GROUP_SPREAD = 1.5
 """Maximum ratio of the longest to the shortest sequence of a decode group, in blocks. It bounds the
 padding."""
+STATE_TILE = 16
+"""Rows of a tile of `AttentionBatch.of_states`, where a sequence has several."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,21 @@ class AttentionBatch:
 
     @classmethod
     def placed(
-        cls, batch: TokenBatch, block_size: int, slots: torch.Tensor, sequences: Sequences
+        cls,
+        batch: TokenBatch,
+        block_size: int,
+        slots: torch.Tensor,
+        sequences: Sequences,
+        of_states: StateSequences | None = None,
     ) -> AttentionBatch:
-        """A step whose arrays are on the device already, and may change there."""
+        """A step whose arrays are on the device already, and may change there.
+
+        of_states: where layers with states have other sequences than attention, which takes single rows.
+        """
         made = cls(batch, block_size, slots.device, slots)
         made.__dict__["on_device"] = sequences  # where `cached_property` looks first
+        if of_states is not None:
+            made.__dict__["of_states"] = of_states
         return made
 
     def fill_slots(self) -> None:
@@ -133,10 +146,16 @@ class AttentionBatch:
         """The sequences of the step as kernels on a GPU read them. Copied there once a step."""
         return Sequences.of(self)
 
+    @cached_property
+    def of_states(self) -> StateSequences:
+        """The sequences of the step for layers that keep states."""
+        sequences = self.on_device
+        return StateSequences(sequences, self.tiles(1 if sequences.single else STATE_TILE))
+
     def tiles(self, most: int) -> torch.Tensor:
         """[t, 3] int32 (sequence, first row, end): the step in tiles of at most `most` rows of a sequence."""
         if most not in self._tiles:
-            self._tiles[most] = moved(_tiles(self.batch, most), self.device)
+            self._tiles[most] = moved(tiles_of(self.batch, most), self.device)
         return self._tiles[most]
 
     @cached_property
@@ -178,7 +197,16 @@ class Sequences:
         return cls(contexts, starts, tables, states, int(rows.context_lens.max()), single)
 
 
-def _tiles(rows: TokenBatch, most: int) -> npt.NDArray[np.int32]:
+class StateSequences(NamedTuple):
+    """The sequences of a step whose rows a layer with states takes one after another."""
+
+    sequences: Sequences
+    tiles: torch.Tensor
+    """[t, 3] as `AttentionBatch.tiles`: of STATE_TILE rows, or of one where every sequence has one."""
+
+
+def tiles_of(rows: TokenBatch, most: int) -> npt.NDArray[np.int32]:
+    """[t, 3] (sequence, first row, end): the step in tiles of at most `most` rows of a sequence."""
     found = [
         (sequence, row, min(row + most, stop))
         for sequence, (start, stop) in enumerate(pairwise(rows.query_starts.tolist()))

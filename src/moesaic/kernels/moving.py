@@ -16,10 +16,10 @@ def moved(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
     To a GPU it goes by way of pinned memory, so the host does not wait until the GPU is done with what came
     before. On a CPU it is a view where the array is dense.
     """
-    here = torch.from_numpy(np.ascontiguousarray(array))
     if torch.device(device).type != "cuda":
-        return here.to(device)
-    return pinned(here).to(device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    writable = np.require(array, requirements=["C", "W"])  # torch warns of others
+    return pinned(torch.from_numpy(writable)).to(device, non_blocking=True)
 
 
 def placed(answer: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -12,9 +12,10 @@ import torch
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.exchange import ExchangeOperations
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
-from moesaic.kernels.reference import attention, delta, dense, experts, gate
+from moesaic.kernels.reference import attention, collectives, delta, dense, experts, gate
 from moesaic.kernels.states import LayerStates
 from moesaic.kernels.weights import ExpertWeights
 
@@ -115,6 +116,9 @@ class Recording(Protocol[Result_co]):
     @property
     def result(self) -> Result_co: ...
     def run(self, given: torch.Tensor | None = None) -> Result_co: ...
+    def free(self) -> None:
+        """Frees what it holds. It is not run again."""
+        ...
 
 
 class OperationRecorder(Protocol):
@@ -175,6 +179,8 @@ class Kernels:
     peak: Callable[[int, bool], int] | None = None
     """Computes so many rounds of multiply-adds in registers on each thread, and returns their number. True:
     those of float32. False: those that the instruction set has for some types of weights."""
+    exchange: ExchangeOperations | None = None
+    """Launches that ask expert servers and take their answers. None: not possible."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
@@ -186,6 +192,9 @@ class Kernels:
     """True if these kernels are chosen for weights in integers, whose rows they round."""
     spares: bool = False
     """True if `experts` leaves rows of `out` as they are where an expert is not held. Otherwise it raises."""
+    permute_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = collectives.permute_rows
+    restore_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = collectives.restore_rows
+    sum_ranks: Callable[[torch.Tensor, int, int], torch.Tensor] = collectives.sum_ranks
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
@@ -285,6 +294,7 @@ def pick(device: str, wanted: str = "auto") -> Kernels:
 def _triton(kind: str) -> Kernels:
     """Raises ConfigError without Triton, and on a CPU outside of Triton's interpreter."""
     try:
+        from moesaic.kernels.triton import exchange
         from moesaic.kernels.triton.graphs import GraphRecorder
         from moesaic.kernels.triton.launching import INTERPRETED
         from moesaic.kernels.triton.operations import OPERATIONS
@@ -294,7 +304,9 @@ def _triton(kind: str) -> Kernels:
         allowed = "auto, reference and the instruction sets on a CPU; triton on a GPU"
         raise ConfigError.field("--kernels", "triton", allowed)
     make = GraphRecorder if kind == "cuda" else None
-    return replace(REFERENCE, name="triton", packed=True, spares=True, recorder=make, **OPERATIONS)
+    between: ExchangeOperations | None = exchange if exchange.SUPPORTED else None
+    common = replace(REFERENCE, name="triton", packed=True, spares=True, recorder=make, exchange=between)
+    return replace(common, **OPERATIONS)
 
 
 def _natively(name: str) -> Kernels:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,8 @@ Part = tuple[torch.Tensor | None, ...]
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
+ALIGNMENT = 16
+"""Bytes that a thread of a GPU loads at once."""
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 """Fields of ExpertWeights, and lines of its table of pointers."""
 
@@ -53,6 +55,8 @@ class DeviceTable:
     """Bytes of a row of gate and up."""
     down_line: int
     """Bytes of a row of down."""
+    aligned: bool
+    """Whether all addresses of gate, up and down are multiples of 16."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,8 @@ class ExpertWeights:
     def with_more(self, more: ExpertWeights) -> ExpertWeights:
         """These experts and those of `more`, which replace these where both have them."""
         pairs = zip(self.parts, more.parts, strict=True)
-        return self.with_parts(
-            [tuple(old if new is None else new for old, new in zip(*pair, strict=True)) for pair in pairs]
-        )
+        both = [tuple(old if new is None else new for old, new in zip(*pair, strict=True)) for pair in pairs]
+        return replace(self.with_parts(both), packed=more.packed if more.held else self.packed)
 
     def only(self, kept: Collection[int]) -> ExpertWeights:
         """Those of these experts whose ids are in `kept`."""
@@ -180,7 +183,8 @@ class ExpertWeights:
         name = str(gate.dtype).removeprefix("torch.")
         kinds = of_matrices(self.packed) if gate.dtype is torch.uint8 else (name, name)
         strides = gate.stride(0) * gate.element_size(), down.stride(0) * down.element_size()
-        return DeviceTable(addresses, len(down), len(gate), kinds, *strides)
+        aligned = not any(one % ALIGNMENT for part in self.addresses[:3] for one in part)
+        return DeviceTable(addresses, len(down), len(gate), kinds, *strides, aligned)
 
     @property
     def addresses(self) -> list[list[int]]:

@@ -38,6 +38,12 @@ class Gated:
     """[n, k] float32, applied once, in `merge`. These are ones if the weights were applied earlier: by the
     servers with --combine partial, or by GroupExperts.share with --moe-collectives all-reduce."""
 
+    def first(self, count: int) -> Gated:
+        """The first rows."""
+        ids = None if self.expert_ids is None else self.expert_ids[:count]
+        weights = None if self.weights is None else self.weights[:count]
+        return Gated(self.residual[:count], self.normed[:count], ids, weights)
+
 
 class Attention(Protocol):
     """The attention of one layer: grouped-query or latent attention."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from moesaic.kernels.weights import PARTS, ExpertWeights
+from moesaic.kernels.weights import PARTS, DeviceTable, ExpertWeights
 
 
 class PageTable:
@@ -26,6 +26,7 @@ class PageTable:
         self._every: ExpertWeights | None = None
         self._held: Collection[int] = ()
         self._addresses = np.zeros((parts, num_experts), np.int64)
+        self._pages: DeviceTable | None = None
         self._shown: ExpertWeights | None = None
 
     def show(self, every: ExpertWeights, held: frozenset[int]) -> ExpertWeights:
@@ -35,12 +36,13 @@ class PageTable:
         only if something changed. By then the one before must have been made.
         """
         if self._shown is None or every is not self._every or held != self._held:
-            if every is not self._every:
+            if every is not self._every or self._pages is None:
                 self._addresses[:] = every.addresses
+                self._pages = every.table_over(self._there)
             mask = np.zeros(self._addresses.shape[1], bool)
             mask[list(held)] = True
             np.multiply(self._addresses, mask, out=self._here.numpy())
             self._there.copy_(self._here, non_blocking=True)
-            pages = every.table_over(self._there)
-            self._every, self._held, self._shown = every, held, replace(every.only(held), pages=pages)
+            self._every, self._held = every, held
+            self._shown = replace(every.only(held), pages=self._pages)
         return self._shown

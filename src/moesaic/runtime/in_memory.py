@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from moesaic.config import WorkerConfig
 from moesaic.core import paced
 from moesaic.core.errors import ConfigError
@@ -15,8 +17,10 @@ from moesaic.core.metrics import ExpertStats
 from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connector import Connector, as_it_is
+from moesaic.experts.device_rows import WorkerRows
 from moesaic.experts.pacing import Pacing
 from moesaic.experts.remote import RemoteExperts
+from moesaic.kernels import device_sharing
 from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
@@ -31,6 +35,7 @@ from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.device_curves import curves_of
 from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
+from moesaic.runtime.full_graphs import Asked, check_full_graphs, full_graphs
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -105,8 +110,12 @@ def with_servers(
     curves = curves_of(config, loaded, layout)
     others = config.expert_servers, config.attention_workers
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *others)
-    remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows)
+    replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
+    remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows, replicas)
     runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
+    asked = Asked(runner, remote, expert_stats)
+    if config.model.cudagraph_mode == "full":
+        asked = full_graphs(context, stages, layout, remote, replicas, runner)
     speculation = speculation_of(config, loaded.model, layout.num_bytes)
     blocks = block_pool(config.cache, size)
     scheduler = _scheduler(context, blocks, len(layout.model_layers), speculation, decisions)
@@ -114,11 +123,11 @@ def with_servers(
         loaded,
         kv_type(config.cache, loaded),
         size,
-        runner,
+        asked.runner,
         scheduler,
         stages.memory,
-        expert_stats=expert_stats,
-        servers=remote,
+        expert_stats=asked.stats,
+        servers=asked.servers,
         layerwise=LayerwiseRunner(runner, remote),
         recorder=recorder(config, loaded.model.spec, context.routing),
         routes=TokenRoutes(layout.model_layers, remote),
@@ -153,6 +162,8 @@ def _paced(
 def _check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that need expert servers where there are none."""
     check_shared(config)
+    if config.model.cudagraph_mode == "full":
+        check_full_graphs(config)
     if config.remote_experts:
         return
     if config.scheduler.schedule != "lockstep":
@@ -226,15 +237,17 @@ def _remote(
     wakeup: Wakeup,
     pacing: Pacing | None,
     told_rows: int,
+    replicas: Replicas,
 ) -> RemoteExperts:
     """The client of the expert servers. Each connection's shared memory holds two of the largest steps."""
     config, rows = context.config, context.limits.max_num_batched_tokens
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
-    schedule = config.scheduler.schedule
+    schedule, kept = config.scheduler.schedule, _device_rows(config, loaded.device)
+    wrap = as_it_is if pacing is None else pacing.caller
     return RemoteExperts(
         layout,
-        Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden),
-        Connector(heap, wakeup, config.transport, as_it_is if pacing is None else pacing.caller),
+        replicas,
+        Connector(heap, wakeup, config.transport, wrap if kept is None else kept.connected),
         wakeup,
         context.clock,
         portion_rows=told_rows if schedule in SEPARATE else None,
@@ -242,5 +255,16 @@ def _remote(
         put=loaded.kernels.put,
         observer=observer,
         check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),
-        relay=config.scheduler.relay if pacing is None else "off",
+        relay=config.scheduler.relay if pacing is None and kept is None else "off",
+        rows=kept,
     )
+
+
+def _device_rows(config: WorkerConfig, device: torch.device) -> WorkerRows | None:
+    """Keeps rows on the GPU with --transport cuda_ipc."""
+    if config.transport != "cuda_ipc":
+        return None
+    if device.type != "cuda":
+        allowed = f"auto, shm, socket with --device {device.type}"
+        raise ConfigError.field("--transport", "cuda_ipc", allowed)
+    return WorkerRows(device, device_sharing.sharing(device))

@@ -139,6 +139,11 @@ def foreign(sock: socket.socket) -> bool:
     return sock.family == socket.AF_UNIX and _peer_process(sock)[1] != os.geteuid()
 
 
+def peer_process(sock: socket.socket) -> int:
+    """Id of the process at the other end of a connected Unix socket. 0: it is in a namespace of its own."""
+    return _peer_process(sock)[0]
+
+
 def peer(sock: socket.socket, name: Any) -> str:
     """A readable name of the process at the other end of `sock`. name: its address, as returned by `accept`.
 

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from moesaic.core.endpoint import Endpoint
@@ -22,9 +23,12 @@ from moesaic.transport.authentication import (
     prove_as_server,
     read_exactly,
 )
-from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
+from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, MIN_HEAP, Answerer, Caller
+from moesaic.transport.device_calls import DeviceAnswerer
+from moesaic.transport.device_heap import SharedMemory
 from moesaic.transport.host import advertised, this_host
 from moesaic.transport.host_watch import watch
+from moesaic.transport.mailbox import MailboxClient, MailboxServer, accept_mailbox, confirm, make_mailbox
 from moesaic.transport.nixl_link import check_installed
 from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller, meet
 from moesaic.transport.sealed_socket import wire
@@ -32,6 +36,7 @@ from moesaic.transport.sockets import StreamAnswerer, StreamCaller
 
 try:
     from moesaic.transport import shm
+    from moesaic.transport.shm import ShmAnswerer
 except ImportError:  # installed without a compiler, or not on Linux
     shm = None  # type: ignore[assignment]
 
@@ -39,6 +44,10 @@ HANDSHAKE_SECONDS = 10.0
 MAX_PENDING = 256
 """Maximum number of handshakes at the same time."""
 _OK = b"+"
+Mailboxes = Callable[[MailboxServer], Answerer]
+"""Opens the memory that a client names. May raise MoesaicError, which refuses the client."""
+SHARED = ("shm", "cuda_ipc")
+"""Kinds of connections that share memory of the host."""
 
 
 def connect(
@@ -51,7 +60,8 @@ def connect(
     """Connect to the Listener at `address`.
 
     kind: "shm" shares memory and needs a Unix address, "stream" copies through the socket. Over TCP that is
-    encrypted. "nixl" writes into the other's memory, which is not encrypted. The Listener has to allow it.
+    encrypted. "nixl" writes into the other's memory, which is not encrypted. "cuda_ipc" is as "shm", for a
+    `device_calls.DeviceCaller`. The Listener has to allow these two.
     heap_bytes: maximum bytes of all open calls of this connection.
     timeout: seconds for connecting and the handshake together.
 
@@ -61,9 +71,9 @@ def connect(
     where, terms = addresses.parse(address), Terms(kind, heap_bytes)
     check_secret(secret)
     check_terms(terms)
-    if kind == "shm" and not where.path:
-        raise ConfigError.field("kind", kind, "stream for a tcp: address; shm needs unix:")
-    if kind == "shm" and shm is None:
+    if kind in SHARED and not where.path:
+        raise ConfigError.field("kind", kind, f"stream for a tcp: address; {kind} needs unix:")
+    if kind in SHARED and shm is None:
         raise ConfigError.field("kind", kind, "stream: the compiled module moesaic.transport._shm is missing")
     if kind == "nixl":
         check_installed()
@@ -74,7 +84,7 @@ def connect(
         raise ConnectionLost(f"no connection to {address}: {error.strerror or error}") from None
     try:
         keys = prove_as_client(sock, secret, terms, deadline)
-        if kind == "shm":
+        if kind in SHARED:
             return _share(sock, heap_bytes, deadline)
         watch(sock)
         if kind == "nixl":
@@ -87,14 +97,39 @@ def connect(
         raise ConnectionLost(f"no connection to {address}: {error}") from None
 
 
+def connect_mailbox(
+    address: str, secret: bytes, request_bytes: int, names: bytes, timeout: float = HANDSHAKE_SECONDS
+) -> MailboxClient:
+    """A mailbox at the Listener at `address`, a Unix address. request_bytes, names: see `make_mailbox`.
+
+    Raises as `connect`.
+    """
+    where = addresses.parse(address)
+    if not where.path:
+        raise ConfigError.field("address", address, "unix: for a mailbox")
+    deadline = Deadline(timeout)
+    try:
+        sock = addresses.dial(where, timeout)
+    except OSError as error:
+        raise ConnectionLost(f"no connection to {address}: {error.strerror or error}") from None
+    try:
+        prove_as_client(sock, secret, Terms("mailbox", max(MIN_HEAP, request_bytes)), deadline)
+        return make_mailbox(sock, request_bytes, names, deadline)
+    except (OSError, ConnectionLost) as error:
+        sock.close()
+        raise ConnectionLost(f"no connection to {address}: {error}") from None
+
+
 def kind_of(transport: str, address: str) -> str:
-    """The `kind` for `connect`. transport: shm, socket or nixl.
+    """The `kind` for `connect`. transport: shm, socket, nixl or cuda_ipc.
 
     >>> kind_of("nixl", "tcp:10.0.0.2:80"), kind_of("shm", "tcp:10.0.0.2:80")
     ('nixl', 'stream')
     """
     if not address.startswith("unix:"):
         return "nixl" if transport == "nixl" else "stream"
+    if transport == "cuda_ipc":
+        return "cuda_ipc"
     return "stream" if transport == "socket" or shm is None else "shm"
 
 
@@ -117,7 +152,9 @@ class Listener:
 
     A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
     delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts.
-    one_sided: accept clients that ask for "nixl". Raises ConfigError if it cannot listen at an address.
+    one_sided: accept clients that ask for "nixl". open_memory: accept those that ask for "cuda_ipc", and open
+    memory of their GPUs by its name. mailboxes: accept mailboxes, and make their ends. Raises ConfigError if
+    it cannot listen at an address.
     """
 
     def __init__(
@@ -128,9 +165,11 @@ class Listener:
         max_heap_bytes: int = MAX_HEAP,
         remote: str | None = None,
         one_sided: bool = False,
+        open_memory: Callable[[bytes], SharedMemory] | None = None,
+        mailboxes: Mailboxes | None = None,
     ) -> None:
         check_secret(secret)
-        self._one_sided = one_sided
+        self._one_sided, self._open_memory, self._mailboxes = one_sided, open_memory, mailboxes
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
         listening, where = addresses.bind(addresses.parse(address))
         with contextlib.ExitStack() as undo:
@@ -194,6 +233,12 @@ class Listener:
             raise ConfigError.field("heap_bytes", terms.heap_bytes, f"at most {self._max_heap}")
         if terms.kind == "shm":
             return self._mapped(sock, terms, deadline)
+        if terms.kind == "cuda_ipc":
+            if self._open_memory is None:
+                raise ConnectionLost("a client asked for memory of GPUs, which is not allowed here")
+            return DeviceAnswerer(self._mapped(sock, terms, deadline), self._open_memory)
+        if terms.kind == "mailbox":
+            return self._mailbox(sock, deadline)
         if terms.kind == "nixl" and not self._one_sided:
             raise ConnectionLost("a client asked for one-sided writes, which are not allowed here")
         watch(sock)
@@ -203,7 +248,18 @@ class Listener:
             return OneSidedAnswerer(sealed, meet(sealed, terms.heap_bytes, False, deadline))
         return StreamAnswerer(wire(sock, keys), terms.heap_bytes)
 
-    def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> Answerer:
+    def _mailbox(self, sock: socket.socket, deadline: Deadline) -> Answerer:
+        if self._mailboxes is None or sock.family != socket.AF_UNIX:
+            raise ConnectionLost("a client asked for a mailbox, which is not possible here")
+        answerer = self._mailboxes(accept_mailbox(sock, deadline))
+        try:
+            confirm(sock, deadline)
+        except OSError:
+            answerer.close()
+            raise
+        return answerer
+
+    def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> ShmAnswerer:
         """An Answerer on the memory that the client sends."""
         if shm is None:
             raise ConnectionLost("a client asked for shared memory, and moesaic.transport._shm is missing")

@@ -9,6 +9,7 @@ the layout.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -34,6 +35,8 @@ class _ShmEnd:
         self._end = core
         self._lost: ConnectionLost | None = None
         self._next_look = 0.0
+        self._said = b""
+        """The last byte that came by the socket."""
 
     events = select.POLLIN
 
@@ -56,6 +59,27 @@ class _ShmEnd:
         self._end.close()
         self._socket.close()
 
+    @property
+    def sock(self) -> socket.socket:
+        """The socket beside the segment."""
+        return self._socket
+
+    def leave(self) -> tuple[socket.socket, bytes]:
+        """Close this end but for its socket, which the caller closes. The peer notices as with `close`.
+
+        Returns the socket, by which no more is sent, and the last byte that came by it.
+        """
+        self._lost = self._lost or ConnectionLost("this end is closed")
+        self._end.close()
+        with contextlib.suppress(OSError):  # the peer is gone
+            self._socket.shutdown(socket.SHUT_WR)
+        return self._socket, self._said
+
+    def say(self, byte: bytes) -> None:
+        """Send one byte, which `leave` of the peer returns. It is lost if the peer is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.send(byte, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
     def _idle(self) -> None:
         """Check for the peer when nothing was found. Raises ConnectionLost if nothing more can arrive."""
         if self._lost is None:
@@ -70,7 +94,9 @@ class _ShmEnd:
     def _look(self) -> None:
         """Read the wakeup bytes from the socket, and note whether it was closed."""
         try:
-            if not self._socket.recv(4096):
+            said = self._socket.recv(4096)
+            self._said = said[-1:] or self._said
+            if not said:
                 self._lost = ConnectionLost(_GONE)
         except (BlockingIOError, InterruptedError):
             pass

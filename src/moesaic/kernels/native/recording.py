@@ -73,6 +73,10 @@ class Recording(Generic[Result]):
             raise KeyError("a routed expert is not held here")
         return self.result
 
+    def free(self) -> None:
+        """Frees its operations and their memory."""
+        self._tape, self._kept = _native.Tape(), []
+
 
 def _address(rows: torch.Tensor | None) -> int:
     return 0 if rows is None else rows.data_ptr()

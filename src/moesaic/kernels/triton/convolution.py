@@ -11,13 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.batch import STATE_TILE, AttentionBatch
 from moesaic.kernels.states import CHUNK, LayerStates
 from moesaic.kernels.triton.launching import block, launch
 from moesaic.kernels.triton.states import places
 
-TILE_ROWS = 16
-"""Rows of a tile, where a sequence has several."""
 TILE_CHANNELS = 128
 
 
@@ -168,11 +166,12 @@ def _keep(
 ):
     """Keeps the inputs of sequences with several rows."""
     sequence = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    known = rows, seats, pages, contexts, starts, states, sequence, channels, ring
-    of_rows, seat, read, write, first, context = _places(*known, PERIOD, KEPT)
-    kept = of_rows, seat, read, write, first, context, channel, channels, ring
-    _keep_inputs(*kept, PERIOD, KEPT, BLOCK)
+    if tl.load(states + 4 * sequence + 3) >= 0:
+        channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        known = rows, seats, pages, contexts, starts, states, sequence, channels, ring
+        of_rows, seat, read, write, first, context = _places(*known, PERIOD, KEPT)
+        kept = of_rows, seat, read, write, first, context, channel, channels, ring
+        _keep_inputs(*kept, PERIOD, KEPT, BLOCK)
 
 
 def convolve(
@@ -183,10 +182,9 @@ def convolve(
     activate: bool = True,
 ) -> torch.Tensor:
     """As `reference.delta.convolve`."""
-    rows, step, ring = rows.contiguous(), batch.on_device, states.sizes.ring
+    rows, ring, step, tiles = rows.contiguous(), states.sizes.ring, *batch.of_states
     out, (channels, taps) = torch.empty_like(rows), weight.shape
-    tile = 1 if step.single else TILE_ROWS
-    tiles, blocks = batch.tiles(tile), triton.cdiv(channels, TILE_CHANNELS)
+    tile, blocks = 1 if step.single else STATE_TILE, triton.cdiv(channels, TILE_CHANNELS)
     sequences, shape = (step.contexts, step.starts, step.states), (channels, ring)
     common = {"PERIOD": CHUNK, "CHANNELS": TILE_CHANNELS, "KEPT": taps - 1, "BLOCK": block(ring)}
     kept = states.tails, states.page_tails

@@ -361,7 +361,7 @@ def delta(
     batch: AttentionBatch,
 ) -> torch.Tensor:
     """As `reference.delta.delta`."""
-    mixed, gates, sizes, step = mixed.contiguous(), gates.contiguous(), states.sizes, batch.on_device
+    mixed, gates, sizes, (step, _) = mixed.contiguous(), gates.contiguous(), states.sizes, batch.of_states
     count, heads, width = len(mixed), sizes.value_heads, sizes.value_width
     out = mixed.new_empty(count, heads, width)
     inputs, seats = (mixed, gates, decay, bias), (states.keys, states.updates, states.decays)

@@ -40,12 +40,11 @@ def _linear(
     lines = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    at = weight.to(tl.int64)
     for step in range(0, size, STEP):
         inner = step + tl.arange(0, STEP)
         inside = (lines < count)[:, None] & (inner < size)[None, :]
         part = tl.load(rows + lines[:, None].to(tl.int64) * size + inner[None, :], mask=inside, other=0.0)
-        total = product(part, weight_tile(at, column, columns, step, size, line, KIND, STEP), total)
+        total = product(part, weight_tile(weight, column, columns, step, size, line, KIND, STEP), total)
     if BIASED:
         total += tl.load(bias + column, mask=column < columns, other=0.0)[None, :]
     to = out + lines[:, None].to(tl.int64) * columns + column[None, :]
@@ -56,7 +55,7 @@ def _linear(
 def _numbers(weight, chosen, out, count, size, line, KIND: tl.constexpr, STEP: tl.constexpr):
     lines = tl.load(chosen + tl.program_id(0) + tl.arange(0, 1))
     step = tl.program_id(1) * STEP
-    numbers = weight_tile(weight.to(tl.int64), lines, count, step, size, line, KIND, STEP)
+    numbers = weight_tile(weight, lines, count, step, size, line, KIND, STEP)
     inner = step + tl.arange(0, STEP)
     to = out + tl.program_id(0).to(tl.int64) * size + inner[None, :]
     tl.store(to, numbers, mask=(inner < size)[None, :])

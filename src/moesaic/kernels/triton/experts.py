@@ -15,7 +15,7 @@ import triton.language as tl
 
 from moesaic.kernels.triton.launching import block, launch
 from moesaic.kernels.triton.product import product
-from moesaic.kernels.triton.weights import step_of, weight_tile
+from moesaic.kernels.triton.weights import address, step_of, weight_tile
 from moesaic.kernels.weights import DeviceTable, ExpertWeights
 
 TILE_ROWS = 16
@@ -23,8 +23,9 @@ TILE_ROWS = 16
 MANY_ROWS = 64
 """Rows of a tile from MANY_ROWS pairs an expert on."""
 TILE_COLUMNS = 64
-SCAN = 1024
-"""Pairs that a program of `_group` reads at a time."""
+SCAN, FEW = 1024, 64
+"""Pairs that a program of `_group` reads at a time, and where there are not more of them. Other numbers would
+be compiled anew."""
 
 
 @triton.jit
@@ -86,6 +87,7 @@ def _gated(
     limit,
     K: tl.constexpr,
     KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BIASED: tl.constexpr,
     LIMITED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -100,6 +102,7 @@ def _gated(
         lines = begin + tl.arange(0, ROWS)
         source = tl.load(order + lines, mask=lines < end, other=0) // K
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        of_gate_at, of_up_at = address(gate_at, ALIGNED), address(up_at, ALIGNED)
         gate = tl.zeros([ROWS, COLUMNS], tl.float32)
         up = tl.zeros([ROWS, COLUMNS], tl.float32)
         for step in range(0, size, STEP):
@@ -107,8 +110,8 @@ def _gated(
             inside = (lines < end)[:, None] & (inner < size)[None, :]
             read = hidden + source[:, None].to(tl.int64) * size + inner[None, :]
             rows = tl.load(read, mask=inside, other=0.0)
-            of_gate = weight_tile(gate_at, columns, width, step, size, line, KIND, STEP)
-            of_up = weight_tile(up_at, columns, width, step, size, line, KIND, STEP)
+            of_gate = weight_tile(of_gate_at, columns, width, step, size, line, KIND, STEP)
+            of_up = weight_tile(of_up_at, columns, width, step, size, line, KIND, STEP)
             gate = product(rows, of_gate, gate)
             up = product(rows, of_up, up)
         if BIASED:
@@ -136,6 +139,7 @@ def _down(
     size,
     line,
     KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BIASED: tl.constexpr,
     SPARED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -150,13 +154,13 @@ def _down(
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         down_at = tl.load(pointers + 2 * experts + expert)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        held = down_at != 0
+        held, first = down_at != 0, address(down_at, ALIGNED)
         for step in range(0, tl.where(held, width, 0), STEP):
             inner = step + tl.arange(0, STEP)
             inside = (lines < end)[:, None] & (inner < width)[None, :]
             read = wide + lines[:, None].to(tl.int64) * width + inner[None, :]
             rows = tl.load(read, mask=inside, other=0.0)
-            of_down = weight_tile(down_at, columns, size, step, width, line, KIND, STEP)
+            of_down = weight_tile(first, columns, size, step, width, line, KIND, STEP)
             total = product(rows, of_down, total)
         if BIASED:
             biases = tl.load(pointers + 5 * experts + expert).to(tl.pointer_type(tl.float32))
@@ -197,6 +201,7 @@ def experts(
             rows,
             *lines,
             KIND=table.kinds[1],
+            ALIGNED=table.aligned,
             SPARED=out is not None,
             STEP=step_of(table.kinds[1]),
             **common,
@@ -234,6 +239,7 @@ def _wide(
         limit,
         K=top_k,
         KIND=table.kinds[0],
+        ALIGNED=table.aligned,
         BIASED=bool(weights.gate_bias),
         LIMITED=activation.limit is not None,
         ROWS=tile_rows,
@@ -256,7 +262,7 @@ def grouped(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor
     counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.zeros(most, 3, dtype=torch.int32, device=ids.device)
-    scan = min(SCAN, block(pairs))
+    scan = FEW if pairs <= FEW else SCAN
     launch(_count, (experts,), ids, counts, pairs, SCAN=scan)
     constants = {"ROWS": rows, "SCAN": scan, "EXPERTS": block(experts)}
     launch(_group, (experts,), ids, counts, order, tiles, pairs, experts, **constants)

@@ -26,9 +26,13 @@ class GraphRecording(Generic[Result]):
         """
         self._graph = torch.cuda.CUDAGraph()
         self._given = given
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.result = step()
-        self._graph.replay()
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self.result = step()
+            self._graph.replay()
+        except BaseException:
+            self.free()
+            raise
 
     def run(self, given: torch.Tensor | None = None) -> Result:
         """The result for the present content of the step's inputs, valid until the next run in the pool.
@@ -40,6 +44,10 @@ class GraphRecording(Generic[Result]):
             self._given[: len(given)].copy_(given, non_blocking=True)
         self._graph.replay()
         return self.result
+
+    def free(self) -> None:
+        """Destroys the graph, even where the error of a step still refers to it."""
+        self._graph.reset()
 
 
 class GraphRecorder:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesaic.kernels.triton import attention, cache, convolution, delta, dense, experts, gate, rows
+from moesaic.kernels.triton import (
+    attention,
+    cache,
+    collectives,
+    convolution,
+    delta,
+    dense,
+    experts,
+    gate,
+    rows,
+)
 
 OPERATIONS: dict[str, Any] = {
     "embed": dense.embed,
@@ -24,5 +34,8 @@ OPERATIONS: dict[str, Any] = {
     "delta": delta.delta,
     "gated_norm": rows.gated_norm,
     "sigmoid_times": rows.sigmoid_times,
+    "permute_rows": collectives.permute_rows,
+    "restore_rows": collectives.restore_rows,
+    "sum_ranks": collectives.sum_ranks,
 }
 """By their names in `kernels.table.Kernels`."""

@@ -47,6 +47,32 @@ def _e2m1(code):
 
 
 @triton.jit
+def address(number, ALIGNED: tl.constexpr):
+    """The address of bytes from its number. ALIGNED: it is a multiple of 16, as wide loads need it."""
+    first = number.to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(first, 16) if ALIGNED else first
+
+
+@triton.jit
+def _factors(at, number, count, along, here, GROUP: tl.constexpr, STEP: tl.constexpr):
+    """What the groups of a tile have beside their codes: [lines, 1] of one group, [lines, STEP] of more.
+
+    at: [lines, 1] of the float32 numbers of a block. number: the tile's first number in the block, which has
+    `count` of them. here: [lines, 1] whether a line is one.
+    """
+    group, begin = number // GROUP, (number + tl.arange(0, 1))[None, :]
+    if STEP <= GROUP:
+        return tl.load(at + group, mask=here & (begin < count), other=0.0)
+    elif STEP == 2 * GROUP:
+        first = tl.load(at + group, mask=here & (begin < count), other=0.0)
+        second = tl.load(at + group + 1, mask=here & (begin + GROUP < count), other=0.0)
+        return tl.where((along < GROUP)[None, :], first, second)
+    else:
+        inside = here & (number + along < count)[None, :]
+        return tl.load(at + (group + along // GROUP)[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def _quantized_tile(
     at,
     lines,
@@ -60,24 +86,25 @@ def _quantized_tile(
     BLOCK_BYTES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    inner = step + tl.arange(0, STEP)
-    inside = (lines < count)[:, None] & (inner < size)[None, :]
-    # Numbers come in blocks of 1024: float32 scales, float32 offsets if there are any, then codes.
-    number = inner % 1024
-    in_block = tl.minimum(size - (inner - number), 1024)
+    along, here = tl.arange(0, STEP), (lines < count)[:, None]
+    inside = here & (step + along < size)[None, :]
+    # Numbers come in blocks of 1024: float32 scales, float32 offsets if there are any, then codes. A tile has
+    # numbers of one block, so what follows says nothing of single numbers, and loads can be wide.
+    number = step % 1024
+    in_block = tl.minimum(size - (step - number), 1024)
     groups = (in_block + GROUP - 1) // GROUP
-    block = (inner // 1024).to(tl.int64) * BLOCK_BYTES
-    first = at + lines[:, None].to(tl.int64) * line + block[None, :]
-    scales = first.to(tl.pointer_type(tl.float32)) + (number // GROUP)[None, :]
-    scale = tl.load(scales, mask=inside, other=0.0)
-    codes = first.to(tl.pointer_type(tl.uint8)) + (4 * groups * (1 + OFFSET))[None, :]
+    of_lines = lines[:, None].to(tl.int64) * (line // 4 * 4)  # every row has a multiple of 4 bytes
+    first = at + (of_lines + step // 1024 * BLOCK_BYTES)
+    scales = first.to(tl.pointer_type(tl.float32))
+    scale = _factors(scales, number, in_block, along, here, GROUP, STEP)
+    codes = first + 4 * groups * (1 + OFFSET)
     EIGHT: tl.constexpr = (VALUES == "e4m3") or (VALUES == "int8") or (VALUES == "uint8")
     if EIGHT:
-        code = tl.load(codes + number[None, :], mask=inside, other=0).to(tl.int32)
+        code = tl.load(codes + (number + along)[None, :], mask=inside, other=0).to(tl.int32)
     else:  # 32 codes lie in 16 bytes, the second half of them in the upper bits
-        byte = number // 32 * 16 + number % 16
+        byte = number // 32 * 16 + (along // 32 * 16 + along % 16)
         both = tl.load(codes + byte[None, :], mask=inside, other=0).to(tl.int32)
-        code = (both >> (number % 32 // 16 * 4)[None, :]) & 15
+        code = (both >> (along % 32 // 16 * 4)[None, :]) & 15
     if VALUES == "e4m3":
         value = _e4m3(code)
     elif VALUES == "e2m1":
@@ -90,7 +117,7 @@ def _quantized_tile(
         value = code.to(tl.float32)
     number_of = value * scale
     if OFFSET:
-        number_of += tl.load(scales + groups[None, :], mask=inside, other=0.0)
+        number_of += _factors(scales + groups, number, in_block, along, here, GROUP, STEP)
     return tl.where(inside, number_of, 0.0)
 
 
@@ -98,7 +125,7 @@ def _quantized_tile(
 def weight_tile(at, lines, count, step, size, line, KIND: tl.constexpr, STEP: tl.constexpr):
     """[lines, STEP] numbers `step` and on of some rows of a matrix [count, size], 0 beyond its end.
 
-    at: address of the matrix. line: bytes of a row.
+    at: address of the matrix, of bytes. line: bytes of a row. step: a multiple of STEP.
     """
     if KIND == "fp8":
         return _quantized_tile(at, lines, count, step, size, line, "e4m3", 128, 0, 1056, STEP)
@@ -117,10 +144,10 @@ def weight_tile(at, lines, count, step, size, line, KIND: tl.constexpr, STEP: tl
     else:
         inner = step + tl.arange(0, STEP)
         inside = (lines < count)[:, None] & (inner < size)[None, :]
-        first = at + lines[:, None].to(tl.int64) * line
         if KIND == "bfloat16":
-            return tl.load(first.to(tl.pointer_type(tl.bfloat16)) + inner[None, :], mask=inside, other=0.0)
+            first = at.to(tl.pointer_type(tl.bfloat16)) + lines[:, None].to(tl.int64) * (line // 2)
         elif KIND == "float16":
-            return tl.load(first.to(tl.pointer_type(tl.float16)) + inner[None, :], mask=inside, other=0.0)
+            first = at.to(tl.pointer_type(tl.float16)) + lines[:, None].to(tl.int64) * (line // 2)
         else:
-            return tl.load(first.to(tl.pointer_type(tl.float32)) + inner[None, :], mask=inside, other=0.0)
+            first = at.to(tl.pointer_type(tl.float32)) + lines[:, None].to(tl.int64) * (line // 4)
+        return tl.load(first + inner[None, :], mask=inside, other=0.0)

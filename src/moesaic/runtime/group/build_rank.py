@@ -28,19 +28,27 @@ from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.group import offloaded_group, shared_attention
-from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
+from moesaic.runtime.group.collective_layouts import (
+    AllReduce,
+    CollectiveLayout,
+    DeepSpeed,
+    ReduceScatter,
+    Shuffled,
+)
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
-from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
+from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
+from moesaic.runtime.group.recorded_rank import RecordedRank
 from moesaic.runtime.group.row_backends import check_backend, connect
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel
+from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, RunBatch, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
+    context_length,
     kv_type,
     layout_of,
     load_model,
@@ -130,8 +138,18 @@ def join(
     memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
     collectives = _collectives(config.parallel, rows, owners, loaded.kernels, model.expert_weights, counts)
     sharded = ShardedModel(model, memory, device, block_size, rows, collectives)
-    name = _named(config.parallel, owners)
-    return RankRunner(sharded.run, rows, memory, name, counts, predict=sharded.predict)
+    name, run = _named(config.parallel, owners), _run(config, sharded, loaded.kernels)
+    return RankRunner(run, rows, memory, name, counts, predict=sharded.predict)
+
+
+def _run(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> RunBatch:
+    """Records decode steps on a GPU, unless --enforce-eager is given or the kernels cannot."""
+    make_recorder = kernels.recorder
+    on_gpu = sharded.device.type == "cuda"
+    if not on_gpu or config.model.enforce_eager or make_recorder is None:
+        return sharded.run
+    table_width = -(-context_length(config.model) // sharded.block_size)
+    return RecordedRank(sharded, make_recorder(), table_width).run
 
 
 def _paged(
@@ -321,7 +339,7 @@ def _collectives(
     if parallel.moe_collectives == "all-reduce":
         return AllReduce(rows, experts)
     if parallel.moe_collectives == "reduce-scatter" or owners.tables is None:
-        return ReduceScatter(rows, experts, BatchOrder(rows.group))
-    return ReduceScatter(
+        return ReduceScatter(rows, experts)
+    return Shuffled(
         rows, experts, ExpectedRanks(rows.group, counts, owners.tables, parallel.shuffle_align, ranks)
     )

@@ -16,7 +16,8 @@ all-reduce 2 (G-1) B S / G, reduce-scatter or all-gather half of that, all-to-al
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,21 +26,47 @@ from moesaic.collectives.group import equal_sizes
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.moving import moved
 from moesaic.models.block import Block, Gated
+from moesaic.policy.placement.shuffle import Shuffle
+from moesaic.runtime.group.exchanges import (
+    Exchange,
+    Stages,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    without_padding,
+)
 from moesaic.runtime.group.experts import GroupExperts
 from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.runtime.group.rows import RowCollectives
+from moesaic.runtime.step.graph_inputs import MOST_ROWS
+
+MOST_BETWEEN = 64
+"""Rows of the largest step whose recording ends at exchanges. What it sends there keeps its memory."""
+
+
+@dataclass(frozen=True)
+class RecordedRows:
+    """The rows of recorded steps."""
+
+    multiple: int
+    """A recording has a multiple of these rows, so that each rank has some."""
+    most: int
+    """Steps of more rows are not recorded."""
 
 
 class CollectiveLayout(Protocol):
     """One of the four layouts, on one rank."""
 
+    @property
+    def recorded(self) -> RecordedRows:
+        """Which decode steps are recorded."""
+        ...
+
     def begin(self, token_ids: IntArray) -> None:
         """A step with these rows [n] begins."""
         ...
 
-    def feed_forward(
-        self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-    ) -> torch.Tensor:
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
         """A routed block after its output projection.
 
         hidden: [n, h] before the block. partial: [n, h] this rank's partial sum of the output projection.
@@ -50,9 +77,9 @@ class CollectiveLayout(Protocol):
 
 def dense_feed_forward(
     rows: RowCollectives, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-) -> torch.Tensor:
+) -> Stages:
     """A block without routed experts, in every layout: each rank computes all of it."""
-    gated = block.gate(hidden, rows.all_reduce(partial))
+    gated = block.gate(hidden, (yield all_reduce(rows, partial)))
     return block.merge(gated, block.dense(gated.normed), None)
 
 
@@ -62,18 +89,22 @@ class DeepSpeed:
     def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
         self._rows, self._experts = rows, experts
 
+    @property
+    def recorded(self) -> RecordedRows:
+        return RecordedRows(self._rows.group.size, MOST_BETWEEN)
+
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
 
-    def feed_forward(
-        self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-    ) -> torch.Tensor:
-        total, group = self._rows.all_reduce(partial), self._rows.group
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
+        total, group = (yield all_reduce(self._rows, partial)), self._rows.group
         sizes = equal_sizes(len(hidden), group.size)
         first = sum(sizes[: group.rank])
         mine = slice(first, first + sizes[group.rank])
-        merged = _merged(self._experts, layer, block, block.gate(hidden[mine], total[mine]))
-        return self._rows.all_gather(merged, sizes)
+        gated = block.gate(hidden[mine], total[mine])
+        del total
+        merged = yield from _merged(self._experts, _own(sizes, group.rank), layer, block, gated)
+        return (yield all_gather(self._rows, merged, sizes))
 
 
 class AllReduce:
@@ -82,43 +113,113 @@ class AllReduce:
     def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
         self._rows, self._experts = rows, experts
 
+    @property
+    def recorded(self) -> RecordedRows:
+        return RecordedRows(1, MOST_ROWS if self._rows.capturable else MOST_BETWEEN)
+
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
 
-    def feed_forward(
-        self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-    ) -> torch.Tensor:
-        gated = block.gate(hidden, self._rows.all_reduce(partial))
-        rows = self._rows.all_reduce(self._experts.share(layer, gated))
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
+        gated = block.gate(hidden, (yield all_reduce(self._rows, partial)))
+        rows = yield all_reduce(self._rows, self._experts.share(layer, gated))
         once = replace(gated, weights=rows.new_ones(len(rows), 1))
         return block.merge(once, block.dense(gated.normed), rows[:, None])
 
 
 class ReduceScatter:
-    """`reduce-scatter` and `shuffled`: a row is summed only on the rank that sends it to its experts."""
+    """`reduce-scatter`: a row is summed only on the rank that sends it to its experts."""
+
+    def __init__(self, rows: RowCollectives, experts: GroupExperts) -> None:
+        self._rows, self._experts = rows, experts
+
+    @property
+    def recorded(self) -> RecordedRows:
+        return RecordedRows(self._rows.group.size, MOST_BETWEEN)
+
+    def begin(self, token_ids: IntArray) -> None:
+        """Needs no preparation."""
+
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
+        group = self._rows.group
+        sizes = equal_sizes(len(hidden), group.size)
+        first = sum(sizes[: group.rank])
+        mine = hidden[first : first + sizes[group.rank]]
+        gated = block.gate(mine, (yield reduce_scatter(self._rows, partial, sizes)))
+        merged = yield from _merged(self._experts, _own(sizes, group.rank), layer, block, gated)
+        return (yield all_gather(self._rows, merged, sizes))
+
+
+class Shuffled:
+    """`shuffled`: as `reduce-scatter`, but each row goes to the rank where its experts are expected.
+
+    Which rows a rank gets is known when they are scattered. Recorded stages have room for the most of them.
+    """
 
     def __init__(self, rows: RowCollectives, experts: GroupExperts, assignment: RowAssignment) -> None:
         self._rows, self._experts, self._assignment = rows, experts, assignment
 
+    @property
+    def recorded(self) -> RecordedRows:
+        return RecordedRows(1, MOST_BETWEEN)
+
     def begin(self, token_ids: IntArray) -> None:
         self._assignment.begin(token_ids)
 
-    def feed_forward(
-        self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
-    ) -> torch.Tensor:
+    def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
         """Residual and norm are in the permuted order until the all-gather restores the batch's order."""
-        shuffle = self._assignment.shuffle(layer)
-        rank, sizes = self._rows.group.rank, shuffle.sizes.tolist()
-        first, end = shuffle.starts[rank : rank + 2]
-        mine = moved(shuffle.order[first:end], hidden.device)
-        gated = block.gate(hidden[mine], self._rows.reduce_scatter(partial, sizes, shuffle.order))
-        merged = _merged(self._experts, layer, block, gated)
-        out = self._rows.all_gather(merged, sizes, shuffle.order)
+        scattered = _Scattered(self._rows, self._assignment, layer)
+        most, width = self._assignment.most(len(hidden)), hidden.shape[1]
+        places = torch.zeros(most, dtype=torch.int64, device=hidden.device)  # a graph reads all of them
+        total = yield Exchange(lambda count: scattered.scatter(partial[:count], places), (most, width))
+        gated = block.gate(hidden.index_select(0, places[: len(total)]), total)
+        del total
+        merged = yield from _merged(self._experts, lambda count: scattered.own, layer, block, gated)
         assert gated.expert_ids is not None
-        self._assignment.learn(layer, gated.expert_ids, shuffle)
+        ids = gated.expert_ids
+        return (yield Exchange(lambda count: scattered.gather(merged, ids), tuple(hidden.shape), kept=True))
+
+
+class _Scattered:
+    """The rows of one layer on this rank, and the way back."""
+
+    def __init__(self, rows: RowCollectives, assignment: RowAssignment, layer: int) -> None:
+        self._rows, self._assignment, self._layer = rows, assignment, layer
+        self._shuffle: Shuffle | None = None
+
+    @property
+    def own(self) -> int:
+        """Rows of this rank."""
+        assert self._shuffle is not None
+        return int(self._shuffle.sizes[self._rows.group.rank])
+
+    def scatter(self, addend: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Sums the rows of this rank, and writes where they are in the batch to `places`."""
+        shuffle = self._shuffle = self._assignment.shuffle(self._layer)
+        first, end = shuffle.starts[self._rows.group.rank :][:2].tolist()
+        places[: end - first].copy_(moved(shuffle.order[first:end], places.device))
+        return self._rows.reduce_scatter(addend, shuffle.sizes.tolist(), shuffle.order)
+
+    def gather(self, merged: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows in the batch's order. The forecast learns the choice of the gate for this one's."""
+        shuffle, own = self._shuffle, self.own
+        assert shuffle is not None
+        out = self._rows.all_gather(merged[:own], shuffle.sizes.tolist(), shuffle.order)
+        self._assignment.learn(self._layer, expert_ids[:own], shuffle)
         return out
 
 
-def _merged(experts: GroupExperts, layer: int, block: Block, gated: Gated) -> torch.Tensor:
-    """Rows of this rank after the block."""
-    return block.merge(gated, block.dense(gated.normed), experts.rows(layer, gated))
+def _own(sizes: Sequence[int], rank: int) -> Callable[[int], int]:
+    """How many rows a rank has in a step of so many. sizes: those of a step without padded rows."""
+    return lambda count: without_padding(sizes, count)[rank]
+
+
+def _merged(
+    experts: GroupExperts, own: Callable[[int], int], layer: int, block: Block, gated: Gated
+) -> Stages:
+    """Rows of this rank after the block. own: how many it has in a step of so many rows."""
+    dense = block.dense(gated.normed)
+    assert gated.expert_ids is not None
+    shape = *gated.expert_ids.shape, gated.normed.shape[1]
+    answers = yield Exchange(lambda count: experts.rows(layer, gated.first(own(count))), shape)
+    return block.merge(gated, dense, answers)

@@ -6,9 +6,8 @@ sums have the bits of `HostRows`, whoever moves the rows: NCCL's own all-reduce 
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from moesaic.collectives.packets import FloatArray
 from moesaic.collectives.routing import Route, dispatch
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.moving import moved
+from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.runtime.group.rows import ArrivedPairs
 
 
@@ -34,6 +34,15 @@ class TensorPeers(Protocol):
         """
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold an exchange. All ranks then replay their graphs in the same order."""
+        ...
+
+    def when_closing(self, free: Callable[[], None]) -> None:
+        """Call `free` before this end is closed. It destroys the graphs that hold exchanges."""
+        ...
+
     def close(self) -> None:
         """Close this end, which the other ranks notice. A second call does nothing."""
         ...
@@ -42,33 +51,44 @@ class TensorPeers(Protocol):
 class DeviceRows:
     """`RowCollectives` over any TensorPeers, which it owns as it owns the group."""
 
-    def __init__(self, group: Group, peers: TensorPeers) -> None:
-        self.group, self._peers = group, peers
+    def __init__(self, group: Group, peers: TensorPeers, kernels: Kernels = REFERENCE) -> None:
+        """kernels: compute what is left to a rank: they permute rows, and add them up in rank order."""
+        self.group, self._peers, self._kernels = group, peers, kernels
         self._sent = Counter[str]()
 
     @property
     def traffic(self) -> Traffic:
         return Traffic(**Counter(asdict(self.group.traffic)) + self._sent)
 
+    @property
+    def capturable(self) -> bool:
+        return self._peers.capturable
+
+    def replayed(self, sent: Traffic) -> None:
+        self._sent.update(asdict(sent))
+
+    def when_closing(self, free: Callable[[], None]) -> None:
+        self._peers.when_closing(free)
+
     def all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
-        flat, sizes = rows.reshape(-1), equal_sizes(rows.numel(), self.group.size)
-        own = self._sum("all_reduce", flat, sizes)
-        return self._gather("all_reduce", own, sizes).view(rows.shape)
+        ranks = self.group.size
+        flat, sizes = rows.reshape(-1), equal_sizes(rows.numel(), ranks)
+        copies = self._sum("all_reduce", flat, sizes, copies=ranks)
+        return self._gather("all_reduce", copies, sizes).view(rows.shape)
 
     def reduce_scatter(
         self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
     ) -> torch.Tensor:
         if order is not None:
-            rows = rows.index_select(0, moved(order, rows.device))
+            rows = self._kernels.permute_rows(rows, moved(order, rows.device))
         return self._sum("reduce_scatter", rows, sizes)
 
     def all_gather(
         self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
     ) -> torch.Tensor:
-        found = self._gather("all_gather", rows, sizes)
-        if order is None:
-            return found
-        return torch.empty_like(found).index_copy_(0, moved(order, rows.device), found)
+        copies = self._kernels.sum_ranks(rows, 1, self.group.size)
+        found = self._gather("all_gather", copies, sizes)
+        return found if order is None else self._kernels.restore_rows(found, moved(order, rows.device))
 
     def dispatch(self, route: Route, hidden: torch.Tensor, weights: FloatArray) -> ArrivedPairs:
         """The ranks exchange packets without rows through the host first, so each knows what arrives."""
@@ -97,15 +117,16 @@ class DeviceRows:
         self._peers.close()
         self.group.close()
 
-    def _sum(self, kind: str, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """This rank's part of the sum of all ranks' addends, added in the order of the ranks."""
-        ranks, own = self.group.size, sizes[self.group.rank]
-        addends = self._exchange(kind, rows, sizes, [own] * ranks)
-        return functools.reduce(torch.add, addends.view(ranks, own, *rows.shape[1:]).unbind())
-
-    def _gather(self, kind: str, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    def _sum(self, kind: str, rows: torch.Tensor, sizes: Sequence[int], copies: int = 1) -> torch.Tensor:
+        """Copies of this rank's part of the sum of all ranks' addends, added in the order of the ranks."""
         ranks = self.group.size
-        return self._exchange(kind, torch.cat([rows] * ranks), [len(rows)] * ranks, sizes)
+        addends = self._exchange(kind, rows, sizes, [sizes[self.group.rank]] * ranks)
+        return self._kernels.sum_ranks(addends, ranks, copies)
+
+    def _gather(self, kind: str, copies: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """All ranks' rows. copies: this rank's, once for each rank."""
+        ranks = self.group.size
+        return self._exchange(kind, copies, [len(copies) // ranks] * ranks, sizes)
 
     def _exchange(
         self, kind: str, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]

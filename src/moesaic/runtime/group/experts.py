@@ -23,6 +23,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Gated
 from moesaic.runtime.group.arrays import to_host
 from moesaic.runtime.group.rows import RowCollectives
+from moesaic.runtime.step.graph_inputs import MOST_ROWS
 
 
 @dataclass
@@ -78,9 +79,34 @@ class GroupExperts:
     def share(self, layer: int, gated: Gated) -> torch.Tensor:
         """[n, h] the weighted sums of this rank's experts, for all rows; zeros where a row has none here.
 
-        They are summed for as many rows at a time as a rank has in the other layouts, since memory is planned
-        for those.
+        Where kernels spare the rows of experts that are not held, the host does not read the gate's choice.
         """
+        return self._spared(layer, gated) if self._kernels.spares else self._chosen(layer, gated)
+
+    def _spared(self, layer: int, gated: Gated) -> torch.Tensor:
+        """`share` for kernels that are given the choice of all ranks and compute what is held here."""
+        assert gated.expert_ids is not None and gated.weights is not None
+        weights, count = self._weights(layer), len(gated.expert_ids)
+        if not weights.held:
+            return torch.zeros_like(gated.normed)
+        if count <= MOST_ROWS:
+            return self._held(weights, gated.normed, gated.expert_ids, gated.weights)
+        sums = torch.empty_like(gated.normed)
+        for part in self._parts(count):
+            given = gated.normed[part], gated.expert_ids[part], gated.weights[part]
+            sums[part] = self._held(weights, *given)
+        return sums
+
+    def _held(
+        self, held: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[n, h] the weighted sums of the experts that are held here. ids, weights: [n, k]."""
+        rows = hidden.new_zeros(*ids.shape, hidden.shape[1])
+        rows = self._kernels.experts(held, hidden, ids, rows)
+        return self._kernels.merge(torch.zeros_like(hidden), None, rows, weights)
+
+    def _chosen(self, layer: int, gated: Gated) -> torch.Tensor:
+        """`share` for kernels that are given pairs with experts of this rank only."""
         assert gated.expert_ids is not None and gated.weights is not None
         ids = to_host(gated.expert_ids)
         first = self._owners[layer][ids]
@@ -88,16 +114,21 @@ class GroupExperts:
         if not len(row):
             return torch.zeros_like(gated.normed)
         found = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, slot])
-        sums, begin = torch.empty_like(gated.normed), 0
-        for size in equal_sizes(len(ids), self._group.size):
-            end, first = begin + size, int(np.searchsorted(row, begin))
-            last = int(np.searchsorted(row, end))
-            rows = found.new_zeros(size, ids.shape[1], found.shape[1])
-            rows[row[first:last] - begin, slot[first:last]] = found[first:last]
-            none = torch.zeros_like(sums[begin:end])
-            sums[begin:end] = self._kernels.merge(none, None, rows, gated.weights[begin:end])
-            begin = end
+        sums = torch.empty_like(gated.normed)
+        for part in self._parts(len(ids)):
+            first, last = np.searchsorted(row, (part.start, part.stop)).tolist()
+            rows = found.new_zeros(part.stop - part.start, ids.shape[1], found.shape[1])
+            rows[row[first:last] - part.start, slot[first:last]] = found[first:last]
+            none = torch.zeros_like(sums[part])
+            sums[part] = self._kernels.merge(none, None, rows, gated.weights[part])
         return sums
+
+    def _parts(self, rows: int) -> list[slice]:
+        """Rows that are summed at a time: as many as a rank has in the other layouts, since memory is planned
+        for those."""
+        sizes = equal_sizes(rows, self._group.size)
+        ends = np.cumsum(sizes).tolist()
+        return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     def _route(self, layer: int, ids: IntArray) -> Route:
         """Each pair goes to the `expert_ranks` consecutive ranks that hold its expert."""

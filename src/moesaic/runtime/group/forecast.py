@@ -21,6 +21,10 @@ NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
 class RowAssignment(Protocol):
     """Assigns the rows of a step to ranks."""
 
+    def most(self, rows: int) -> int:
+        """The most rows of a rank in a step of so many."""
+        ...
+
     def begin(self, token_ids: IntArray) -> None:
         """A step with these rows [n] begins."""
         ...
@@ -32,24 +36,6 @@ class RowAssignment(Protocol):
     def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
         """The gate chose these experts [m, k] for the rows of this rank."""
         ...
-
-
-class BatchOrder:
-    """Without a forecast: rows are scattered in the batch's order."""
-
-    def __init__(self, group: Group) -> None:
-        self._ranks = group.size
-        self._shuffle = plan(NO_TOKENS, NO_TOKENS, self._ranks, "none")
-
-    def begin(self, token_ids: IntArray) -> None:
-        zeros = np.zeros(len(token_ids), dtype=np.int64)
-        self._shuffle = plan(zeros, zeros, self._ranks, "none")
-
-    def shuffle(self, layer: int) -> Shuffle:
-        return self._shuffle
-
-    def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
-        """Ignores it."""
 
 
 class ExpectedRanks:
@@ -69,6 +55,9 @@ class ExpectedRanks:
     def begin(self, token_ids: IntArray) -> None:
         """Ids beyond the tables' vocabulary count as its last token."""
         self._tokens, self._past = np.minimum(token_ids, self._tables.vocab_size - 1), []
+
+    def most(self, rows: int) -> int:
+        return rows if self._align == "variable" else -(-rows // self._group.size)
 
     def shuffle(self, layer: int) -> Shuffle:
         count = len(self._tokens)

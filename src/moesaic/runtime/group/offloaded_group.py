@@ -23,6 +23,7 @@ from moesaic.offload.weights import Streamed
 from moesaic.policy.offloading.tasks import Kind, Task
 from moesaic.runtime import offloaded
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
+from moesaic.runtime.group.exchanges import at_once
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.transport.peers import HALF_BYTES
 
@@ -117,9 +118,12 @@ class GroupPostAttention:
         hidden: torch.Tensor,
         partial: torch.Tensor,
     ) -> torch.Tensor:
-        if block.routed:
-            return collectives.feed_forward(layer, block, hidden, partial)
-        return dense_feed_forward(self._rows, block, hidden, partial)
+        stages = (
+            collectives.feed_forward(layer, block, hidden, partial)
+            if block.routed
+            else dense_feed_forward(self._rows, block, hidden, partial)
+        )
+        return at_once(stages, len(hidden))
 
 
 def rows_of_round(model: Model) -> int:

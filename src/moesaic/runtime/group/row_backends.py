@@ -7,6 +7,7 @@ from torch import distributed
 from moesaic.collectives.group import Group
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
+from moesaic.kernels import table
 from moesaic.runtime.group.device_rows import DeviceRows
 from moesaic.runtime.group.rows import HostRows, RowCollectives
 from moesaic.runtime.group.torch_peers import TorchPeers
@@ -44,4 +45,7 @@ def connect(config: WorkerConfig, group: Group) -> RowCollectives:
     backend = config.parallel.collectives_backend
     if backend == "host":
         return HostRows(group)
-    return DeviceRows(group, TorchPeers(backend, group, device_of(config.model)))
+    device = device_of(config.model)
+    return DeviceRows(
+        group, TorchPeers(backend, group, device), table.pick(str(device), config.model.kernels)
+    )

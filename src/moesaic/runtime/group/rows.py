@@ -7,7 +7,7 @@ the ranks, so both give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +50,19 @@ class RowCollectives(Protocol):
         """Bytes sent so far, also by `group`."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold an all-reduce, and the others of rows in the batch's order."""
+        ...
+
+    def replayed(self, sent: Traffic) -> None:
+        """Count the bytes of exchanges that a graph has carried out."""
+        ...
+
+    def when_closing(self, free: Callable[[], None]) -> None:
+        """Call `free` before this end is closed. It destroys the graphs that hold exchanges."""
+        ...
+
     def all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all ranks' addends [n, h], on every rank."""
         ...
@@ -83,7 +96,9 @@ class RowCollectives(Protocol):
 
 
 class HostRows:
-    """`RowCollectives` through the memory of the host, or TCP between hosts."""
+    """`RowCollectives` through the memory of the host, or TCP between hosts. No graph can hold them."""
+
+    capturable = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -91,6 +106,12 @@ class HostRows:
     @property
     def traffic(self) -> Traffic:
         return self.group.traffic
+
+    def replayed(self, sent: Traffic) -> None:
+        """Does nothing: no graph has sent anything."""
+
+    def when_closing(self, free: Callable[[], None]) -> None:
+        """Does nothing: no graph holds an exchange."""
 
     def all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
         return to_device(self.group.all_reduce(to_host(rows)), rows.device)

@@ -19,11 +19,13 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.moving import moved
 from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
-from moesaic.runtime.group.arrays import pack, to_device, unpack
+from moesaic.runtime.group.arrays import pack, unpack
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
+from moesaic.runtime.group.exchanges import Stages, at_once
 from moesaic.runtime.group.experts import GroupCounts
 from moesaic.runtime.group.launcher import RankLauncher
 from moesaic.runtime.group.rows import RowCollectives
@@ -165,39 +167,58 @@ class ShardedModel:
         rows: RowCollectives,
         collectives: CollectiveLayout,
     ) -> None:
-        self._model, self._memory, self._device, self._block_size = model, memory, device, block_size
-        self._rows, self._collectives = rows, collectives
+        self.model, self.device, self.block_size = model, device, block_size
+        self.rows, self.collectives = rows, collectives
+        self._memory = memory
         self._last: torch.Tensor | None = None
         """[n, h] all rows of the last step after the last block, where a layer goes on from them."""
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """See `RunBatch`."""
-        model, device = self._model, self._device
-        hidden = model.embed(to_device(batch.token_ids, device))
-        hidden = self._through(range(len(model.blocks)), batch, hidden)
-        self._last = None if model.prediction is None else hidden
-        return hidden[to_device(batch.logit_rows, device)]
+        device = self.device
+        attention = AttentionBatch.build(batch, self.block_size, device)
+        tokens, positions = moved(batch.token_ids, device), moved(batch.positions, device)
+        stages = self.stages(tokens, positions, attention, batch.token_ids)
+        hidden = at_once(stages, batch.num_rows)
+        self.keep(hidden)
+        return hidden[moved(batch.logit_rows, device)]
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
         """See `RunPrediction`."""
-        model, device = self._model, self._device
+        model, device = self.model, self.device
         if model.prediction is None or self._last is None or not len(rows) or rows.max() >= len(self._last):
             raise ConnectionLost("a prediction for rows of an unknown step")
-        layer, kept = model.prediction.layer, self._last[to_device(rows, device)]
-        hidden = model.before_prediction(kept, to_device(batch.token_ids, device))
-        return self._through(range(layer, layer + 1), batch, hidden)[to_device(batch.logit_rows, device)]
+        layer, kept = model.prediction.layer, self._last[moved(rows, device)]
+        hidden = model.before_prediction(kept, moved(batch.token_ids, device))
+        attention = AttentionBatch.build(batch, self.block_size, device)
+        self.collectives.begin(batch.token_ids)
+        stages = self._through(range(layer, layer + 1), hidden, moved(batch.positions, device), attention)
+        return at_once(stages, batch.num_rows)[moved(batch.logit_rows, device)]
 
-    def _through(self, layers: range, batch: TokenBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def stages(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, known: IntArray
+    ) -> Stages:
+        """All stages of a step, which return the hidden states [n, h] of all rows after the last block.
+
+        known: [n] what the host knows of the token ids.
+        """
+        self.collectives.begin(known)
+        hidden = self.model.embed(token_ids)
+        return (yield from self._through(range(len(self.model.blocks)), hidden, positions, attention))
+
+    def keep(self, hidden: torch.Tensor) -> None:
+        """Keep the rows [n, h] of a step after the last block, if a layer goes on from them."""
+        self._last = None if self.model.prediction is None else hidden
+
+    def _through(
+        self, layers: range, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
+    ) -> Stages:
         """hidden [n, h] before the first of these layers -> [n, h] after the last one."""
-        device = self._device
-        attention = AttentionBatch.build(batch, self._block_size, device)
-        positions = to_device(batch.positions, device)
-        self._collectives.begin(batch.token_ids)
         for layer in layers:
-            block = self._model.block(layer)
+            block = self.model.block(layer)
             partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
             if block.routed:
-                hidden = self._collectives.feed_forward(layer, block, hidden, partial)
+                hidden = yield from self.collectives.feed_forward(layer, block, hidden, partial)
             else:
-                hidden = dense_feed_forward(self._rows, block, hidden, partial)
+                hidden = yield from dense_feed_forward(self.rows, block, hidden, partial)
         return hidden

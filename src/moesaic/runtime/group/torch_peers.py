@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ class _Backend(Protocol):
 
     def alltoall_base(
         self, out: torch.Tensor, rows: torch.Tensor, receive: list[int], send: list[int], options: Any, /
-    ) -> distributed.Work: ...
+    ) -> distributed.Work | None: ...
 
     def abort(self) -> None: ...
 
@@ -44,6 +44,7 @@ class TorchPeers:
         probe = torch.zeros(group.size, device=device)  # if this fails, the others notice it in `announce`
         self._name = backend
         self._backend: _Backend | None = None
+        self._frees: list[Callable[[], None]] = []
         self._file = os.memfd_create("moesaic-ranks") if group.rank == 0 else None
         path = group.announce(f"/proc/{os.getpid()}/fd/{self._file}".encode()).decode()
         try:
@@ -60,13 +61,28 @@ class TorchPeers:
             raise ConnectionLost("this end of the group is closed")
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         options = C10D.AllToAllOptions()
+        options.asyncOp = False  # NCCL then takes the current stream, and keeps no memory for another one
         try:
-            self._backend.alltoall_base(out, rows, list(receive), list(send), options).wait()
+            work = self._backend.alltoall_base(out, rows, list(receive), list(send), options)
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise self._lost(error) from None
         return out
 
+    @property
+    def capturable(self) -> bool:
+        """NCCL's exchanges are launches on a stream. Those of gloo are the host's work."""
+        return self._name == "nccl"
+
+    def when_closing(self, free: Callable[[], None]) -> None:
+        """NCCL ends a connection only when no graph holds one of its exchanges, even after an error."""
+        self._frees.append(free)
+
     def close(self) -> None:
+        frees, self._frees = self._frees, []
+        for free in frees:
+            free()
         if self._backend is not None:
             self._backend.abort()
             self._backend = None
@@ -75,7 +91,8 @@ class TorchPeers:
             self._file = None
 
     def _lost(self, error: RuntimeError) -> ConnectionLost:
-        self.close()
+        if not (self.capturable and torch.cuda.is_current_stream_capturing()):
+            self.close()  # else whoever records a graph closes once that is given up
         return ConnectionLost(f"an exchange of rows through {self._name} failed: {_sentence(error)}")
 
 

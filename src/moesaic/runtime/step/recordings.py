@@ -32,8 +32,8 @@ class SharedMemory(Generic[Recorded]):
     """Recorded steps that share their memory, so that one of them runs at a time."""
 
     recorder: OperationRecorder
-    steps: dict[tuple[int, int], Recorded] = field(default_factory=dict)
-    """By two numbers that decide which operations a step has."""
+    steps: dict[tuple[int, ...], Recorded] = field(default_factory=dict)
+    """By the numbers that decide which operations a step has."""
 
 
 class RecordingRunner(ABC, Generic[Recorded]):
@@ -65,6 +65,10 @@ class RecordingRunner(ABC, Generic[Recorded]):
     @abstractmethod
     def _run(self, batch: TokenBatch, memory: SharedMemory[Recorded]) -> StepGenerator:
         """Replay a step, which is recorded first if `memory` has none of its kind."""
+
+    def records(self, batch: TokenBatch) -> bool:
+        """Whether a step is replayed, and recorded before if it must be."""
+        return self._is_recorded(batch)
 
     def begin(self, batch: TokenBatch) -> RunningStep:
         """See `StepRunner`."""

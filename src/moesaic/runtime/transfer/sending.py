@@ -125,7 +125,8 @@ class Link:
         caller: Caller | None = None
         try:
             address = self.endpoint.seen_from(this_host())
-            kind = kind_of(self._transport, address)
+            transport = "shm" if self._transport == "cuda_ipc" else self._transport  # images are of the host
+            kind = kind_of(transport, address)
             caller = connect(address, self._target.secret, kind, self._heap)
             self._send(caller)
         except (MoesaicError, OSError):

@@ -1,0 +1,1 @@
+"""Measures moesaic on a GPU: one command, one JSON file, less than ten minutes."""

@@ -1,0 +1,99 @@
+"""The server's end of a mailbox: kernels of a worker's device write requests, and read the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moesaic.core.errors import DamagedMessage, MoesaicError
+from moesaic.core.tokens import IntArray
+from moesaic.experts import wire
+from moesaic.experts.server_mailbox import RowMemory
+from moesaic.transport.calls import Incoming, Outstanding
+from moesaic.transport.device_calls import DeviceIncoming, DeviceRows
+from moesaic.transport.device_heap import SharedMemory
+from moesaic.transport.mailbox import HEAD, MailboxServer
+
+
+class _Request:
+    """The Incoming that is in the mailbox, without its rows."""
+
+    def __init__(self, end: MailboxServer, number: int, request: memoryview, pairs: int) -> None:
+        self.number, self.request, self.rows, self.row_bytes = number, request, max(1, pairs), 1
+        self._pairs, self.answer = pairs, memoryview(bytearray(self.rows))
+        """[rows] whether all numbers of a row are finite."""
+        self._end, self._outstanding = end, Outstanding(self.rows)
+
+    def publish(self, indices: IntArray) -> None:
+        """See `Incoming`. The worker's device sees the answer once all rows of it are published."""
+        self._outstanding.take(indices)
+        if self._outstanding.count:
+            return
+        if self._pairs and not all(self.answer):
+            self._end.doubt()
+        self._end.answer(self.number)
+
+
+class MailboxAnswerer:
+    """An Answerer whose rows are in memory of the worker's device."""
+
+    def __init__(self, end: MailboxServer, open_memory: Callable[[bytes], SharedMemory], hidden: int) -> None:
+        """hidden: size of a row. Raises DamagedMessage and ConfigError if the memory cannot be opened."""
+        self._end, self._width = end, 4 * hidden
+        memory = RowMemory.unpacked(end.names)
+        if memory.hidden != hidden or memory.request_bytes > len(end.memory) - HEAD:
+            raise DamagedMessage("a mailbox is meant for another model, or too small")
+        self._rows, self._pairs = memory.rows, memory.pairs
+        self._opened: list[SharedMemory] = []
+        try:
+            self._hidden = self._open(open_memory, memory.rows_name, memory.rows)
+            self._answers = self._open(open_memory, memory.answers_name, memory.pairs)
+        except MoesaicError:
+            self._give_back()
+            raise
+
+    @property
+    def events(self) -> int:
+        return self._end.events
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def ready(self) -> bool:
+        return self._end.ready()
+
+    def arm(self) -> bool:
+        return self._end.arm()
+
+    def disarm(self) -> None:
+        self._end.disarm()
+
+    def poll(self) -> list[Incoming]:
+        """See `Answerer`. There is at most one call."""
+        number = self._end.take()
+        if number is None:
+            return []
+        rows, pairs = wire.claimed(self._end.request)
+        if pairs > self._pairs or rows > self._rows:
+            raise DamagedMessage(f"a request claims {rows} of {self._rows} rows, and {pairs} pairs")
+        request = self._end.request[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()
+        incoming = _Request(self._end, number, request, pairs)
+        shared = DeviceRows(self._hidden, self._answers[: incoming.rows * self._width])
+        return [DeviceIncoming(incoming, 0, self._width, shared)]
+
+    def close(self) -> None:
+        """Close the worker's memory and say so. Nothing that uses it may be under way on the own GPU."""
+        self._give_back()
+        self._end.close()
+
+    def _open(self, open_memory: Callable[[bytes], SharedMemory], name: bytes, rows: int) -> Any:
+        opened = open_memory(name)
+        self._opened.append(opened)
+        if len(opened.tensor) < rows * self._width:
+            raise DamagedMessage(f"a worker's memory of {len(opened.tensor)} bytes should have {rows} rows")
+        return opened.tensor[: rows * self._width]
+
+    def _give_back(self) -> None:
+        opened, self._opened = self._opened, []
+        for one in opened:
+            one.close()

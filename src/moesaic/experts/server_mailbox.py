@@ -1,0 +1,168 @@
+"""The worker's end of a mailbox at an expert server, with the memory that both devices see."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
+from moesaic.experts import wire
+from moesaic.kernels.device_sharing import DeviceSharing, SharedMemory
+from moesaic.transport.listening import connect_mailbox
+from moesaic.transport.mailbox import ANSWER, HEAD, REQUEST, MailboxClient
+
+_NAMES = struct.Struct("<IIII")
+"""Rows, hidden size, most pairs, and bytes of the first name."""
+
+
+@dataclass(frozen=True)
+class RowMemory:
+    """The memory of a worker that a server opens: what both know of it."""
+
+    rows: int
+    """Hidden rows, of `hidden` float32 numbers."""
+    hidden: int
+    pairs: int
+    """Most pairs of a request, each with an answer row."""
+    rows_name: bytes
+    answers_name: bytes
+
+    @property
+    def request_bytes(self) -> int:
+        """Of the largest request."""
+        return wire.size(self.rows, self.pairs, self.hidden, False, on_device=True)
+
+    @property
+    def answer_bytes(self) -> int:
+        """Of all answer rows."""
+        return 4 * self.pairs * self.hidden
+
+    def packed(self) -> bytes:
+        """What the worker sends."""
+        head = _NAMES.pack(self.rows, self.hidden, self.pairs, len(self.rows_name))
+        return head + self.rows_name + self.answers_name
+
+    @classmethod
+    def unpacked(cls, message: bytes) -> RowMemory:
+        """The inverse of `packed`. Raises DamagedMessage."""
+        if len(message) < _NAMES.size:
+            raise DamagedMessage("the names of a worker's memory are cut off")
+        rows, hidden, pairs, length = _NAMES.unpack_from(message)
+        names = message[_NAMES.size :]
+        if not (0 < rows <= wire.MOST_ROWS and 0 < pairs <= wire.MOST_ROWS and length <= len(names)):
+            raise DamagedMessage(f"a worker names memory of {rows} rows and {pairs} pairs")
+        return cls(rows, hidden, pairs, names[:length], names[length:])
+
+
+class ServerMailbox:
+    """A mailbox at one server. The segment and the answer rows belong to it."""
+
+    def __init__(
+        self,
+        mailbox: MailboxClient,
+        segment: SharedMemory,
+        answers: SharedMemory,
+        spare: Callable[[SharedMemory], None],
+    ) -> None:
+        """segment: as the device sees it. spare: takes answer rows into which no server will write."""
+        self._mailbox, self._segment, self._answers = mailbox, segment, answers
+        self._spare = spare
+        self._owed = 0
+        """Pairs of the last request that was seen, until its answer is seen."""
+        self._seen = 0
+        """Number of that request."""
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """As a column of `Exchange.addresses`."""
+        words = self._segment.tensor.data_ptr()
+        return words + HEAD, words + 8 * REQUEST, words + 8 * ANSWER, self._answers.tensor.data_ptr()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the server has answered everything, so that it looks at nothing until the next request."""
+        return self._mailbox.posted == self._mailbox.answered
+
+    def alive(self, at_once: bool = False) -> bool:
+        """Whether the server is connected."""
+        return self._mailbox.look(at_once)
+
+    def fileno(self) -> int:
+        """The socket, which is readable when the server is gone."""
+        return self._mailbox.fileno()
+
+    def doubts(self) -> bool:
+        """Whether an answer had NaN or infinities since the last call."""
+        return self._mailbox.doubts()
+
+    def wake(self) -> None:
+        """A graph with requests begins: the server polls from now on."""
+        self._mailbox.wake()
+
+    def rest(self) -> None:
+        """The graph has ended."""
+        self._mailbox.rest()
+
+    def progress(self) -> tuple[int, int]:
+        """Pairs that were sent, and pairs that were answered, since the last call. A request between two
+        calls may be missed, together with its answer.
+        """
+        posted, sent, answered = self._mailbox.posted, 0, 0
+        if posted != self._seen:
+            answered, self._owed = self._owed, 0
+            self._seen, sent = posted, wire.claimed(self._mailbox.request)[1]
+            self._owed = sent
+        if self._owed and self._mailbox.answered == self._seen:
+            answered, self._owed = answered + self._owed, 0
+        return sent, answered
+
+    def leave(self) -> None:
+        """Post no more. The memory is kept until the server can no longer write into it: see `free`."""
+        self._mailbox.leave()
+
+    def free(self) -> bool:
+        """Free the memory, after `leave`, if the server is done with it. Returns False if it is not yet."""
+        if not self._mailbox.left:
+            return False
+        self._mailbox.close()
+        self._segment.close()
+        self._answers.close()
+        return True
+
+    def close(self) -> None:
+        """Close a mailbox by which nothing was asked, so that its server writes nothing."""
+        self._mailbox.close()
+        self._segment.close()
+        self._spare(self._answers)
+
+
+class MailboxDialer:
+    """Makes mailboxes at servers. Its threads call `dial`."""
+
+    def __init__(
+        self, sharing: DeviceSharing, memory: SharedMemory, rows: int, pairs: int, hidden: int
+    ) -> None:
+        """memory: of [rows, hidden] float32 rows, exported. pairs: most pairs of a request."""
+        self._sharing, self._memory = sharing, memory
+        self._sizes = rows, hidden, pairs
+        self._spare: list[SharedMemory] = []
+        """Memory for answers that a server may have open, though it was never asked. So it cannot be freed,
+        and the next attempt takes it."""
+
+    def dial(self, address: str, secret: bytes) -> ServerMailbox:
+        """A mailbox at the server at `address`. Raises ConfigError and ConnectionLost."""
+        rows, hidden, pairs = self._sizes
+        answers = self._spare.pop() if self._spare else self._sharing.export(4 * pairs * hidden)
+        try:
+            names = RowMemory(rows, hidden, pairs, self._memory.name, answers.name)
+            mailbox = connect_mailbox(address, secret, names.request_bytes, names.packed())
+            try:
+                segment = self._sharing.map_host(mailbox.memory)
+                return ServerMailbox(mailbox, segment, answers, self._spare.append)
+            except ConfigError:
+                mailbox.close()
+                raise
+        except (ConfigError, ConnectionLost):
+            self._spare.append(answers)
+            raise

@@ -1,0 +1,79 @@
+"""What launches on a device need to ask expert servers and to take their answers, without the host.
+
+`kernels.triton.exchange` has the launches. Memory that servers of other hosts see, such as NVSHMEM's, would
+be behind the same calls: an address is all that they know of a server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+LEAST_SLOTS = 32
+"""Slots are at least one warp's threads: then each word is read and written by one thread."""
+LIVE, FAILED = 0, 1
+"""Places in `Exchange.step`."""
+REQUEST, REQUEST_WORD, ANSWER_WORD, ANSWERS = range(4)
+"""Rows of `Exchange.addresses`."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Memory on the device that the launches read. The host writes it between steps.
+
+    s: slots, one for each server. A power of two, and at least LEAST_SLOTS.
+    """
+
+    addresses: torch.Tensor
+    """[4, s] int64 addresses of each slot's request, of its two words of 8 bytes, and of its answer rows. A
+    slot without a request's address is asked nothing."""
+    table: torch.Tensor
+    """[layers, E] int32 slot of each expert, -1 for none."""
+    headers: torch.Tensor
+    """[layers, w] int32 header of a request of each layer, at most 8 words."""
+    rows_at: int
+    """Word of the header that has the number of rows."""
+    pairs_at: int
+    """Word of the header that has the number of pairs."""
+    rows: torch.Tensor
+    """[n, h] float32 hidden rows, which all servers see."""
+    step: torch.Tensor
+    """[2] int32 rows of the step that are not padded, and whether the step has failed."""
+    sequence: torch.Tensor
+    """[1] int64 the last number that was posted."""
+    asked: torch.Tensor
+    """[layers, s] int32 pairs of each slot in this step."""
+    abort: torch.Tensor
+    """[1] int64 address of a word of 8 bytes. The host writes 1 there to end the step."""
+
+    @property
+    def slots(self) -> int:
+        return self.addresses.shape[1]
+
+
+class ExchangeOperations(Protocol):
+    """The launches of a layer, in this order. index: place of the layer among those with routed experts."""
+
+    def dispatch(
+        self, exchange: Exchange, index: int, hidden: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the rows and the requests of a layer. Nobody is told yet.
+
+        hidden: [n, h] float32. ids: [n, k] int64. Returns [n * k] int64: the address of each pair's answer
+        row, 0 for none.
+        """
+        ...
+
+    def post(self, exchange: Exchange, index: int) -> None:
+        """Tell the servers that have pairs of this layer."""
+        ...
+
+    def wait(self, exchange: Exchange, index: int, polls: int) -> None:
+        """Wait for the answers. polls: how often it looks before the step has failed."""
+        ...
+
+    def collect(self, sources: torch.Tensor, top_k: int, width: int) -> torch.Tensor:
+        """The answers [n, k, h] float32 of all pairs: 0 where nobody was asked. sources: as of `dispatch`."""
+        ...

@@ -1,0 +1,77 @@
+"""The parts of a worker whose decode steps are one CUDA graph each, though its experts are on servers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.metrics import ExpertStats
+from moesaic.experts.client import ExpertServers
+from moesaic.experts.exchange import DeviceExchange
+from moesaic.experts.remote import RemoteExperts
+from moesaic.kernels import device_sharing
+from moesaic.policy.fleet.replicas import Replicas
+from moesaic.runtime.context import WorkerContext
+from moesaic.runtime.step.eager import EagerRunner
+from moesaic.runtime.step.exchanged import ExchangedRunner
+from moesaic.runtime.step.graph_inputs import MOST_ROWS
+from moesaic.runtime.step.graphs import GraphRunner
+from moesaic.runtime.step.running_step import SegmentRunner, StepRunner
+from moesaic.runtime.step.stages import BlockStages
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What asks the expert servers."""
+
+    runner: StepRunner
+    servers: ExpertServers
+    stats: Callable[[], ExpertStats]
+
+
+def check_full_graphs(config: WorkerConfig) -> None:
+    """Raises ConfigError for settings that need expert servers, each with a GPU of its own on this host."""
+    if not config.remote_experts:
+        raise ConfigError.field("--expert-servers", 0, "at least 1 with --cudagraph-mode full")
+    if config.transport != "cuda_ipc":
+        raise ConfigError.field("--transport", config.transport, "cuda_ipc with --cudagraph-mode full")
+    if config.model.device != "cuda":
+        raise ConfigError.field("--device", config.model.device, "cuda with --cudagraph-mode full")
+    if config.beside:
+        raise ConfigError(
+            "--cudagraph-mode full: each process needs a GPU of its own, since a kernel that waits would "
+            f"keep others from theirs; {config.beside} other processes share this worker's; see --devices"
+        )
+
+
+def full_graphs(
+    context: WorkerContext,
+    stages: BlockStages,
+    layout: ExpertLayout,
+    remote: RemoteExperts,
+    replicas: Replicas,
+    parts: SegmentRunner,
+) -> Asked:
+    """parts: computes steps in parts, by `remote`. Raises ConfigError where kernels cannot ask servers."""
+    kernels, table_width = stages.model.kernels, -(-context.limits.max_model_len // stages.block_size)
+    if kernels.recorder is None or kernels.exchange is None:
+        raise ConfigError("--cudagraph-mode full: this Triton has no atomic loads; pip install -U triton")
+    if stages.model.spec.states is not None:
+        LOG.warning(
+            "--cudagraph-mode full: steps are computed in parts, since this model keeps states, which a step "
+            "that is computed once more would change twice"
+        )
+        return Asked(parts, remote, remote.stats)
+    sharing = device_sharing.sharing(stages.device)
+    exchange = DeviceExchange(
+        remote, replicas, layout, sharing, kernels.exchange, stages.device, MOST_ROWS, context.clock
+    )
+    eager = EagerRunner(stages, exchange.experts)
+    graphs = GraphRunner(eager, exchange.recorder(kernels.recorder), table_width, direct=True)
+    return Asked(ExchangedRunner(exchange, graphs, parts), exchange, exchange.stats)

@@ -1,0 +1,64 @@
+"""Decode steps that are one CUDA graph each, though their experts are on servers."""
+
+from __future__ import annotations
+
+from moesaic.core.tokens import TokenBatch
+from moesaic.experts.exchange import DeviceExchange
+from moesaic.runtime.step.graphs import GraphRunner
+from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, Step, StepResult
+
+
+class ExchangedStep:
+    """A `Step` that waits for its graph. If a server is lost meanwhile, it is computed once more in parts.
+
+    Then the same rows write the same keys and values once more, at the same places.
+    """
+
+    def __init__(
+        self, exchange: DeviceExchange, graph: RunningStep, parts: SegmentRunner, batch: TokenBatch
+    ) -> None:
+        self._exchange, self._graph, self._runner, self._batch = exchange, graph, parts, batch
+        self._result: StepResult | None = None
+        """Of the graph, once it was launched."""
+        self._parts: RunningStep | None = None
+        """The step in parts, once the graph has failed."""
+
+    @property
+    def suspended(self) -> bool:
+        return self._result is not None if self._parts is None else self._parts.suspended
+
+    @property
+    def ready(self) -> bool:
+        if self._parts is not None:
+            return self._parts.ready
+        return self._result is None or self._exchange.ended()
+
+    def advance(self) -> StepResult | None:
+        """See `Step`."""
+        if self._parts is not None:
+            return self._parts.advance()
+        if self._result is None:
+            self._exchange.begin(self._batch.num_rows)
+            self._result = self._graph.finish()  # it was launched, and nothing is computed yet
+            return None
+        if not self._exchange.ended():
+            return None
+        if self._exchange.failed:
+            self._parts = self._runner.begin(self._batch)
+            return self._parts.advance()
+        self._exchange.sent(self._result.expert_ids)
+        return self._result
+
+
+class ExchangedRunner:
+    """A `StepRunner` that replays a step as one graph where it may, and in parts otherwise."""
+
+    def __init__(self, exchange: DeviceExchange, graphs: GraphRunner, parts: SegmentRunner) -> None:
+        """graphs: its steps ask the exchange's experts. parts: its steps ask servers from the host."""
+        self._exchange, self._graphs, self._parts = exchange, graphs, parts
+
+    def begin(self, batch: TokenBatch) -> Step:
+        """See `StepRunner`."""
+        if not self._graphs.records(batch) or not self._exchange.ready():
+            return self._parts.begin(batch)
+        return ExchangedStep(self._exchange, self._graphs.begin(batch), self._parts, batch)

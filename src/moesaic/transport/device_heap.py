@@ -1,0 +1,108 @@
+"""Places in memory of the own GPU that other processes open: the heap of calls whose rows stay on devices.
+
+This room knows no GPU: `kernels.device_sharing` makes the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+ALIGNED = 256
+"""Places begin at multiples of so many bytes, as a GPU's allocations do."""
+
+
+class SharedMemory(Protocol):
+    """Memory of a GPU that several processes share."""
+
+    @property
+    def name(self) -> bytes:
+        """What another process opens it by."""
+        ...
+
+    @property
+    def tensor(self) -> Any:
+        """[size] bytes, of a type that this room does not know. Slices are views of the same memory."""
+        ...
+
+    def close(self) -> None:
+        """Free it, or give it back to its owner."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A part of exported memory."""
+
+    memory: SharedMemory
+    begin: int
+    size: int
+    room: int
+    """Bytes up to the next place."""
+
+    @property
+    def tensor(self) -> Any:
+        """[size] bytes."""
+        return self.memory.tensor[self.begin : self.begin + self.size]
+
+
+class DeviceHeap:
+    """Memory that grows when there is no room. Used by one thread.
+
+    What is given back may still be read by work that the own GPU has not done yet. Nothing else orders that
+    work and a later write of another GPU. So a place is used again only after `waited`.
+    """
+
+    def __init__(self, export: Callable[[int], SharedMemory]) -> None:
+        """export: allocates at least so many bytes."""
+        self._export = export
+        self._free: list[tuple[SharedMemory, list[tuple[int, int]]]] = []
+        """Memory, and the begin and size of each of its free parts, ascending."""
+        self._given_back: list[Place] = []
+        self.closed = False
+
+    @property
+    def size(self) -> int:
+        """Bytes allocated."""
+        return sum(len(memory.tensor) for memory, _ in self._free)
+
+    def take(self, size: int) -> Place:
+        """A place of `size` bytes. Raises ConfigError if the GPU has no room for it."""
+        room = max(1, -(-size // ALIGNED)) * ALIGNED
+        for memory, parts in self._free:
+            for index, (begin, free) in enumerate(parts):
+                if free >= room:
+                    parts[index : index + 1] = [(begin + room, free - room)] if free > room else []
+                    return Place(memory, begin, size, room)
+        memory = self._export(room)
+        self._free.append((memory, [(0, len(memory.tensor))]))
+        return self.take(size)
+
+    def give_back(self, place: Place) -> None:
+        """The own GPU was told everything that it does with this place."""
+        self._given_back.append(place)
+
+    def waited(self) -> None:
+        """The host waited until the own GPU had done what it was told before."""
+        given_back, self._given_back = self._given_back, []
+        for place in given_back:
+            parts = next(parts for memory, parts in self._free if memory is place.memory)
+            parts.append((place.begin, place.room))
+            parts.sort()
+            merged = [parts[0]]
+            for begin, room in parts[1:]:
+                last, size = merged[-1]
+                if last + size == begin:
+                    merged[-1] = last, size + room
+                else:
+                    merged.append((begin, room))
+            parts[:] = merged
+
+    def close(self) -> None:
+        """Free everything. No other process may have it open."""
+        self.closed = True
+        for memory, _ in self._free:
+            memory.close()
+        self._free.clear()
+        self._given_back.clear()
