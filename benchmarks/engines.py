@@ -54,7 +54,7 @@ def start(arguments: argparse.Namespace) -> list[Engine]:
     arguments.settings = json.dumps({"max_model_len": int(context)} | json.loads(arguments.settings))
     if arguments.quantised:
         return _quantised(arguments)
-    engines = [Engine("moesaic", _child(sys.executable, "moesaic", model, threads, arguments.settings))]
+    engines = _moesaic(arguments, model)
     if arguments.compressed:
         child = _child(sys.executable, "moesaic", str(arguments.compressed), threads, arguments.settings)
         engines.append(Engine("moesaic, compressed", child))
@@ -81,10 +81,19 @@ def _quantised(arguments: argparse.Namespace) -> list[Engine]:
         command = [python, str(HERE / "quantize_gguf.py"), str(source), str(file), kind]
         subprocess.run(command, check=True, stdout=sys.stderr)
     bytes_of = file.stat().st_size / Checkpoint(arguments.model).numbers
-    return [
-        Engine("moesaic", _child(sys.executable, "moesaic", str(file), threads, arguments.settings)),
-        Engine(f"llama.cpp {kind}", _child(python, "llama", str(file), threads, kind), bytes_of),
-    ]
+    peer = Engine(f"llama.cpp {kind}", _child(python, "llama", str(file), threads, kind), bytes_of)
+    return [*_moesaic(arguments, str(file)), peer]
+
+
+def _moesaic(arguments: argparse.Namespace, model: str) -> list[Engine]:
+    """moesaic, and moesaic with n-grams that draft tokens if --speculate asks for them."""
+    threads, settings = str(arguments.threads), json.loads(arguments.settings)
+    engines = [Engine("moesaic", _child(sys.executable, "moesaic", model, threads, arguments.settings))]
+    if arguments.speculate:
+        drafts = {"method": "ngram", "num_speculative_tokens": arguments.speculate}
+        told = json.dumps(settings | {"speculative_config": drafts})
+        engines.append(Engine("moesaic, drafts", _child(sys.executable, "moesaic", model, threads, told)))
+    return engines
 
 
 def _child(python: str, peer: str, *arguments: str) -> subprocess.Popen[str]:

@@ -20,6 +20,9 @@ them in) over its time, and `of memory` that over what a plain read of memory wi
 reached just after, because that drifts as well; `peak` adds up all processes of an engine; `equal`
 counts the answers whose greedy tokens are moesaic's own. With bf16, llama.cpp and vLLM round rows too.
 Over random weights few of their answers are equal then; `--llama-types f32` shows that the model is.
+
+`--speculate` also shows moesaic with drafted tokens. Its GB/s are those of steps without any. Random weights
+repeat themselves, so that more drafts are right than in text: speculation.py asks by acceptance.
 """
 
 from __future__ import annotations
@@ -140,6 +143,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--settings", default="{}", help='of moesaic\'s LLM, as in \'{"dtype": "float32"}\'')
     compressed = "moesaic also on this: what `moesaic compress` made of the model"
     parser.add_argument("--compressed", type=Path, metavar="DIR", help=compressed)
+    speculate = "moesaic also with n-grams that draft so many tokens"
+    parser.add_argument("--speculate", type=int, default=0, metavar="TOKENS", help=speculate)
     parser.add_argument("--experts", nargs="+", default=["eager", "grouped_mm"], help="of transformers")
     parser.add_argument("--no-transformers", dest="experts", action="store_const", const=[])
     parser.add_argument("--llama", type=Path, metavar="VENV", help="from setup_peer.sh llama, or its python")

@@ -8,7 +8,8 @@
 The parts, in this order:
 
 - identity: greedy tokens of every family and every format of weights beside those of transformers;
-- kernels: each operation's share of the memory's bandwidth or of the peak for bf16, by rows and format;
+- kernels: each operation's share of a copy's bandwidth, or of the speed of torch's large bf16 product,
+  by rows and format;
 - speed: prefill and decode with CUDA graphs and without, beside transformers, and beside vLLM and SGLang
   where they can be imported here or by an interpreter that --pythons names;
 - tests: `pytest tests/device`, and those of the Triton kernels;

@@ -22,7 +22,7 @@ LINES = 30
 LEAVING = 5
 """Seconds to wait for a killed process. One that hangs in the driver may never end."""
 Tell = Callable[[str, Found], None]
-"""Hears the result of each case when it is there."""
+"""Called with the name and the result of each case."""
 
 
 class Child:

@@ -53,13 +53,13 @@ class Part:
     """Cases that are tried one after another, or several at once, each with a limit."""
 
     seconds: int
-    """That all cases together may take. Cases that have not begun by then are left out."""
+    """Seconds for all cases of the part together. Cases that have not begun by then are left out."""
     each: int
     """Seconds that one case may take."""
     cases: Callable[[Work], Sequence[str]]
-    """Their names."""
+    """The names of the part's cases."""
     run: Callable[[Work, str], Found]
-    """Tries one of them, in a child process. The result has at least "ok"."""
+    """Tries one case in a child process. The result has at least "ok"."""
     processes: Callable[[], int] = lambda: 1
     """Cases that run at once."""
     fresh: bool = True

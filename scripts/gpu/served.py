@@ -28,6 +28,7 @@ from moesaic.hardware import file
 MACHINE, FILE = "the machine's memories and link", "machine.toml"
 IN_MEMORY = "in memory, one process"
 KV = {"--kv-cache-memory": "256MiB"}
+CUDA_IPC, FULL = {"--transport": "cuda_ipc"}, {"--cudagraph-mode": "full"}
 SCHEDULES = ("split", "on-demand", "in-place", "cgopipe")
 ON_A_CPU = ("on-demand", "cgopipe")
 """Schedules that need no GPU."""
@@ -59,6 +60,7 @@ def process_forms(work: Work) -> dict[str, Flags]:
     if work.device == "cuda":
         found["experts on a CPU server, two batches"] = {**on_cpu, "--inflight-batches": "2"}
         found["experts on a GPU server"] = server
+        found["experts on a GPU server, rows by CUDA IPC"] = {**server, **CUDA_IPC}
     return found
 
 
@@ -70,6 +72,7 @@ def gpu_forms(work: Work) -> dict[str, Flags]:
     return {
         "2 ranks, NCCL": {**ranks, "--collectives-backend": "nccl"},
         "2 ranks, through RAM": ranks,
+        "a worker and a server, each step one graph": {"--expert-servers": "1", **CUDA_IPC, **FULL, **KV},
         "2 workers and 2 servers": {"--attention-workers": "2", "--expert-servers": "2", **KV},
     }
 

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.device import test_servers
 from tests.support import gpu_cases, pairs, served_worker
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import COPIES, DEVICE, WAITS, OnDevice, sanitized
-from tests.support.gpu_server_process import Servers, servers
+from tests.support.gpu_server_process import SECRET, Servers, servers
 from tests.support.gpu_shared_memory import FileSharing, shared_memory
 from tests.support.triton_kernels import INTERPRETED
 
@@ -32,13 +32,18 @@ from moesaic.core.experts import Directory, ExpertLayout
 from moesaic.core.request import SamplingParams
 from moesaic.experts import wire
 from moesaic.experts.backend import CallPairs
+from moesaic.experts.client import ExpertRequest
 from moesaic.experts.device_rows import ServerRows
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.torch_backend import TorchBackend
+from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.model_loading import layout_of
 from moesaic.runtime.step import graph_inputs as graph_steps
 from moesaic.runtime.worker import Worker
-from moesaic.transport.device_calls import DeviceIncoming, DeviceRows
+from moesaic.transport.device_calls import CallRows, DeviceIncoming
+from moesaic.transport.local import local_pair
+from moesaic.transport.wakeup import Wakeup
 
 NEW = test_servers.NEW
 Kind = tuple[torch.dtype, int]
@@ -161,6 +166,10 @@ def test_only_the_gates_choice_comes_to_the_host(
     assert all(size not in (layout.hidden, layout.top_k) for _, size in sampled), sampled
 
 
+ATTEMPTS = 4
+"""A busy machine may give up the server before it is frozen. Then it writes nothing late."""
+
+
 class Victim:
     """A server that gets a signal while requests run."""
 
@@ -226,11 +235,15 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
         late["written"] = any(memory.last != old for memory, old in zip(kept, before, strict=True))
         late["kept"] = [memory.bytes.tobytes() for memory in in_use] == others
 
-    with on_device() as files:
-        victim = Victim(twins, signal.SIGSTOP)
-        settings = config(path, inflight_batches=2)
-        assert generated(settings, twins.directory, after=victim.after, looked_at=look) == expected
-    assert late == {"written": True, "kept": True}
+    for _ in range(ATTEMPTS):
+        with on_device() as files:
+            victim = Victim(twins, signal.SIGSTOP)
+            settings = config(path, inflight_batches=2)
+            assert generated(settings, twins.directory, after=victim.after, looked_at=look) == expected
+        assert late["kept"]
+        if late["written"]:
+            return
+    pytest.fail("the server never wrote late")
 
 
 @pytest.mark.slow
@@ -248,6 +261,30 @@ def test_a_server_that_answers_nan_is_found_and_left(
         settings = config(path, inflight_batches=2)
         assert generated(settings, found.directory, looked_at=look, faults=True) == expected
     assert blamed == [0]
+
+
+@pytest.mark.slow
+def test_a_whole_answer_outlives_its_connection(path: Path, layout: ExpertLayout) -> None:
+    """A server may leave its memory, which is freed then, before the worker has used what it answered."""
+    held = dict.fromkeys(layout.layers, range(layout.num_experts))
+    ours, theirs = local_pair()
+    with servers(path, layout, [held]) as found, on_device(), torch.inference_mode():
+        worker, _ = build_worker(WorkerContext(config(path), theirs, time.monotonic, wakeup=Wakeup()))
+        remote = worker._servers
+        assert isinstance(remote, RemoteExperts) and remote.rows_on_device is not None
+        with closing(remote), closing(ours):
+            remote.update(found.directory, SECRET)
+            hidden, ids = torch.randn(3, layout.hidden).to(DEVICE), torch.arange(3)[:, None].to(DEVICE)
+            handle = remote.submit(ExpertRequest(layout.layers[0], hidden, ids))
+            while (rows := remote.poll(handle)) is None:
+                remote.wait(1.0, remote.wakeup.fileno())
+            wanted = rows.cpu().clone()
+            remote.update(Directory(2, [], {}), SECRET)
+            remote._retire()
+            while remote._connections or len(remote.rows_on_device.departures):
+                remote.arrivals()
+            assert torch.equal(remote.rows(handle).cpu(), wanted)
+            remote.release(handle)
 
 
 @pytest.mark.slow
@@ -278,7 +315,7 @@ def test_a_server_waits_once_for_its_device(path: Path, layout: ExpertLayout) ->
         memory = torch.from_numpy(hidden).to(DEVICE).view(-1).view(torch.uint8)
         for gate in (None, weights):
             answers = 4 if gate is None else 3
-            shared = DeviceRows(memory, torch.zeros(4 * answers * width, dtype=torch.uint8, device=DEVICE))
+            shared = CallRows(memory, torch.zeros(4 * answers * width, dtype=torch.uint8, device=DEVICE))
             request = wire.Request(layer, 0, experts, rows, gate, hidden[:0], places=places)
             incoming = DeviceIncoming(Answer(answers), 0, 4 * width, shared)  # type: ignore[arg-type]
             calls.append(server.take(incoming, shared, request, width))

@@ -18,7 +18,7 @@ from tests.support.fake_cuda_driver import FakeDriver, Machine
 
 from moesaic.core.errors import ConfigError, DamagedMessage
 from moesaic.kernels import device_sharing
-from moesaic.kernels.device_sharing import BLOCK, NAME_BYTES, CudaIpc
+from moesaic.kernels.device_sharing import _NAME, BLOCK, NAME_BYTES, CudaIpc
 from moesaic.kernels.pointers import capsule_at, tensor_at
 
 GPU = torch.device("cuda", 0)
@@ -93,6 +93,9 @@ def test_what_cannot_be_opened_is_refused(processes: Processes) -> None:
     for damaged in (b"", exported.name[:-1], b"x" * NAME_BYTES):
         with pytest.raises(DamagedMessage, match="bytes do not name memory of a GPU"):
             theirs.open(damaged)
+    magic, uuid, contents, size, process = _NAME.unpack(exported.name)
+    with pytest.raises(DamagedMessage, match=f"memory of {size} bytes of a GPU is named as {size + 1} bytes"):
+        theirs.open(_NAME.pack(magic, uuid, contents, size + 1, process))
     unknown = exported.name.replace(b"handle", b"HANDLE")
     with pytest.raises(ConfigError, match="cuIpcOpenMemHandle on GPU GPU-00000002.*: mapping of buffer"):
         theirs.open(unknown)

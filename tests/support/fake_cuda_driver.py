@@ -107,6 +107,14 @@ class FakeDriver:
         self._machine.handles[handle.contents] = self._process, address
         return SUCCESS, handle
 
+    def cuCtxSynchronize(self) -> tuple[int]:
+        return (SUCCESS if self._current else INVALID_CONTEXT,)
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:
+        if not self._current or address not in self._machine.memory:
+            return INVALID_VALUE, 0, 0
+        return SUCCESS, address, len(self._machine.memory[address])
+
     def cuIpcOpenMemHandle(self, handle: Handle, flags: int) -> tuple[int, int]:
         assert flags == 1, "the only flag that it takes"
         if not self._current:

@@ -10,14 +10,12 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from scripts.gpu import child, identity, kernels, served
 from scripts.gpu.parts import PARTS
 
 from moesaic.commands import bench_kernels
 from moesaic.hardware import roofline
-from tests.support.gpu_graphs import graphs
-from tests.support.gpu_sanitizer import sanitized
+from tests.support.gpu_process import take_device
 
 SMALL: tuple[tuple[ModuleType, dict[str, Any]], ...] = (
     (identity, {"LENGTHS": (1, 5), "NEW": 2}),
@@ -31,16 +29,11 @@ SMALL: tuple[tuple[ModuleType, dict[str, Any]], ...] = (
 
 def main() -> int:
     """As `scripts.gpu.child`. The device is there until the process ends."""
-    np.seterr(all="ignore")  # the interpreter's own warnings
     for module, names in SMALL:
         mock.patch.multiple(module, **names).start()  # type: ignore[no-untyped-call]
-    for device in (sanitized(), graphs()):
-        device.__enter__()
-        _HELD.append(device)
+    take_device()
     return child.main(PARTS)
 
-
-_HELD: list[object] = []
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -276,15 +276,20 @@ def test_a_client_that_ends_waits_a_moment_for_servers(pair: Pair, monkeypatch: 
 def test_memory_of_a_client_that_has_ended_is_a_lost_connection(
     gpu: Gpu, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its process lives, the GPUs cannot share memory, and the server says so."""
+    """Where its process lives, the GPUs cannot share memory, and the server says so. If it has opened memory
+    of any client before, only this client is wrong."""
     ended = False
 
     def refused(name: bytes) -> Memory:
         raise ConfigError("the GPUs have no peer access")
 
     monkeypatch.setattr(pair.answerer, "_open_memory", refused)
-    monkeypatch.setattr("moesaic.transport.device_calls._ended", lambda process, seconds: ended)
+    monkeypatch.setattr("moesaic.transport.device_calls.ended", lambda process, seconds: ended)
+    monkeypatch.setattr(DeviceAnswerer, "has_opened", False)
     with pytest.raises(ConfigError, match="no peer access"):
+        pair.call()
+    monkeypatch.setattr(DeviceAnswerer, "has_opened", True)
+    with pytest.raises(DamagedMessage, match="no peer access"):
         pair.call()
     ended = True
     with pytest.raises(ConnectionLost, match="has ended"):

@@ -273,6 +273,11 @@ class Members:
         ranks = 1 if role is Role.SERVER else self._worker_config.parallel.ranks_per_node
         return () if on_cpu else choose(self._gpus, [member.devices for member in self.all], ranks)
 
+    @property
+    def own_gpus(self) -> int | None:
+        """GPUs of this host, if each process needs one of its own. None: processes may share them."""
+        return len(self._gpus) if self._worker_config.model.cudagraph_mode == "full" else None
+
     def _beside(self, worker: Member) -> int:
         """Number of other processes that may use a GPU of this worker."""
         if self.launcher.elsewhere:

@@ -130,6 +130,10 @@ class Changes:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
         self._check_limits(servers, workers, prefill)
+        gpus, processes = self._members.own_gpus, servers + workers + prefill
+        if gpus is not None and processes > gpus:
+            needs = f"--cudagraph-mode full needs a GPU for each of {processes} processes; there are {gpus}"
+            raise ScalingError(needs, conflict=True)
         joined = sum(member.elsewhere for member in self._members.servers[:servers])
         joined -= sum(member.elsewhere for member in self._members.workers[:workers])
         if self._cluster.enable_expert_parallel and servers - joined != workers:

@@ -282,7 +282,7 @@ class KernelsBench:
     kernels: KernelName = "auto"
     """Kernels to time, as for `moesaic serve`."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where they compute. On a GPU several calls of an operation are recorded as one CUDA graph."""
+    """Device whose kernels are timed. On a GPU several calls of an operation are one CUDA graph."""
     threads: int | None = None
     """Number of compute threads. None: one per core."""
     seconds: float = 0.2

@@ -43,9 +43,9 @@ OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "split", "
 MetricsPrefix = Literal["moesaic:", "vllm:"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 HostTransport = Literal["shm", "socket", "nixl", "cuda_ipc"]
-"""Transport between processes of one host: shm or socket. nixl: one-sided writes between hosts, and shm or a
-socket on one host. With the others there is encrypted TCP between hosts. cuda_ipc: shm, and rows stay on the
-GPUs of this host."""
+"""Transport between processes of one host: shm or socket. Between hosts both stand for encrypted TCP. nixl:
+one-sided writes between hosts, and shm or a socket on one host. cuda_ipc: one host only; shm, and rows stay
+on its GPUs."""
 KVRole = Literal["prefill", "decode"]
 """What an attention worker has to do with the KV of other workers."""
 Transport = Literal["auto", HostTransport]

@@ -59,9 +59,9 @@ class ModelConfig:
     enforce_eager: bool = False
     """Run every step operation by operation. Without it decode steps are recorded once and replayed."""
     cudagraph_mode: CudagraphMode = "piecewise"
-    """How decode steps are recorded on a GPU whose experts are on servers. piecewise: a CUDA graph ends at
-    each layer's experts. full: one graph is the whole step, and kernels ask the servers; it needs --transport
-    cuda_ipc, --kernels triton and a GPU for each process."""
+    """How a worker on a GPU records decode steps whose experts are on servers. piecewise: a CUDA graph ends
+    at each layer's experts. full: one graph is the whole step, and its kernels ask the servers; it needs
+    --transport cuda_ipc, --kernels triton, lockstep, one batch in flight and a GPU for each process."""
     mmap: bool = True
     """Compute from the mapped checkpoint files, whose memory the processes of a host share. --no-mmap copies
     the weights into huge pages of each process, which a CPU reads faster. Expert servers always map; with
@@ -345,7 +345,7 @@ class WorkerConfig:
             parse_bytes("--kv-cache-memory", self.cache.kv_cache_memory)
 
     def _check_full_graphs(self) -> None:
-        """Raises ConfigError for what steps that are one graph each cannot go with."""
+        """Raises ConfigError for a setting that --cudagraph-mode full does not work with."""
         model, scheduler = self.model, self.scheduler
         for flag, given, needed in (
             ("--kernels", model.kernels, "triton"),
@@ -354,11 +354,11 @@ class WorkerConfig:
             ("--inflight-batches", scheduler.inflight_batches, 1),
             ("--combine", scheduler.combine, "exact"),
             ("--tensor-parallel-size", self.parallel.tensor_parallel_size, 1),
-            ("--fast-memory", self.offload or self.server_memory, None),
+            ("--fast-memory", "a size" if self.offload or self.server_memory else None, None),
             ("--paced", self.paced, None),
         ):
             if given != needed:
-                said = "nothing" if needed in (None, False) else str(needed)
+                said = "nothing" if needed is None else str(needed)
                 raise ConfigError.field(flag, given, f"{said} with --cudagraph-mode full")
 
     def _check_speculation(self, given: str) -> None:

@@ -21,7 +21,7 @@ from moesaic.experts.client import ExpertRequest, RequestArrays
 from moesaic.kernels.device_sharing import DeviceSharing
 from moesaic.kernels.moving import arrays, moved
 from moesaic.transport.calls import Call, Caller
-from moesaic.transport.device_calls import Departures, DeviceCall, DeviceCaller, DeviceIncoming, DeviceRows
+from moesaic.transport.device_calls import CallRows, Departures, DeviceCall, DeviceCaller, DeviceIncoming
 from moesaic.transport.device_heap import DeviceHeap, Place
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class ServerRows:
         self._device = device
 
     def take(
-        self, incoming: DeviceIncoming, shared: DeviceRows, request: wire.Request, width: int
+        self, incoming: DeviceIncoming, shared: CallRows, request: wire.Request, width: int
     ) -> SharedCall:
         """A call that arrived. Its rows are read once, without waiting for the GPU."""
         assert request.places is not None

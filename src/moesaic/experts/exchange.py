@@ -118,6 +118,8 @@ class _Server:
     entry: ServerEntry
     mailbox: ServerMailbox
     slot: int
+    given_up: bool = False
+    """Whether the worker has given up the connection beside it. A new connection gets a new mailbox."""
 
 
 class DeviceExchange:
@@ -159,6 +161,7 @@ class DeviceExchange:
         self._version = -1
         """Version of the directory that the table was made from."""
         self._live, self._under_way = 0, False
+        remote.before_late = self._progress
         self._layer_pairs = np.zeros(len(layout.layers), dtype=np.int64)
         self._calls = 0
         self.failed = False
@@ -235,8 +238,8 @@ class DeviceExchange:
         listed = {entry.server for entry in self._directory.servers}
         connected = self._remote.connected
         for server, one in self._servers.items():
-            given_up = server in listed and connected.get(server) != one.entry
-            if given_up or not one.mailbox.alive():
+            one.given_up |= server in listed and connected.get(server) != one.entry
+            if one.given_up or not one.mailbox.alive():
                 self._memory.abort()
 
     def _progress(self) -> None:
@@ -262,7 +265,8 @@ class DeviceExchange:
         connected = {one.server: one for one in self._directory.servers if there.get(one.server) == one}
         for server, entry in list(self._wanted.items()):
             known = self._servers.get(server)
-            if connected.get(server) != entry or (known is not None and not known.mailbox.alive()):
+            gone = known is not None and (known.given_up or not known.mailbox.alive())
+            if connected.get(server) != entry or gone:
                 self._drop(server)
         for server, entry in connected.items():
             if server not in self._wanted:
@@ -278,6 +282,8 @@ class DeviceExchange:
     def _join(self, entry: ServerEntry, mailbox: ServerMailbox) -> None:
         taken = {one.slot for one in self._servers.values()}
         free = next((slot for slot in range(self._memory.exchange.slots) if slot not in taken), None)
+        if free is None:
+            LOG.warning("expert server %d gets no mailbox: %d servers have one", entry.server, len(taken))
         if self._wanted.get(entry.server) != entry or free is None:
             mailbox.leave()
             self._leaving.append(mailbox)
@@ -357,6 +363,10 @@ class DeviceExchange:
 
     def close(self) -> None:
         """Close all connections. Memory that a server may still write into is not freed."""
+        until = self._clock() + CLOSE_SECONDS
+        while self._under_way and not self._memory.ended and self._clock() < until:
+            self._memory.abort()
+            time.sleep(NAP_SECONDS)
         for server in list(self._wanted):
             self._drop(server)
         for _, mailbox in self._connecting.made():

@@ -15,7 +15,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.kernels.device_sharing import DeviceSharing
 from moesaic.kernels.exchange import FAILED, LEAST_SLOTS, Exchange
-from moesaic.kernels.moving import moved, pinned
+from moesaic.kernels.moving import moved
 from moesaic.transport.mailbox import PAGE
 
 Result = TypeVar("Result")
@@ -37,6 +37,9 @@ class DeviceMemory:
         self._report_here = torch.zeros(2 + layers * slots, dtype=torch.int32, pin_memory=True)
         self._report = torch.zeros(2 + layers * slots, dtype=torch.int32, device=device)
         self._event: torch.cuda.Event | None = None
+        self._live = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._none = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        """Pinned once: the driver may wait for a graph when it allocates such memory."""
         headers = np.stack([wire.header(layer, layout.hidden, worker) for layer in layout.layers])
         shared = self.rows.tensor[: 4 * rows * layout.hidden].view(torch.float32)
         self.exchange = Exchange(
@@ -68,17 +71,14 @@ class DeviceMemory:
         At any other time a step has no rows, so what is launched then asks nobody.
         """
         self._abort[0] = 0
-        self._set(live)
+        self._live[0] = live  # the step before, which read it, has ended
+        self.exchange.step.copy_(self._live, non_blocking=True)
         result = replay()
         self._report_here.copy_(self._report, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(self._report.device))
-        self._set(0)
+        self.exchange.step.copy_(self._none, non_blocking=True)
         return result
-
-    def _set(self, live: int) -> None:
-        """The rows of a step that has not failed."""
-        self.exchange.step.copy_(pinned(torch.tensor([live, 0], dtype=torch.int32)), non_blocking=True)
 
     @property
     def ended(self) -> bool:

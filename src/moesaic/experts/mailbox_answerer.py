@@ -10,7 +10,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.experts.server_mailbox import RowMemory
 from moesaic.transport.calls import Incoming, Outstanding
-from moesaic.transport.device_calls import DeviceIncoming, DeviceRows
+from moesaic.transport.device_calls import CallRows, DeviceIncoming
 from moesaic.transport.device_heap import SharedMemory
 from moesaic.transport.mailbox import HEAD, MailboxServer
 
@@ -78,7 +78,7 @@ class MailboxAnswerer:
             raise DamagedMessage(f"a request claims {rows} of {self._rows} rows, and {pairs} pairs")
         request = self._end.request[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()
         incoming = _Request(self._end, number, request, pairs)
-        shared = DeviceRows(self._hidden, self._answers[: incoming.rows * self._width])
+        shared = CallRows(self._hidden, self._answers[: incoming.rows * self._width])
         return [DeviceIncoming(incoming, 0, self._width, shared)]
 
     def close(self) -> None:

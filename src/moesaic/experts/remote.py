@@ -71,6 +71,8 @@ class RemoteExperts:
 
     routes: Routes | None = None
     """Who wants to know which server answers for which pair."""
+    before_late: Callable[[], None] = staticmethod(lambda: None)
+    """Tells `Replicas` what servers were asked and have answered in other ways."""
 
     def __init__(
         self,
@@ -292,6 +294,7 @@ class RemoteExperts:
         now, relayed = self._clock(), open_calls(self._connections)
         for server in self._replicas.slow(waited_for(relayed), now) if relayed else ():
             self._sender.take_back([part for one in relayed for part in needing(one, server)])
+        self.before_late()
         for server in self._replicas.late(now):
             self._replicas.mask(server)
             self._fail(server)
@@ -377,6 +380,7 @@ class RemoteExperts:
         if connection is None:
             return []
         self._replicas.lost(server, connection.outstanding)
+        self._make_room()  # the connection's memory may be freed
         connection.caller.close()
         for relayed in connection.relayed.values():
             relayed.closed = True

@@ -169,6 +169,10 @@ class ExpertServer:
         there = incoming.shared if isinstance(incoming, DeviceIncoming) else None
         on_device = None if there is None else len(there.rows) // (4 * layout.hidden)
         request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden, on_device)
+        if there is not None and (len(there.rows) % (4 * layout.hidden) or request.parts or request.greeting):
+            raise DamagedMessage(
+                f"a request has {len(there.rows)} bytes of rows on a GPU, or parts beside them"
+            )
         shape = (request.answer_rows, layout.hidden)
         known = request.layer in self._index or request.work is not None or request.greeting
         if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:

@@ -33,11 +33,6 @@ class RowMemory:
         """Of the largest request."""
         return wire.size(self.rows, self.pairs, self.hidden, False, on_device=True)
 
-    @property
-    def answer_bytes(self) -> int:
-        """Of all answer rows."""
-        return 4 * self.pairs * self.hidden
-
     def packed(self) -> bytes:
         """What the worker sends."""
         head = _NAMES.pack(self.rows, self.hidden, self.pairs, len(self.rows_name))
@@ -153,7 +148,10 @@ class MailboxDialer:
     def dial(self, address: str, secret: bytes) -> ServerMailbox:
         """A mailbox at the server at `address`. Raises ConfigError and ConnectionLost."""
         rows, hidden, pairs = self._sizes
-        answers = self._spare.pop() if self._spare else self._sharing.export(4 * pairs * hidden)
+        try:
+            answers = self._spare.pop()
+        except IndexError:  # other threads may have taken the last one
+            answers = self._sharing.export(4 * pairs * hidden)
         try:
             names = RowMemory(rows, hidden, pairs, self._memory.name, answers.name)
             mailbox = connect_mailbox(address, secret, names.request_bytes, names.packed())

@@ -138,6 +138,10 @@ class CudaIpc:
         flags = int(self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         with self._current():
             address = self._call("cuIpcOpenMemHandle", handle, flags)
+            _, there = self._results("cuMemGetAddressRange", address)
+            if size > int(there):
+                self._call("cuIpcCloseMemHandle", address)
+                raise DamagedMessage(f"memory of {there} bytes of a GPU is named as {size} bytes")
         tensor = tensor_at(int(address), size, self._device)
         return _DriverMemory(self, b"", tensor, "cuIpcCloseMemHandle", address)
 
@@ -153,8 +157,13 @@ class CudaIpc:
         return _DriverMemory(self, b"", tensor, "cuMemHostUnregister", address, memory)
 
     def give_back(self, how: str, address: Any) -> None:
-        """Call the driver's function `how` with an address."""
+        """Call the driver's function `how` with an address.
+
+        Memory of another process is closed when the own GPU has done all work, which may read it.
+        """
         with self._current():
+            if how == "cuIpcCloseMemHandle":
+                self._call("cuCtxSynchronize")
             self._call(how, address)
 
     @staticmethod
@@ -177,13 +186,19 @@ class CudaIpc:
                 raise _refused(f"GPUs {self._uuid} and {uuid} have no peer access to each other")
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """One function of the driver. Raises ConfigError with the driver's own words."""
+        """The first result of a function of the driver. Raises as `_results`."""
+        results = self._results(name, *arguments)
+        return results[0] if results else None
+
+    def _results(self, name: str, *arguments: Any) -> list[Any]:
+        """What a function of the driver returns. Raises ConfigError with the driver's own words."""
+        results: list[Any]
         error, *results = getattr(self._driver, name)(*arguments)
         if int(error):
             _, text = self._driver.cuGetErrorString(error)
             words = text.decode() if isinstance(text, bytes) else str(error)
             raise _refused(f"{name} on GPU {self._uuid}: {words}")
-        return results[0] if results else None
+        return results
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class DeviceRows:
+class CallRows:
     """Rows of a call in memory of the client's GPU."""
 
     rows: Any
@@ -195,7 +195,7 @@ class Departures:
         waiting, self._waiting = self._waiting, []
         for sock, said, process, heap in waiting:
             said = _last_byte(sock, said)
-            if said != GOODBYE and not _ended(process):
+            if said != GOODBYE and not ended(process):
                 self._waiting.append((sock, said, process, heap))
                 continue
             sock.close()
@@ -223,7 +223,7 @@ def _last_byte(sock: socket.socket, said: bytes) -> bytes:
     return said
 
 
-def _ended(process: int, seconds: float = 0.0) -> bool:
+def ended(process: int, seconds: float = 0.0) -> bool:
     """Whether the process of a pidfd has ended, or does within so many seconds."""
     poller = select.poll()
     poller.register(process, select.POLLIN)
@@ -242,7 +242,7 @@ def process_of(end: ShmCaller | ShmAnswerer) -> int:
 class DeviceIncoming:
     """An Incoming of a DeviceAnswerer."""
 
-    def __init__(self, incoming: Incoming, begin: int, row_bytes: int, shared: DeviceRows | None) -> None:
+    def __init__(self, incoming: Incoming, begin: int, row_bytes: int, shared: CallRows | None) -> None:
         self._incoming, self._begin, self._row_bytes = incoming, begin, row_bytes
         self.shared = shared
         """The rows, if they are on the device."""
@@ -283,6 +283,8 @@ class DeviceAnswerer:
         self._closed = False
 
     events = select.POLLIN
+    has_opened = False
+    """Whether this process has opened memory of any client."""
 
     def fileno(self) -> int:
         return self._answerer.fileno()
@@ -326,7 +328,7 @@ class DeviceAnswerer:
             return DeviceIncoming(incoming, start, incoming.row_bytes, None)
         rows = self._part(names[:first], begin, size)
         answers = self._part(names[first:], answer, incoming.rows * row_bytes)
-        return DeviceIncoming(incoming, start, row_bytes, DeviceRows(rows, answers))
+        return DeviceIncoming(incoming, start, row_bytes, CallRows(rows, answers))
 
     def _part(self, name: bytes, begin: int, size: int) -> Any:
         if name not in self._opened:
@@ -337,10 +339,18 @@ class DeviceAnswerer:
         return tensor[begin : begin + size]
 
     def _open(self, name: bytes) -> SharedMemory:
-        """Open memory of the client. Raises ConnectionLost if its process has ended, or is about to."""
+        """Open memory of the client. Raises ConnectionLost if its process has ended, or is about to.
+
+        If no memory of any client could be opened so far, it raises ConfigError: GPUs cannot share memory.
+        Otherwise only this client is wrong.
+        """
         try:
-            return self._open_memory(name)
-        except ConfigError:
-            if _ended(self._process, LEAVING_SECONDS):
+            memory = self._open_memory(name)
+        except ConfigError as error:
+            if ended(self._process, LEAVING_SECONDS):
                 raise ConnectionLost("the process of the client has ended") from None
+            if DeviceAnswerer.has_opened:
+                raise DamagedMessage(str(error)) from None
             raise
+        DeviceAnswerer.has_opened = True
+        return memory

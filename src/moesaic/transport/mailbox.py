@@ -30,6 +30,7 @@ import numpy.typing as npt
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.transport.address import peer_process
 from moesaic.transport.authentication import Deadline, read_exactly
+from moesaic.transport.device_calls import GOODBYE, ended
 
 PAGE = 4096
 HEAD = PAGE
@@ -41,8 +42,7 @@ LOOK_SECONDS = 1e-3
 AWAKE_SECONDS, NAP_SECONDS = 0.1, 5e-4
 """A server that was told to stay awake naps between two looks after so long without a request."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_OK, GOODBYE = b"+", b"."
-"""GOODBYE is the last byte of a server that has closed the memory of its client."""
+_OK = b"+"
 _GONE = "the other end closed the connection"
 
 
@@ -123,9 +123,9 @@ class MailboxClient(_MailboxEnd):
         It said goodbye, or its process has ended. The socket alone does not show it: it closes before the
         work of a process on its GPU has ended.
         """
-        while self.lost is None and self._read():
+        while self._read():
             pass
-        return self._said == GOODBYE or bool(select.select([self._process], [], [], 0)[0])
+        return self._said == GOODBYE or ended(self._process)
 
     def close(self) -> None:
         if not self._closed:
@@ -228,10 +228,14 @@ def make_mailbox(sock: socket.socket, request_bytes: int, names: bytes, deadline
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
         mailbox = MailboxClient(sock, descriptor)
-        deadline.apply(sock)
-        socket.send_fds(sock, [_OK], [descriptor])
-        sock.sendall(len(names).to_bytes(4, "little") + names)
-        read_exactly(sock, len(_OK), deadline)
+        try:
+            deadline.apply(sock)
+            socket.send_fds(sock, [_OK], [descriptor])
+            sock.sendall(len(names).to_bytes(4, "little") + names)
+            read_exactly(sock, len(_OK), deadline)
+        except BaseException:
+            mailbox.close()
+            raise
     finally:
         os.close(descriptor)
     sock.setblocking(False)
