@@ -423,6 +423,22 @@ def test_a_server_that_joined_is_no_part_of_a_pair() -> None:
     scene.members.stop()
 
 
+def test_whole_steps_as_graphs_need_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(1)
+    cluster = ClusterConfig(expert_servers=1)
+    changes = Changes(
+        scene.members, scene.publisher, scene.router, cluster, lambda: np.ones((1, 4)), lambda: 0.0
+    )
+    monkeypatch.setattr(scene.members, "_gpus", ("0", "1", "2"))
+    changes.check(3, 1)
+    model = ModelConfig("m", device="cuda", kernels="triton", cudagraph_mode="full")
+    monkeypatch.setattr(scene.members, "_worker_config", WorkerConfig(model))
+    changes.check(2, 1)
+    with pytest.raises(ScalingError, match="full needs a GPU for each of 4 processes; there are 3"):
+        changes.check(3, 1)
+    scene.members.stop()
+
+
 def test_a_worker_without_requests_is_asked_again_to_look_for_late_answers(spawning: list[Scene]) -> None:
     scene = Scene(2)
     spawning.append(scene)
