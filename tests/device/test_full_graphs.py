@@ -263,7 +263,7 @@ def test_models_with_states_say_that_their_steps_stay_in_parts(
         full_graphs.full_graphs(*given)
 
 
-def test_what_needs_servers_with_gpus_of_their_own(path: Path) -> None:
+def test_what_needs_servers_with_gpus_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = full(path)
     full_graphs.check_full_graphs(whole)
     for flag, change in (
@@ -274,3 +274,6 @@ def test_what_needs_servers_with_gpus_of_their_own(path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"^{flag}"):
             full_graphs.check_full_graphs(replace(whole, **change))  # type: ignore[arg-type]
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(ConfigError, match="aarch64"):
+        full_graphs.check_full_graphs(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from moesaic.runtime.step.running_step import SegmentRunner, StepRunner
 from moesaic.runtime.step.stages import BlockStages
 
 LOG = logging.getLogger(__name__)
+X86 = ("x86_64", "AMD64")
+"""Hosts whose CPUs see the writes of a device in their order."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ def check_full_graphs(config: WorkerConfig) -> None:
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --cudagraph-mode full")
     if config.transport != "cuda_ipc":
         raise ConfigError.field("--transport", config.transport, "cuda_ipc with --cudagraph-mode full")
+    if platform.machine() not in X86:
+        line = "--cudagraph-mode full: servers read what kernels post without the barriers of this host's CPU"
+        raise ConfigError(f"{line}, {platform.machine()}; allowed: piecewise")
     if config.model.device != "cuda":
         raise ConfigError.field("--device", config.model.device, "cuda with --cudagraph-mode full")
     if config.beside:
