@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ from tests.support.cluster_driver import Answer, Cluster, cluster
 
 RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
 COUNT, TOKENS = 8, 24
+UNANSWERED_SECONDS = 0.05
+"""A server that is frozen so long gets calls, but is not late. So it has some when it is killed."""
 BRIEF = annealing.AnnealingSearch(steps=1_000, brief=500)
 """Bits don't depend on how good a placement is."""
 
@@ -146,6 +149,8 @@ def test_with_two_copies_beside_a_file_no_request_waits_for_a_dead_server(
         def disturb(tokens: int) -> None:
             if tokens > 40 and not killed:
                 killed.append(served.pid("expert server 1"))
+                os.kill(killed[0], signal.SIGSTOP)
+                time.sleep(UNANSWERED_SECONDS)
                 os.kill(killed[0], signal.SIGKILL)
 
         served.submit(*workload(COUNT, TOKENS))
