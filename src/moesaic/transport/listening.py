@@ -77,11 +77,7 @@ def connect(
         raise ConfigError.field("kind", kind, "stream: the compiled module moesaic.transport._shm is missing")
     if kind == "nixl":
         check_installed()
-    deadline = Deadline(timeout)
-    try:
-        sock = addresses.dial(where, timeout)
-    except OSError as error:
-        raise ConnectionLost(f"no connection to {address}: {error.strerror or error}") from None
+    deadline, sock = Deadline(timeout), _dialed(where, timeout)
     try:
         keys = prove_as_client(sock, secret, terms, deadline)
         if kind in SHARED:
@@ -107,17 +103,21 @@ def connect_mailbox(
     where = addresses.parse(address)
     if not where.path:
         raise ConfigError.field("address", address, "unix: for a mailbox")
-    deadline = Deadline(timeout)
-    try:
-        sock = addresses.dial(where, timeout)
-    except OSError as error:
-        raise ConnectionLost(f"no connection to {address}: {error.strerror or error}") from None
+    deadline, sock = Deadline(timeout), _dialed(where, timeout)
     try:
         prove_as_client(sock, secret, Terms("mailbox", max(MIN_HEAP, request_bytes)), deadline)
         return make_mailbox(sock, request_bytes, names, deadline)
     except (OSError, ConnectionLost) as error:
         sock.close()
         raise ConnectionLost(f"no connection to {address}: {error}") from None
+
+
+def _dialed(where: addresses.Address, timeout: float) -> socket.socket:
+    """A socket to an address. Raises ConnectionLost."""
+    try:
+        return addresses.dial(where, timeout)
+    except OSError as error:
+        raise ConnectionLost(f"no connection to {where}: {error.strerror or error}") from None
 
 
 def kind_of(transport: str, address: str) -> str:
