@@ -109,6 +109,18 @@ def test_a_closed_end_is_noticed_by_both() -> None:
     first.close()
 
 
+def test_the_last_to_close_writes_to_no_other_file(tmp_path: Path) -> None:
+    """The others' descriptors are closed by then, and their numbers belong to other files."""
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda group: TorchPeers("gloo", group, CPU), local_group(2))
+    first.close()
+    files = [(tmp_path / str(place)).open("w") for place in range(4)]
+    second.close()
+    for file in files:
+        file.close()
+    assert [(tmp_path / str(place)).read_bytes() for place in range(4)] == [b""] * 4
+
+
 def test_ranks_meet_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So nothing remains when a process is killed."""
     opened: list[str] = []

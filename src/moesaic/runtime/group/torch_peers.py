@@ -2,6 +2,9 @@
 
 The ranks find each other through a file in the memory of the first rank, which only processes of the same
 user can open. Neither library encrypts, so all ranks have to be on one host. gloo listens on 127.0.0.1.
+
+torch's store opens the file by its path at each use, and once more when it is freed. So every rank has a
+descriptor of its own, which it closes after the store. Otherwise its number can belong to another file then.
 """
 
 from __future__ import annotations
@@ -48,10 +51,11 @@ class TorchPeers:
         self._file = os.memfd_create("moesaic-ranks") if group.rank == 0 else None
         path = group.announce(f"/proc/{os.getpid()}/fd/{self._file}".encode()).decode()
         try:
-            store = C10D.FileStore(path, group.size)
-            store.set_timeout(timedelta(seconds=MEET_SECONDS))
-            self._backend = (_nccl if backend == "nccl" else _gloo)(store, group)
-        except RuntimeError as error:
+            if self._file is None:
+                self._file = os.open(path, os.O_RDWR)
+            self._backend = _connected(backend, group, self._file)
+        except (OSError, RuntimeError) as error:
+            self._file = None  # stays open: the error's frames hold the store
             raise self._lost(error) from None
         each = [1] * group.size
         self.exchange(probe, each, each)  # NCCL connects in its first one
@@ -85,15 +89,22 @@ class TorchPeers:
             free()
         if self._backend is not None:
             self._backend.abort()
-            self._backend = None
+            self._backend = None  # frees the store
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _lost(self, error: RuntimeError) -> ConnectionLost:
+    def _lost(self, error: Exception) -> ConnectionLost:
         if not (self.capturable and torch.cuda.is_current_stream_capturing()):
             self.close()  # else whoever records a graph closes once that is given up
         return ConnectionLost(f"an exchange of rows through {self._name} failed: {_sentence(error)}")
+
+
+def _connected(backend: str, group: Group, file: int) -> _Backend:
+    """The backend, which alone holds the store. file: this rank's descriptor."""
+    store = C10D.FileStore(f"/proc/self/fd/{file}", group.size)
+    store.set_timeout(timedelta(seconds=MEET_SECONDS))
+    return (_nccl if backend == "nccl" else _gloo)(store, group)
 
 
 def _nccl(store: Any, group: Group) -> _Backend:
@@ -110,6 +121,6 @@ def _gloo(store: Any, group: Group) -> _Backend:
     return backend
 
 
-def _sentence(error: RuntimeError) -> str:
+def _sentence(error: Exception) -> str:
     """The first sentence of an error of torch, without the place in its source."""
     return re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
