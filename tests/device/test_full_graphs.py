@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ from tests.support.gpu_shared_memory import shared_memory
 from tests.support.triton_kernels import INTERPRETED
 
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import Directory, ExpertLayout
+from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.request import SamplingParams, TokenRoute
 from moesaic.experts.exchange import DeviceExchange
 from moesaic.runtime import full_graphs
@@ -261,6 +263,18 @@ def test_models_with_states_say_that_their_steps_stay_in_parts(
     kernels.exchange = None
     with pytest.raises(ConfigError, match="^--cudagraph-mode full: this Triton has no atomic loads"):
         full_graphs.full_graphs(*given)
+
+
+def test_a_second_mailbox_at_a_server_is_left() -> None:
+    """Two attempts to connect may both succeed. Nobody would wait until the server has left a lost one."""
+    entry, exchange = ServerEntry(0, 1, Endpoint("unix:@")), DeviceExchange.__new__(DeviceExchange)
+    exchange._servers, exchange._wanted, exchange._leaving = {}, {0: entry}, []
+    exchange._memory = SimpleNamespace(exchange=SimpleNamespace(slots=2))  # type: ignore[assignment]
+    first, second = Mock(), Mock()
+    exchange._join(entry, first)
+    exchange._join(entry, second)
+    assert exchange._servers[0].mailbox is first and exchange._leaving == [second]
+    assert second.leave.called and not first.leave.called
 
 
 def test_what_needs_servers_with_gpus_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
