@@ -30,7 +30,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
 from moesaic.core.tokens import IntArray
 from moesaic.transport.address import peer_process
 from moesaic.transport.calls import Call, Incoming
-from moesaic.transport.device_heap import DeviceHeap, Place, SharedMemory
+from moesaic.transport.device_heap import DeviceHeap, Place, SharedMemory, try_close
 
 if TYPE_CHECKING:
     from moesaic.transport.shm import ShmAnswerer, ShmCaller
@@ -303,15 +303,19 @@ class DeviceAnswerer:
         return [self._on_device(incoming) for incoming in self._answerer.poll()]
 
     def close(self) -> None:
-        """Close the client's memory and say so. Nothing that uses it may be under way on the own GPU."""
+        """Close the client's memory and say so. Nothing that uses it may be under way on the own GPU.
+
+        Where the GPU cannot close some of it, the client is not told. It keeps that memory until this process
+        has ended.
+        """
         if self._closed:
             return
         self._closed = True
-        for memory in self._opened.values():
-            memory.close()
+        left = [memory for memory in self._opened.values() if not try_close(memory)]
         self._opened.clear()
         os.close(self._process)
-        self._answerer.say(GOODBYE)
+        if not left:
+            self._answerer.say(GOODBYE)
         self._answerer.close()
 
     def _on_device(self, incoming: Incoming) -> DeviceIncoming:
