@@ -139,10 +139,10 @@ def counted() -> Iterator[Copies]:
         see(*operation)
 
     def submitted(self: RemoteExperts, request: Any) -> Any:
-        before = len(WAITS.of)
+        before = len(WAITS.mine.of)
         handle = submit(self, request)
         copies.requests += 1
-        assert WAITS.of[before:] == ["synchronize"], "the host waits once for a request"
+        assert WAITS.mine.of[before:] == ["synchronize"], "the host waits once for a request"
         return handle
 
     with mock.patch.object(WAITS, "see", seen), mock.patch.object(RemoteExperts, "submit", submitted):

@@ -34,6 +34,7 @@ except ImportError:  # installed without a compiler, or not on Linux
 else:
     SHARED_MEMORY = True
 
+MODULE = "moesaic.runtime.group"
 ALIVE_SECONDS = 0.2
 """Seconds between two signs of life."""
 FROZEN_SECONDS = 5.0
@@ -152,12 +153,12 @@ class RankLauncher:
         return process
 
 
-def spawn_rank(config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
+def spawn_rank(config: WorkerConfig, rank: int, module: str = MODULE) -> subprocess.Popen[bytes]:
     """Start the process of one rank. It waits for its first line, the place where the ranks meet.
 
-    config: of the worker, with all cores and threads of the group.
+    config: of the worker, with all cores and threads of the group. module: what Python runs.
     """
-    command = [sys.executable, "-m", "moesaic.runtime.group", "--rank", str(rank)]
+    command = [sys.executable, "-m", module, "--rank", str(rank)]
     return subprocess.Popen(
         [*command, "--config", of_rank(config, rank).to_json()],
         stdin=subprocess.PIPE,
