@@ -129,7 +129,10 @@ def test_another_group_goes_on(path: Path, expected: Tokens) -> None:
         found.check_counts(expected)
 
 
-@pytest.mark.parametrize("scheduler", [{"inflight_batches": 2}, {"schedule": "async", "combine": "partial"}])
+@pytest.mark.parametrize(
+    "scheduler",
+    [pytest.param({"inflight_batches": 2}, marks=pairs.REST), {"schedule": "async", "combine": "partial"}],
+)
 def test_no_row_goes_to_the_host(path: Path, scheduler: dict[str, Any]) -> None:
     """Neither between the ranks, nor on the way to servers. Tokens are those of a worker without ranks."""
     layout = layout_of(test_servers.config(path, "cpu").model)
