@@ -90,7 +90,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         routes=TokenRoutes(loaded.model.spec.moe_layers) if loaded.model.spec.moe_layers else None,
         observer=observer_of(config.trace, context.clock),
         speculation=speculation,
-        predictor=_predictor(stages, experts),
+        predictor=_predictor(stages, experts, runner),
     )
 
 
@@ -112,7 +112,8 @@ def with_servers(
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *others)
     replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
     remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows, replicas)
-    runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
+    recorded = _runner(context, stages, remote)
+    runner, expert_stats = _paced(recorded, remote.stats, pacing)
     asked = Asked(runner, remote, expert_stats)
     if config.model.cudagraph_mode == "full":
         asked = full_graphs(context, stages, layout, remote, replicas, runner)
@@ -134,7 +135,7 @@ def with_servers(
         observer=observer,
         elsewhere=layout,
         speculation=speculation,
-        predictor=_predictor(stages, remote),
+        predictor=_predictor(stages, remote, recorded),
     )
 
 
@@ -196,8 +197,12 @@ def _stages(
     return BlockStages(loaded.model, memory, block_size, device, combine, shared)
 
 
-def _predictor(stages: BlockStages, experts: RoutedExperts) -> LayerPredictor | None:
-    return None if stages.model.prediction is None else LayerPredictor(EagerRunner(stages, experts))
+def _predictor(stages: BlockStages, experts: RoutedExperts, runner: SegmentRunner) -> LayerPredictor | None:
+    """runner: of the steps that it follows."""
+    if stages.model.prediction is None:
+        return None
+    graphs = runner if isinstance(runner, GraphRunner) else None
+    return LayerPredictor(EagerRunner(stages, experts), graphs)
 
 
 def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts) -> SegmentRunner:

@@ -42,7 +42,7 @@ from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
 from moesaic.runtime.group.recorded_rank import RecordedRank
 from moesaic.runtime.group.row_backends import check_backend, connect
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, RunBatch, ShardedModel
+from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.model_loading import (
@@ -138,18 +138,18 @@ def join(
     memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
     collectives = _collectives(config.parallel, rows, owners, loaded.kernels, model.expert_weights, counts)
     sharded = ShardedModel(model, memory, device, block_size, rows, collectives)
-    name, run = _named(config.parallel, owners), _run(config, sharded, loaded.kernels)
-    return RankRunner(run, rows, memory, name, counts, predict=sharded.predict)
+    name, steps = _named(config.parallel, owners), _steps(config, sharded, loaded.kernels)
+    return RankRunner(steps.run, rows, memory, name, counts, predict=steps.predict)
 
 
-def _run(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> RunBatch:
+def _steps(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> ShardedModel | RecordedRank:
     """Records decode steps on a GPU, unless --enforce-eager is given or the kernels cannot."""
     make_recorder = kernels.recorder
     on_gpu = sharded.device.type == "cuda"
     if not on_gpu or config.model.enforce_eager or make_recorder is None:
-        return sharded.run
+        return sharded
     table_width = -(-context_length(config.model) // sharded.block_size)
-    return RecordedRank(sharded, make_recorder(), table_width).run
+    return RecordedRank(sharded, make_recorder(), table_width)
 
 
 def _paged(

@@ -66,6 +66,21 @@ class BlockStages:
             del pending, answer
         return StepResult(hidden, expert_ids=expert_ids)
 
+    def predict(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        hidden: torch.Tensor,
+    ) -> StepGenerator:
+        """Every stage of the layer that predicts the token after the next one.
+
+        hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
+        """
+        layer = len(self.model.blocks)
+        before = self.model.before_prediction(hidden, token_ids)
+        return (yield from self.run(token_ids, positions, attention, before, range(layer, layer + 1)))
+
 
 def until_gate(
     block: Block,
