@@ -52,7 +52,7 @@ from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner
 from moesaic.runtime.step.running_step import Combine, SegmentRunner
-from moesaic.runtime.step.stages import Attend, BlockStages
+from moesaic.runtime.step.stages import BlockStages, SharedHeads
 from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.tracing import observer_of
 from moesaic.transport.wakeup import Wakeup
@@ -99,7 +99,7 @@ def with_servers(
     layout: ExpertLayout,
     loaded: LoadedModel,
     size: CacheSize,
-    shared: Attend | None = None,
+    shared: SharedHeads | None = None,
 ) -> WorkerParts:
     """The parts of a worker whose routed experts are on servers. shared: see `BlockStages`."""
     config = context.config
@@ -186,7 +186,7 @@ def _stages(
     loaded: LoadedModel,
     size: CacheSize,
     layout: ExpertLayout | None = None,
-    shared: Attend | None = None,
+    shared: SharedHeads | None = None,
 ) -> BlockStages:
     """The model's stages over a new cache. layout: of experts on servers."""
     spec, device, block_size = loaded.model.spec, loaded.device, config.cache.block_size
@@ -206,13 +206,18 @@ def _predictor(stages: BlockStages, experts: RoutedExperts, runner: SegmentRunne
 
 
 def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts) -> SegmentRunner:
-    """Records decode steps unless --enforce-eager is given, the kernels cannot record, or other processes
-    take part."""
+    """Records decode steps unless --enforce-eager is given or the kernels cannot record. Steps that other
+    processes take part in are recorded on GPUs only."""
     eager, make_recorder = EagerRunner(stages, experts), stages.model.kernels.recorder
-    if stages.shared is not None or context.config.model.enforce_eager or make_recorder is None:
+    on_gpu = stages.device.type == "cuda"
+    if (
+        context.config.model.enforce_eager
+        or make_recorder is None
+        or (not on_gpu and stages.shared is not None)
+    ):
         return eager
     table_width = -(-context.limits.max_model_len // stages.block_size)
-    make = GraphRunner if stages.device.type == "cuda" else RecordedRunner
+    make = GraphRunner if on_gpu else RecordedRunner
     return make(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from moesaic.collectives.group import Group
 from moesaic.config import ParallelConfig, WorkerConfig
@@ -39,6 +40,7 @@ from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
+from moesaic.runtime.group.recorded_attention import AttentionRecordings
 from moesaic.runtime.group.recorded_rank import RecordedRank
 from moesaic.runtime.group.row_backends import check_backend, connect
 from moesaic.runtime.group.rows import RowCollectives
@@ -241,7 +243,8 @@ def _with_servers(context: WorkerContext) -> WorkerParts:
             config, loaded, context.limits.max_model_len, kv_type(config.cache, loaded), free
         )
         group.announce(_CACHE_SIZE.pack(*astuple(size)))
-        shared = SharedAttention(rows, launcher.why)
+        nothing = torch.empty(0, loaded.model.spec.hidden_size, device=loaded.device)
+        shared = SharedAttention(rows, launcher.why, nothing)
         parts = in_memory.with_servers(replace(context, config=config), layout, loaded, size, shared)
         group.announce(b"")  # every rank has its memory now
     if context.lost is not None:
@@ -300,8 +303,13 @@ def _attention_rank(
     config: WorkerConfig, rows: RowCollectives, loaded: LoadedModel, size: CacheSize
 ) -> AttentionRank:
     block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
-    memory = layer_memory(loaded.model.spec, size, block_size, dtype, device, loaded.kernels)
-    return AttentionRank(loaded.model, memory, device, block_size, rows)
+    model, make_recorder = loaded.model, loaded.kernels.recorder
+    memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
+    recordings = None
+    if device.type == "cuda" and not config.model.enforce_eager and make_recorder is not None:
+        width = -(-context_length(config.model) // block_size)
+        recordings = AttentionRecordings(model, memory, device, block_size, rows, make_recorder(), width)
+    return AttentionRank(model, memory, device, block_size, rows, recordings)
 
 
 def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int | None:

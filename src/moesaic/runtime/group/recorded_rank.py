@@ -12,7 +12,7 @@ recorded, and in which bucket, follows from nothing but the step that the first 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -106,7 +106,7 @@ class RecordedRank:
         self._parts(stages(), rows, unrecorded)
         before = self._model.rows.traffic
         parts = self._parts(stages(), rows, self._make)
-        return parts, _difference(self._model.rows.traffic, before)
+        return parts, self._model.rows.traffic.since(before)
 
     def _make(self, step: Callable[[], Item], given: torch.Tensor | None) -> Recording[Item]:
         self._made.append(self._recorder(step, given))
@@ -155,9 +155,3 @@ class _RecordedStep:
         assert isinstance(hidden, torch.Tensor)
         collectives.replayed(self.sent)
         return hidden[:rows]
-
-
-def _difference(after: Traffic, before: Traffic) -> Traffic:
-    return Traffic(
-        **{one.name: getattr(after, one.name) - getattr(before, one.name) for one in fields(Traffic)}
-    )

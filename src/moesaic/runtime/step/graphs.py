@@ -13,7 +13,8 @@ After a decode step the layer that drafts tokens is replayed too, if the model h
 the step that count, in a bucket of their own.
 
 Where the experts are in this process, one graph is the whole step. Otherwise a graph ends at each request and
-at each merge, as the parts of `recorded.py` do.
+at each merge, as the parts of `recorded.py` do. Where other processes share the attention, they record and
+replay their parts of it together with this one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from moesaic.kernels.moving import moved, pinned
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.step.graph_inputs import GraphInputs, Kind, is_recorded, unrecorded
 from moesaic.runtime.step.recordings import Item, RecordingRunner, SharedMemory, next_item
-from moesaic.runtime.step.running_step import PendingMerge, RunningStep, StepGenerator, StepResult
+from moesaic.runtime.step.running_step import PendingMerge, RunningStep, SharedRows, StepGenerator, StepResult
+from moesaic.runtime.step.stages import RecordedHeads
 
 
 class GraphRunner(RecordingRunner["_RecordedStep"]):
@@ -65,29 +67,32 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
         """A recording of padded rows. The same launches ran once before it."""
         stages, inputs = self._eager.stages, self._inputs(kind)
         run = partial(stages.run, inputs.token_ids, inputs.positions, inputs.attention)
-        return _RecordedStep(inputs, self._made(run, kind.rows, recorder))
+        return _RecordedStep(inputs, *self._made(run, kind, recorder))
 
     def _record_prediction(self, kind: Kind, recorder: OperationRecorder) -> _RecordedStep:
         """As `_record`, of the layer that predicts the token after the next one."""
         stages, inputs = self._eager.stages, self._inputs(kind)
         hidden = torch.zeros(kind.rows, stages.model.spec.hidden_size, device=stages.device)
         run = partial(stages.predict, inputs.token_ids, inputs.positions, inputs.attention, hidden)
-        return _RecordedStep(inputs, self._made(run, kind.rows, recorder), hidden)
+        return _RecordedStep(inputs, *self._made(run, kind, recorder), hidden)
 
     def _inputs(self, kind: Kind) -> GraphInputs:
         stages = self._eager.stages
         return GraphInputs(kind, self._table_width, stages.block_size, stages.device)
 
     def _made(
-        self, run: Callable[[], StepGenerator], rows: int, recorder: OperationRecorder
-    ) -> list[Recording[Item]]:
-        """The parts of a step. Its launches run once before they are recorded."""
+        self, run: Callable[[], StepGenerator], kind: Kind, recorder: OperationRecorder
+    ) -> tuple[list[Recording[Item]], RecordedHeads | None]:
+        """The parts of a step and of other processes. Its launches run once before they are recorded."""
         stages = self._eager.stages
-        spec = stages.model.spec
-        answers = torch.zeros(rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
-        for make in (unrecorded, recorder):
-            parts = _parts(self._whole(run()), answers, make)
-        return parts
+        spec, shared = stages.model.spec, stages.shared
+        answers = torch.zeros(kind.rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
+        if shared is None:
+            _parts(self._whole(run()), answers, unrecorded)
+            return _parts(self._whole(run()), answers, recorder), None
+        with shared.recording(kind) as others:
+            _parts(self._whole(run()), answers, others.unrecorded)
+            return _parts(self._whole(run()), answers, others.recorder(recorder)), others
 
 
 def _parts(
@@ -96,12 +101,17 @@ def _parts(
     """A step, made part by part. answers: [n, k, h] in place of what experts answer."""
     parts: list[Recording[Item]] = []
     given: torch.Tensor | None = None
+    exchanged: dict[tuple[int, ...], torch.Tensor] = {}
     while True:
         parts.append(make(partial(next_item, generator, given), given))
         item = parts[-1].result
         if isinstance(item, StepResult):
             return parts
         given = answers if isinstance(item, PendingMerge) else None
+        if isinstance(item, SharedRows) and item.shape is not None:
+            if item.shape not in exchanged:
+                exchanged[item.shape] = torch.zeros(item.shape, device=answers.device)
+            given = exchanged[item.shape]
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,9 @@ class _RecordedStep:
 
     inputs: GraphInputs
     parts: list[Recording[Item]]
-    """Each part ends at a request, at a merge, or at the end of the step."""
+    """Each part ends at a request, at a merge, at an exchange of rows, or at the end of the step."""
+    others: RecordedHeads | None = None
+    """The part of other processes."""
     hidden: torch.Tensor | None = None
     """[rows, h] the hidden states that it goes on from, if it is of the layer that drafts tokens."""
 
@@ -123,12 +135,14 @@ class _RecordedStep:
     def replay(self, batch: TokenBatch) -> StepGenerator:
         """The same launches on the rows of `batch`, whose results come without those of padded rows."""
         self.inputs.fill(batch)
+        if self.others is not None:
+            self.others.begin(batch)
         rows = batch.num_rows
         answer: torch.Tensor | None = None
         for part in self.parts[:-1]:
             item = part.run(_sendable(answer))
             assert not isinstance(item, StepResult)
-            answer = yield _cut(item, rows)
+            answer = item.run(rows) if isinstance(item, SharedRows) else (yield _cut(item, rows))
         result = self.parts[-1].run(_sendable(answer))
         assert isinstance(result, StepResult)
         ids = [torch.as_tensor(one)[:rows] for one in result.expert_ids]

@@ -17,12 +17,13 @@ from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.running_step import (
     PendingMerge,
     RunningStep,
+    SharedRows,
     StepDropped,
     StepGenerator,
     StepResult,
 )
 
-Item = ExpertRequest | PendingMerge | StepResult | None
+Item = ExpertRequest | PendingMerge | SharedRows | StepResult | None
 """What a StepGenerator yields or returns."""
 Recorded = TypeVar("Recorded")
 """A recorded step and the arrays that it reads."""
