@@ -47,11 +47,12 @@ from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.predicting import LayerPredictor
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
+from moesaic.runtime.step.exchanged import ExchangedRunner
 from moesaic.runtime.step.graphs import GraphRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner
-from moesaic.runtime.step.running_step import Combine, SegmentRunner
+from moesaic.runtime.step.running_step import Combine, SegmentRunner, StepRunner
 from moesaic.runtime.step.stages import BlockStages, SharedHeads
 from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.tracing import observer_of
@@ -135,7 +136,7 @@ def with_servers(
         observer=observer,
         elsewhere=layout,
         speculation=speculation,
-        predictor=_predictor(stages, remote, recorded),
+        predictor=_predictor(stages, remote, recorded if asked.runner is runner else asked.runner),
     )
 
 
@@ -197,11 +198,11 @@ def _stages(
     return BlockStages(loaded.model, memory, block_size, device, combine, shared)
 
 
-def _predictor(stages: BlockStages, experts: RoutedExperts, runner: SegmentRunner) -> LayerPredictor | None:
+def _predictor(stages: BlockStages, experts: RoutedExperts, runner: StepRunner) -> LayerPredictor | None:
     """runner: of the steps that it follows."""
     if stages.model.prediction is None:
         return None
-    graphs = runner if isinstance(runner, GraphRunner) else None
+    graphs = runner if isinstance(runner, GraphRunner | ExchangedRunner) else None
     return LayerPredictor(EagerRunner(stages, experts), graphs)
 
 

@@ -20,8 +20,8 @@ from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.sampling.checking import Sampled
 from moesaic.runtime.step.eager import EagerRunner
-from moesaic.runtime.step.graphs import GraphRunner
-from moesaic.runtime.step.running_step import RunningStep, Step, StepResult
+from moesaic.runtime.step.graphs import PredictionRunner
+from moesaic.runtime.step.running_step import Step, StepResult
 
 
 class Predictor(Protocol):
@@ -41,10 +41,10 @@ class LayerPredictor:
     """A `Predictor` in the process that runs the stages of a step."""
 
     runner: EagerRunner
-    graphs: GraphRunner | None = None
+    graphs: PredictionRunner | None = None
     """Records what follows decode steps. None: nothing is recorded."""
 
-    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> RunningStep:
+    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> Step:
         """See `Predictor`. Without rows it still sends an empty request to the experts."""
         model, device = self.runner.stages.model, self.runner.stages.device
         assert model.prediction is not None

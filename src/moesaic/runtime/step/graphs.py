@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -31,8 +32,31 @@ from moesaic.kernels.moving import moved, pinned
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.step.graph_inputs import GraphInputs, Kind, is_recorded, unrecorded
 from moesaic.runtime.step.recordings import Item, RecordingRunner, SharedMemory, next_item
-from moesaic.runtime.step.running_step import PendingMerge, RunningStep, SharedRows, StepGenerator, StepResult
+from moesaic.runtime.step.running_step import (
+    PendingMerge,
+    RunningStep,
+    SharedRows,
+    Step,
+    StepGenerator,
+    StepResult,
+)
 from moesaic.runtime.step.stages import RecordedHeads
+
+
+class PredictionRunner(Protocol):
+    """Replays the layer that predicts the token after the next one."""
+
+    def records(self, batch: TokenBatch) -> bool:
+        """Whether that layer is replayed after this step."""
+        ...
+
+    def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> Step:
+        """Begin that layer after a step that `records` is true of.
+
+        batch: what `known_rows` returns, at least one row. hidden: [n, h] of all rows of the step, of which
+        those with these numbers go on. Nothing of it is kept.
+        """
+        ...
 
 
 class GraphRunner(RecordingRunner["_RecordedStep"]):
@@ -49,11 +73,7 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
         return memory.steps[kind].replay(batch)
 
     def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> RunningStep:
-        """Begin the layer that predicts the token after the next one, after a step that `records` is true of.
-
-        batch: what `known_rows` returns, at least one row. hidden: [n, h] of all rows of the step, of which
-        those with these numbers go on. Nothing of it is kept.
-        """
+        """See `PredictionRunner`."""
         memory, spec = self._taken(), self._eager.stages.model.spec
         kind = Kind.of(batch, spec)._replace(several=False)  # that layer keeps no states
         key = (*kind, spec.num_layers)
@@ -137,7 +157,8 @@ class _RecordedStep:
         self.inputs.fill(batch)
         if self.others is not None:
             self.others.begin(batch)
-        rows = batch.num_rows
+        rows, device = batch.num_rows, self.inputs.token_ids.device
+        wanted = None if len(batch.logit_rows) == rows else moved(batch.logit_rows, device)
         answer: torch.Tensor | None = None
         for part in self.parts[:-1]:
             item = part.run(_sendable(answer))
@@ -146,8 +167,8 @@ class _RecordedStep:
         result = self.parts[-1].run(_sendable(answer))
         assert isinstance(result, StepResult)
         ids = [torch.as_tensor(one)[:rows] for one in result.expert_ids]
-        hidden, wanted = result.hidden[:rows], batch.logit_rows
-        return StepResult(hidden if len(wanted) == rows else hidden[moved(wanted, hidden.device)], None, ids)
+        hidden = result.hidden[:rows] if wanted is None else result.hidden[wanted]
+        return StepResult(hidden, None, ids)
 
 
 def _sendable(answer: torch.Tensor | None) -> torch.Tensor | None:
