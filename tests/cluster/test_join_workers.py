@@ -89,7 +89,7 @@ def test_a_worker_goes_when_it_is_sent_away_or_its_parent_dies(
         future = served.supervisor.scale(attention_workers=1)
         served.until(future.done)
         future.result()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         with worker(served, door) as second:
             served.until(lambda: joined(served) is not None)
             child = child_of(second)

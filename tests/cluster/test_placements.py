@@ -98,7 +98,7 @@ def test_what_is_counted_as_local_is_what_the_routes_say(alone: Alone, tmp_path:
         served.until(lambda: connected(served))  # who comes before asks the server that is there
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish() == alone.answers
-        served.until(lambda: pairs_of(served) == expected, seconds=20.0)
+        served.until(lambda: pairs_of(served) == expected)
         report = served.supervisor.report()
         assert report.dispatch == "round-robin"
         assert [one.layer for one in report.locality] == list(alone.profile.layers)
@@ -227,7 +227,7 @@ def test_the_same_bits_under_every_schedule_with_copies(
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish() == alone.answers
         sent = [len(alone.routes.tokens) * profile.top_k] * len(profile.layers)
-        served.until(lambda: [pairs for pairs, _ in pairs_of(served)] == sent, seconds=20.0)
+        served.until(lambda: [pairs for pairs, _ in pairs_of(served)] == sent)
         assert served.supervisor.report().dispatch == settings.get("dispatch", "affinity")
 
 

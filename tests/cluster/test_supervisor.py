@@ -146,7 +146,7 @@ def test_that_nobody_watches_is_told() -> None:
             asdict(served.supervisor.report())
         )
         with pytest.raises(ScalingError, match="the supervisor has stopped"):
-            served.supervisor.scale(expert_servers=3).result(10)
+            served.supervisor.scale(expert_servers=3).result(60)
         inbox = served.supervisor._members.inbox
         while not inbox.empty():
             inbox.get_nowait()
@@ -197,7 +197,7 @@ def test_a_change_under_way_ends_with_the_watch() -> None:
         served.until(lambda: served.supervisor.report().change is not None)
         unwatch(served)
         with pytest.raises(ScalingError, match="the supervisor has stopped"):
-            future.result(10)
+            future.result(60)
         assert served.supervisor.report().change is None
 
 
