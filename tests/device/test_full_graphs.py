@@ -127,7 +127,7 @@ class Replays:
         self.tables.append(exchange._routed.tobytes())
 
     def is_ready(self, exchange: DeviceExchange) -> bool:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not (found := self._ready(exchange)) and time.monotonic() < until:
             exchange._remote.arrivals()
             time.sleep(0.005)
@@ -214,7 +214,7 @@ def test_a_server_that_is_lost_while_a_graph_waits_for_it(
             os.kill(pid, signal.SIGCONT)
 
     def looked_at(worker: Worker) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while replays.exchange is not None and replays.exchange._leaving and time.monotonic() < until:
             replays.exchange._follow()
         kept.append(len(replays.exchange._leaving) if replays.exchange is not None else -1)
