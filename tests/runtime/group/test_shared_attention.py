@@ -55,7 +55,7 @@ class Ranks:
     def end(self) -> str:
         """What made the other rank end."""
         self.first.close()
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return str(self.error)
 
