@@ -122,7 +122,7 @@ def test_requests_go_on_when_nobody_watches(schedule: str, expected: list[Answer
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish(Plan((5 * TOKENS, killing(served, "expert server 0")))) == 2 * expected
         served.submit(*workload(COUNT, TOKENS))
-        assert served.finish(Plan((9 * TOKENS, killing(served, "attention worker 0")))) == 3 * expected
+        assert served.finish(Plan((8 * TOKENS + 4, killing(served, "attention worker 0")))) == 3 * expected
         assert served.supervisor.report().counters.moved_requests > 0
     for pid in pids:
         assert pid is not None
