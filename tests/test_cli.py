@@ -244,7 +244,7 @@ def server(*flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
 def get(url: str, key: str | None = None) -> int:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return response.status
     except urllib.error.HTTPError as error:
         error.close()
@@ -289,13 +289,14 @@ def test_serve_as_json_with_a_key_and_the_death_of_its_worker() -> None:
 
 @pytest.mark.parametrize("stdout", pairs.some([">/dev/full", "| true", ">&-"], [">/dev/full"]))
 def test_serve_serves_when_nobody_can_read_what_it_says(stdout: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    host = "127.0.0.9"  # nobody else binds here, so the port stays free
+    with socket.create_server((host, 0)) as free:
         port = free.getsockname()[1]
-    flags = f"--port {port} --threads 1 --max-model-len 64 --max-num-seqs 1"
+    flags = f"--host {host} --port {port} --threads 1 --max-model-len 64 --max-num-seqs 1"
     script = f"{sys.executable} -m moesaic serve demo {flags} {stdout}"
     process = subprocess.Popen(["bash", "-c", script], stderr=subprocess.PIPE, text=True, process_group=0)
     try:
-        url = f"http://127.0.0.1:{port}/v1/completions"
+        url = f"http://{host}:{port}/v1/completions"
         assert post_when_up(url, {"prompt": "a", "max_tokens": 1})["usage"]["completion_tokens"] == 1
         os.killpg(process.pid, signal.SIGTERM)
         assert "Traceback" not in process.communicate(timeout=120)[1]
@@ -308,9 +309,10 @@ def test_serve_serves_when_nobody_can_read_what_it_says(stdout: str) -> None:
 def post_when_up(url: str, body: dict[str, object]) -> dict[str, Any]:
     """The answer, once there is a server."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    for _ in range(300):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 return json.load(response)
         except urllib.error.URLError:
             time.sleep(0.1)

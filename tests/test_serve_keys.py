@@ -35,7 +35,7 @@ def serving(
         assert process.stdout is not None
         yield process, json.loads(process.stdout.readline())
         process.send_signal(signal.SIGTERM)
-        log.write_text("".join(process.communicate(timeout=30)))
+        log.write_text("".join(process.communicate(timeout=60)))
         assert process.returncode == 0
     finally:
         process.kill()

@@ -59,7 +59,6 @@ def on_gpus(**settings: Any) -> WorkerConfig:
         ({}, {"model": ModelConfig("demo")}, "--device auto: workers and expert servers need --device cuda"),
         ({}, {"model": ModelConfig("demo", device="cpu")}, "--device cpu: workers and expert servers need"),
         ({}, {"server_memory": 1 << 30}, "--fast-memory"),
-        ({"tensor_parallel_size": 2}, {}, "--tensor-parallel-size: each attention worker has one GPU"),
         ({"paced": "devices.toml"}, {}, "--paced: modelled devices hold rows of the host"),
         (
             {},
@@ -90,6 +89,7 @@ def test_rows_on_gpus_are_refused_where_they_cannot_stay(
 def test_rows_on_gpus_need_the_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ClusterConfig(expert_servers=1, transport="cuda_ipc")
     assert transport_of(asked, on_gpus()) == "cuda_ipc"
+    assert transport_of(replace(asked, tensor_parallel_size=2), on_gpus()) == "cuda_ipc"
     monkeypatch.setattr(module, "COMPILED", "moesaic.transport.missing")
     with pytest.raises(ConfigError, match="got 'cuda_ipc'; allowed: auto, socket .the compiled module"):
         transport_of(asked, on_gpus())

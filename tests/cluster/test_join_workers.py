@@ -45,9 +45,10 @@ def worker(
 
 
 def joined(served: Cluster, role: str = "attention worker") -> ProcessStatus | None:
-    """The member that joined, once it serves."""
+    """The member that joined, once it serves and gets requests, which is a moment later."""
     found = [one for one in served.supervisor.status() if one.host and one.role == role]
-    return found[0] if found and found[0].stage == "serving" else None
+    known = bool(found) and found[0].name in served.supervisor.worker_stats()
+    return found[0] if known and found[0].stage == "serving" else None
 
 
 def child_of(process: subprocess.Popen[str]) -> int:
@@ -89,7 +90,7 @@ def test_a_worker_goes_when_it_is_sent_away_or_its_parent_dies(
         future = served.supervisor.scale(attention_workers=1)
         served.until(future.done)
         future.result()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         with worker(served, door) as second:
             served.until(lambda: joined(served) is not None)
             child = child_of(second)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +99,8 @@ def service(flags: tuple[str, ...], folder: Path, more: tuple[str, ...] = ()) ->
         process.kill()
         process.wait()
         for pid in found.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGKILL)
 
 
 def soon(condition: Callable[[], object], found: Service) -> None:

@@ -261,6 +261,7 @@ def test_without_a_prefill_worker_the_others_compute_prompts(monkeypatch: pytest
     with prefill_cluster(expert_servers=0) as served:
         served.submit(*workload())
         served.finish()
+        served.until(lambda: served.stats.transfers.sent == 6)  # told a little later
         monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", no_process)
         os.kill(served.pid("prefill worker 0"), signal.SIGKILL)
         served.until(lambda: served.supervisor.status()[-1].stage != "serving")

@@ -102,10 +102,10 @@ def test_numbers_that_cannot_be_are_refused() -> None:
             (0, ScalingError, "prefill_workers: got 0; --autoscale allows 1 to 2"),
         ):
             with pytest.raises(error, match=message):
-                served.supervisor.scale(prefill_workers=number).result(10)
+                served.supervisor.scale(prefill_workers=number).result(60)
     with (
         cluster(expert_servers=0, attention_workers=2) as served,
         pytest.raises(ScalingError, match="start with --prefill-workers") as refused,
     ):
-        served.supervisor.scale(prefill_workers=1).result(10)
+        served.supervisor.scale(prefill_workers=1).result(60)
     assert refused.value.conflict

@@ -36,8 +36,12 @@ BULK = [
 ]
 
 
+HOST = "127.0.0.10"
+"""Where the server listens. Nobody else binds here, so a port that was free stays free."""
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server((HOST, 0)) as listening:
         return int(listening.getsockname()[1])
 
 
@@ -49,11 +53,11 @@ def test_changed_bits_cost_a_pause_and_no_token(tmp_path: Path) -> None:
     with (
         cluster(**shape, rebalance_interval=0.0) as served,  # type: ignore[arg-type]
         relay(served.supervisor.report().join_address or "", *changes) as control,
-        relay(f"127.0.0.1:{port}", *BULK) as bulk,
+        relay(f"{HOST}:{port}", *BULK) as bulk,
     ):
         command = [sys.executable, "-c", JOIN.format(address=f"tcp:127.0.0.1:{bulk.port}")]
         command += ["join", f"127.0.0.1:{control.port}", "--secret-file", str(secret), "--threads", "1"]
-        command += ["--role", "expert-server", "--listen", f"127.0.0.1:{port}"]
+        command += ["--role", "expert-server", "--listen", f"{HOST}:{port}"]
         with (
             (tmp_path / "log").open("w") as log,
             subprocess.Popen(command, stdout=log, stderr=log) as joiner,

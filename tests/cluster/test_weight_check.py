@@ -48,7 +48,7 @@ class Checked:
         self.check.lay_out(LAYOUT)
 
     def step(self) -> None:
-        self.later.get(timeout=10)()
+        self.later.get(timeout=60)()
 
 
 @pytest.fixture

@@ -31,6 +31,18 @@ def test_clients_get_the_tokens_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_ranks_ask_servers(tmp_path: Path) -> None:
+    """A worker that is a group of two processes: its first rank has its rows on the device."""
+    gpu_cases.write("deepseek-lite-yarn", tmp_path)
+    flags = "--kernels", "reference", "--transport", "cuda_ipc", "--kv-cache-memory", "1MiB"
+    flags += "--expert-servers", "2", "--tensor-parallel-size", "2"
+    with test_serve_gpu.serving(tmp_path, *flags, hardware=()) as server, ThreadPoolExecutor(4) as pool:
+        prompts = test_serve_gpu.prompts()
+        found = list(pool.map(lambda prompt: test_serve_gpu.asked(server, prompt), prompts))
+    assert found == test_serve_gpu.in_memory(tmp_path)
+
+
+@pytest.mark.full
 def test_whole_steps_are_one_graph(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each process has a GPU of its own."""
     gpu_cases.write("mixtral-window", tmp_path)

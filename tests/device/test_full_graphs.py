@@ -14,21 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from tests.support import gpu_cases, served_worker
+from tests.support import gpu_cases, pairs, prediction, served_worker, tiny_models
 from tests.support.gpu_graphs import Graph, graphs
 from tests.support.gpu_sanitizer import DEVICE, WAITS, sanitized
 from tests.support.gpu_server_process import SECRET, servers
 from tests.support.gpu_shared_memory import shared_memory
 from tests.support.triton_kernels import INTERPRETED
 
+from moesaic import LLM
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import Directory, ExpertLayout
+from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.request import SamplingParams, TokenRoute
 from moesaic.experts.exchange import DeviceExchange
+from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime import full_graphs
 from moesaic.runtime.model_loading import layout_of
 from moesaic.runtime.token_routes import TokenRoutes
@@ -39,6 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 NEW = 6
+MTP = '{"method": "mtp", "num_speculative_tokens": 1}'
 PROMPTS = gpu_cases.prompts()[:2]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, seed=0)
 Held = dict[int, list[int]]
@@ -127,7 +132,7 @@ class Replays:
         self.tables.append(exchange._routed.tobytes())
 
     def is_ready(self, exchange: DeviceExchange) -> bool:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not (found := self._ready(exchange)) and time.monotonic() < until:
             exchange._remote.arrivals()
             time.sleep(0.005)
@@ -214,7 +219,7 @@ def test_a_server_that_is_lost_while_a_graph_waits_for_it(
             os.kill(pid, signal.SIGCONT)
 
     def looked_at(worker: Worker) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while replays.exchange is not None and replays.exchange._leaving and time.monotonic() < until:
             replays.exchange._follow()
         kept.append(len(replays.exchange._leaving) if replays.exchange is not None else -1)
@@ -227,6 +232,41 @@ def test_a_server_that_is_lost_while_a_graph_waits_for_it(
     assert (replays.begun, replays.failed) == (NEW - 1, 1)
     assert len(set(replays.tables)) >= 2, "the table leaves the server out that is gone"
     assert kept == [int(frozen), 0], "memory is kept while the server may still write into it"
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param(None, marks=pairs.REST),
+        pytest.param(4, marks=pairs.REST, id="lost in drafts"),
+        pytest.param(5, marks=pairs.REST, id="lost in a step"),
+    ],
+)
+def test_the_layer_that_drafts_tokens_is_one_graph_too(
+    tmp_path: Path, replays: Replays, lost: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and drafts take turns. lost: the graph in which a server is killed."""
+    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
+    path, drafts = prediction.save("glm4_moe", tmp_path / "glm", strength=0.02), MTP
+    layout = layout_of(config(path, "cpu").model, predicting=True)
+    prompts = [tiny_models.prompt(length, prediction.VOCAB, seed=length) for length in (2, 3)]
+    wanted = LLM(str(path), threads=1, device="cpu", kernels="reference").generate(prompts, PARAMS)
+    asking, counted = full(path), list[int]()
+    asking = replace(asking, scheduler=replace(asking.scheduler, speculative_config=drafts))
+
+    def looked_at(worker: Worker) -> None:
+        counted.append(worker.stats().speculation.draft_tokens)
+
+    every = held(layout, 0, 1)
+    with servers(path, layout, [every, every]) as both:
+        if lost is not None:
+            replays.then = {lost: lambda: os.kill(both.children[0].pid, signal.SIGKILL)}
+        found = served_worker.generated(asking, both.directory, prompts, PARAMS, looked_at)
+    assert found == {number: one.outputs[0].token_ids for number, one in enumerate(wanted)}
+    assert counted[0] > 0 and replays.failed == (lost is not None)
+    assert replays.begun > 4 and replays.begun % 2 == 0, "each step is followed by drafts"
+    assert set(replays.graphs[1::2]) == {1} and not any(replays.waits[1::2])
+    assert set(replays.graphs[::2]) == {1, 2}, "the first step of a kind is recorded"
 
 
 @pytest.mark.slow
@@ -261,6 +301,18 @@ def test_models_with_states_say_that_their_steps_stay_in_parts(
     kernels.exchange = None
     with pytest.raises(ConfigError, match="^--cudagraph-mode full: this Triton has no atomic loads"):
         full_graphs.full_graphs(*given)
+
+
+def test_a_second_mailbox_at_a_server_is_left() -> None:
+    """Two attempts to connect may both succeed. Nobody would wait until the server has left a lost one."""
+    entry, exchange = ServerEntry(0, 1, Endpoint("unix:@")), DeviceExchange.__new__(DeviceExchange)
+    exchange._servers, exchange._wanted, exchange._leaving = {}, {0: entry}, []
+    exchange._memory = SimpleNamespace(exchange=SimpleNamespace(slots=2))  # type: ignore[assignment]
+    first, second = Mock(), Mock()
+    exchange._join(entry, first)
+    exchange._join(entry, second)
+    assert exchange._servers[0].mailbox is first and exchange._leaving == [second]
+    assert second.leave.called and not first.leave.called
 
 
 def test_what_needs_servers_with_gpus_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

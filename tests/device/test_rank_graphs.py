@@ -119,6 +119,8 @@ class Steps:
     def __init__(self) -> None:
         self.recorded: list[Kind] = []
         """Rows and longest context of each recording."""
+        self.predictions: list[bool] = []
+        """Whether the layer that drafts tokens was replayed, of each time that it followed a replay."""
         self.replays: list[tuple[int, list[str]]] = []
         """Graphs of a replayed step, and where its host waited."""
         self.rows = 0
@@ -137,12 +139,20 @@ class Steps:
             self.rows += (3 if new else 1) * -(-rows // multiple) * multiple
         return hidden
 
+    def predicted(self, rank: RecordedRank, *given: Any) -> torch.Tensor:
+        graphs, follows = HERE.graphs, rank._replayed
+        hidden = PREDICT(rank, *given)
+        if follows:
+            self.predictions.append(HERE.graphs > graphs)
+        return hidden
+
     def record(self, rank: RecordedRank, kind: Kind) -> Any:
         self.recorded.append(kind)
         return RECORD(rank, kind)
 
 
 RUN, RECORD, REPLAY = RecordedRank.run, RecordedRank._record, Graph.replay
+PREDICT = RecordedRank.predict
 
 
 def replay(graph: Graph) -> None:
@@ -155,6 +165,7 @@ def steps() -> Iterator[Steps]:
     seen = Steps()
     with (
         mock.patch.object(RecordedRank, "run", lambda *given: seen.ran(*given)),
+        mock.patch.object(RecordedRank, "predict", lambda *given: seen.predicted(*given)),
         mock.patch.object(RecordedRank, "_record", lambda *given: seen.record(*given)),
         mock.patch.object(Graph, "replay", replay),
     ):
@@ -226,9 +237,15 @@ def test_more_ranks(size: int, form: str, settings: dict[str, Any], nccl: bool, 
     assert {kind.rows for kind in seen.recorded} == ({4, 2} if whole else shared)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("form", "nccl"), [("all-reduce", True), ("deepspeed", False)])
-def test_a_layer_that_drafts_goes_on_from_a_replay(form: str, nccl: bool, tmp_path: Path) -> None:
+DRAFTING = [
+    pytest.param("all-reduce", True, marks=pytest.mark.slow),
+    pytest.param("deepspeed", False, marks=pytest.mark.full),
+    pytest.param("reduce-scatter", True, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("form", "nccl"), DRAFTING)
+def test_a_layer_that_drafts_is_replayed_after_a_replay(form: str, nccl: bool, tmp_path: Path) -> None:
     path = prediction.save("glm4_moe", tmp_path / "glm", strength=0.004)
     wanted = alone(path)
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
@@ -239,7 +256,7 @@ def test_a_layer_that_drafts_goes_on_from_a_replay(form: str, nccl: bool, tmp_pa
     ):
         assert answers(llm) == wanted
         assert llm.stats().speculation.draft_tokens > 0
-    assert seen.recorded
+    assert seen.recorded and len(seen.predictions) > 2 and all(seen.predictions)
 
 
 @pytest.mark.full

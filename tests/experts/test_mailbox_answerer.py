@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.support import model_configs, tiny_models
 
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.experts import wire
 from moesaic.experts.device_rows import ServerRows
@@ -107,7 +107,7 @@ class Place:
 
     def answered(self, client: MailboxClient) -> bool:
         """Whether it is, before the connection ends."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while client.answered != client.posted and client.look(at_once=True):
             assert time.monotonic() < end
             self.server.turn(0.01)
@@ -173,8 +173,28 @@ def test_a_client_of_another_model_is_refused(place: Place) -> None:
 def test_memory_is_closed_before_the_client_can_notice(place: Place) -> None:
     client = place.client()
     client.leave()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not client.left:
         assert time.monotonic() < end
         place.server.turn(0.01)
     assert all(memory.closed for memory in place.sharing.made.values())
+
+
+def test_memory_that_cannot_be_closed_is_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server goes on. The client is not told that it has left."""
+    client, other = place.client(), place.client()
+    place.post(other, [0], [0])
+    assert place.answered(other)
+
+    def refused(memory: Memory) -> None:
+        raise ConfigError("the GPU is broken")
+
+    monkeypatch.setattr(Memory, "close", refused)
+    client.leave()
+    end = time.monotonic() + 20
+    while client.look(at_once=True):
+        assert time.monotonic() < end
+        place.server.turn(0.01)
+    assert not client.left
+    place.post(other, [1], [1])
+    assert place.answered(other)

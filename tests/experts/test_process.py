@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.support.call_pairs import descriptors
 
 from moesaic.config import ExpertServerConfig, QueueConfig
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.messages import Hold
+from moesaic.core.messages import Hold, Shutdown
+from moesaic.core.metrics import ResidencyStats
+from moesaic.experts import process
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.process import _policy, _scheduler, _start_rule
+from moesaic.models import files
 from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
 from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
 from moesaic.policy.scheduling.schedulers.expert_server import Enough, WhileSmall
@@ -21,6 +29,8 @@ from moesaic.policy.scheduling.schedulers.server_setup import (
     LONGEST_WAIT,
     WAITED_RUNS,
 )
+from moesaic.transport.stream import StreamConnection, stream_pair
+from moesaic.transport.wakeup import Wakeup
 
 CPU = Decisions(cpu_curves(1e6, 1e6), 8, 2)
 LAYOUT = ExpertLayout({0: "a", 1: "b"}, "g", "u", "d", 8, 4, 2, 1, "float32")
@@ -76,3 +86,51 @@ def test_the_policy_that_is_set_counts_where_servers_have_queues_of_one() -> Non
     remembering = _policy(config(schedule="async", queues=QueueConfig(0.5, queue_history=3)))
     assert isinstance(remembering, DefragWithHistory)
     assert remembering.settings == Defrag(urgency=0.5)
+
+
+class Backend:
+    """Has no experts. The thread that loads waits in it for `may_end`."""
+
+    name, device_name = "reference", "an unknown device"
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[int]] = {}
+        self.loading, self.may_end = threading.Event(), threading.Event()
+
+    def take(self, wanted: object) -> None:
+        if threading.current_thread().name == "loading":
+            self.loading.set()
+            assert self.may_end.wait(20)
+
+    def keep(self, wanted: object) -> None: ...
+
+
+@contextmanager
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Backend, Future[int]]]:
+    """The process of a server that was told to end while it loads, as a thread."""
+    backend, (ours, theirs), wakeup = Backend(), stream_pair(), Wakeup()
+    monkeypatch.setattr(process, "_backend", lambda config: (backend, ResidencyStats))
+    made = ExpertServerConfig(str(files.resolve("demo")), LAYOUT, "unix:@", device="cuda")
+    here, there = StreamConnection(ours), StreamConnection(theirs, on_message=wakeup.ring)
+    with ThreadPoolExecutor(1) as pool, closing(wakeup), closing(there), closing(here):
+        here.send(Hold(1, {}, bytes(32)))
+        running = pool.submit(process.serve, there, made, wakeup)
+        assert backend.loading.wait(20)
+        here.send(Shutdown())
+        yield backend, running
+        backend.may_end.set()
+        assert running.result(20) == 0
+
+
+def test_a_server_ends_once_nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends its threads when they leave compiled code. In torch, that aborts the process."""
+    with served(monkeypatch) as (_, running), pytest.raises(TimeoutError):
+        running.result(0.1)
+
+
+def test_a_server_that_ended_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that joined serves one cluster after the other in its process."""
+    before = descriptors()
+    with served(monkeypatch):
+        pass
+    assert descriptors() == before

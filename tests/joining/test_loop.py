@@ -216,7 +216,7 @@ def test_who_cannot_read_its_experts_again_leaves(tmp_path: Path) -> None:
     loader = _ExpertLoader(heard, backend, Endpoint("tcp:x:1"), config, stamp, digests)  # type: ignore[arg-type]
     loader.change(messages.Hold(1, {0: [0]}))
     try:
-        assert heard.ended.wait(10)
+        assert heard.ended.wait(60)
     finally:
         loader.close()
     holds, failed = heard.told
@@ -288,7 +288,7 @@ def test_a_server_with_other_weights_is_refused_on_both_sides(tmp_path: Path) ->
 
     def welcome(process: RemoteProcess) -> None:
         process.connection.send(enlisted())
-        told.append(process.connection.receive(10.0))
+        told.append(process.connection.receive(60.0))
         process.kill()
 
     with listener(welcome) as listening:

@@ -40,7 +40,7 @@ class Watching:
         return self._thread.is_alive()
 
     def end(self) -> list[str]:
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self.watching
         if self.error is not None:
             raise self.error

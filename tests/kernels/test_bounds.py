@@ -39,7 +39,7 @@ def test_the_guard_guards(guarded: Guarded) -> None:
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("width", [1, 5, 31, 33, 64, 1025])
 def test_products(native: Kernels, guarded: Guarded, width: int, dtype: torch.dtype) -> None:
-    for count, columns in ((1, 1), (1, 9), (3, 7), (5, 65), (8, 3), (50, 33)):
+    for count, columns in ((1, 1), (1, 9), (3, 7), (5, 65), (8, 3), (50, 33), (100, 33)):
         rows, weight, bias = (
             draw(guarded, count, width),
             draw(guarded, columns, width, dtype=dtype),

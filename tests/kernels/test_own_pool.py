@@ -133,7 +133,7 @@ def tasks_now() -> set[str]:
 
 def soon(true: Callable[[], bool]) -> bool:
     """Whether the condition becomes true. A thread ends a little after its join."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not true() and time.monotonic() < deadline:
         time.sleep(0.005)
     return true()

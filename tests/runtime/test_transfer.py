@@ -26,7 +26,7 @@ from moesaic.transport.listening import connect
 
 BLOCK = 4
 """Tokens of a block."""
-PATIENCE = 10.0
+PATIENCE = 60.0
 NONE = np.zeros(0, np.int64)
 
 

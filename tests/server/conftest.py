@@ -31,6 +31,8 @@ from tests.support.fake_worker import FakeWorker, engine_and_worker, make_tokeni
 MODEL = "org/fake-moe"
 ADMIN_KEY = "adm1n"
 """Of servers without an API key."""
+PATIENCE = 60.0
+"""Seconds. What takes longer hangs."""
 NO_TLS = httpx.create_ssl_context(verify=False, trust_env=False)
 """For clients of plain HTTP: each would read a file of certificates, which takes longer than the test."""
 
@@ -64,7 +66,7 @@ class Live:
     @property
     def http(self) -> httpx.Client:
         return httpx.Client(
-            base_url=self.url, headers=self.headers, timeout=10, trust_env=False, verify=NO_TLS
+            base_url=self.url, headers=self.headers, timeout=PATIENCE, trust_env=False, verify=NO_TLS
         )
 
     @functools.cached_property
@@ -168,11 +170,11 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         for live in started:
             live.close()
         for live in started:
-            live.thread.join(15)
+            live.thread.join(PATIENCE)
             assert not live.thread.is_alive()
 
 
-def _until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def _until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = threading.Event()
     for _ in range(int(seconds / 0.01)):
         if condition():

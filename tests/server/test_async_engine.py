@@ -44,11 +44,11 @@ async def pair(tokenizer: Tokenizer) -> AsyncIterator[Pair]:
     await asyncio.wait_for(front.wait_ready(), 5)
     yield Pair(front, worker)
     worker.die()
-    await asyncio.wait_for(front.ended.wait(), 5)
+    await asyncio.wait_for(front.ended.wait(), 60)
 
 
 async def eventually(condition: Any) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.01)
@@ -199,5 +199,5 @@ async def test_how_the_worker_ended_is_asked(tokenizer: Tokenizer) -> None:
     front = AsyncEngine(front.engine, front._connection, how_it_ended=lambda: "killed by signal 9")
     front.start()
     worker.connection.close()
-    await asyncio.wait_for(front.ended.wait(), 5)
+    await asyncio.wait_for(front.ended.wait(), 60)
     assert front.engine.dead == "killed by signal 9"

@@ -9,8 +9,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -22,8 +23,9 @@ from moesaic.templates.pool import AT_ONCE
 from moesaic.templates.renderer import Limits, Renderer
 from moesaic.testing import byte_tokenizer
 from moesaic.tokenizer import Tokenizer
+from tests.support.raw_http import connect, post
 
-from .conftest import Launch, Live, launched
+from .conftest import PATIENCE, Launch, Live, launched
 
 ASK = [{"role": "user", "content": "hi"}]
 TEMPLATE = (
@@ -121,26 +123,41 @@ def test_others_are_answered_while_templates_take_long(
     tokenizer.close()
 
 
-@pytest.mark.slow
 def test_conversations_of_clients_that_left_are_not_rendered(
-    failing: Live, monkeypatch: pytest.MonkeyPatch
+    failing: Live, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
+    jobs: list[Noted] = []
+    answer = threading.Event()
     chat = Tokenizer.chat
+
+    class Noted(Future[object]):
+        def __init__(self) -> None:
+            super().__init__()
+            jobs.append(self)
 
     def watched(self: Tokenizer, messages: list[dict[str, str]], **variables: object) -> list[int]:
         seen.append(str(variables["how"]))
-        return chat(self, messages, **variables)  # type: ignore[arg-type]
+        if variables["how"] == "time":
+            answer.wait(PATIENCE)
+        return chat(self, messages, **variables | {"how": ""})  # type: ignore[arg-type]
 
     monkeypatch.setattr(Tokenizer, "chat", watched)
+    monkeypatch.setattr("moesaic.server.chat_threads.Future", Noted)
+    port = int(failing.url.rpartition(":")[2])
 
-    def leave(how: str) -> None:
-        with failing.http as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/chat/completions", json=asking(how), timeout=0.5)
+    def ask(stack: contextlib.ExitStack, how: str) -> None:
+        stack.enter_context(connect(port)).sendall(post("/v1/chat/completions", asking(how)))
 
-    with ThreadPoolExecutor(16) as threads:
-        list(threads.map(leave, ["time"] * CHATS_AT_ONCE))  # these have begun
-        list(threads.map(leave, ["late"] * 8))  # and these wait for them
+    with contextlib.ExitStack() as begun, contextlib.ExitStack() as waiting:
+        for _ in range(CHATS_AT_ONCE):
+            ask(begun, "time")
+        until(lambda: len(seen) == CHATS_AT_ONCE)
+        for _ in range(8):
+            ask(waiting, "late")
+        until(lambda: len(jobs) == CHATS_AT_ONCE + 8)
+    until(lambda: all(job.cancelled() for job in jobs[CHATS_AT_ONCE:]))
+    answer.set()
     assert failing.post("/v1/chat/completions", **asking("")).status_code == 200
     assert seen == ["time"] * CHATS_AT_ONCE + [""]
 
@@ -165,16 +182,23 @@ def test_as_many_threads_as_processes() -> None:
     assert CHATS_AT_ONCE == AT_ONCE
 
 
-def test_who_waits_too_long_for_a_thread_is_told_to_come_back() -> None:
-    block = threading.Event()
+def test_who_waits_too_long_for_a_thread_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, block, now = threading.Event(), threading.Event(), [0.0]
+    monkeypatch.setattr("moesaic.server.chat_threads.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def hold() -> bool:
+        begun.set()
+        return block.wait(PATIENCE)
 
     async def scenario() -> None:
-        threads = ChatThreads(1, patience=0.05)
-        first = asyncio.create_task(threads.run(lambda: block.wait(20)))
-        await asyncio.sleep(0.05)
+        threads = ChatThreads(1, patience=10.0)
+        first = asyncio.create_task(threads.run(hold))
+        await asyncio.sleep(0)
+        assert begun.wait(PATIENCE)
         second = asyncio.create_task(threads.run(lambda: "second"))
         third = asyncio.create_task(threads.run(lambda: "third"))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)
+        now[0] = 10.5
         third.cancel()
         block.set()
         assert await first is True

@@ -49,7 +49,7 @@ class Process:
     def end(self) -> str:
         """End the server and return what it logged."""
         self.process.terminate()
-        said = self.process.communicate(timeout=30)[1]
+        said = self.process.communicate(timeout=60)[1]
         assert self.process.returncode == 0
         assert "Traceback" not in said, said
         return said

@@ -18,7 +18,7 @@ def raw(live: Live, body: str) -> socket.socket:
     """A request sent by hand, so that it can be dropped by hand."""
     place = urlsplit(live.url)
     assert place.hostname is not None
-    connection = socket.create_connection((place.hostname, place.port or 0), timeout=5)
+    connection = socket.create_connection((place.hostname, place.port or 0), timeout=60)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     return connection

@@ -78,10 +78,10 @@ def test_every_answer_is_one_that_the_schema_promises(
         unknowable = [positive_data_acceptance]
         positive = mode is GenerationMode.POSITIVE
         headers = live.headers if positive else None
-        case.call_and_validate(base_url=live.url, headers=headers, excluded_checks=unknowable, timeout=20)
+        case.call_and_validate(base_url=live.url, headers=headers, excluded_checks=unknowable, timeout=60)
         if positive and path.endswith(("completions", "responses", "messages")):
             case.body["stream"] = not case.body.get("stream")
             case.body.pop("stream_options", None)
-            case.call_and_validate(base_url=live.url, headers=headers, excluded_checks=unknowable, timeout=20)
+            case.call_and_validate(base_url=live.url, headers=headers, excluded_checks=unknowable, timeout=60)
 
     ask()

@@ -18,7 +18,7 @@ import pytest
 from moesaic.core.errors import ConfigError
 from moesaic.server.listener import bind
 
-from .conftest import NO_TLS
+from .conftest import NO_TLS, PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,18 +30,28 @@ class Served:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         command = [sys.executable, "-m", "tests.support.server_process", str(path), pace]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
-        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=NO_TLS)
+            command, cwd=ROOT, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.url = f"http://127.0.0.1:{int(self.line())}"
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False, verify=NO_TLS)
 
-    def wait_ready(self) -> None:
-        for _ in range(500):
-            if self.client.get("/health").status_code == 200:
-                return
+    def line(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def release(self) -> None:
+        """Let the worker make tokens, where its pace is "held"."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def wait_health(self, status: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.client.get("/health").status_code != status:
+            assert time.monotonic() < deadline, f"/health never answered {status}"
             time.sleep(0.01)
-        raise AssertionError("never ready")
 
     def close(self) -> None:
         self.client.close()
@@ -87,38 +97,43 @@ def test_ipv6() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", ["0.03"], indirect=True)
+@pytest.mark.parametrize("served", ["held"], indirect=True)
 def test_sigterm_finishes_what_is_in_flight_and_refuses_the_rest(served: Served) -> None:
-    served.wait_ready()
+    served.wait_health(200)
     body = {"prompt": "x", "max_tokens": 100}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(
-            httpx.post, f"{served.url}/v1/completions", json=body, timeout=20, trust_env=False, verify=NO_TLS
+            httpx.post,
+            f"{served.url}/v1/completions",
+            json=body,
+            timeout=PATIENCE,
+            trust_env=False,
+            verify=NO_TLS,
         )
-        time.sleep(0.4)
+        assert served.line() == "seen\n"
         served.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        served.wait_health(503)
         refused = served.client.post("/v1/completions", json=body)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
-        assert served.client.get("/health").status_code == 503
-        assert running.result(20).json()["usage"]["completion_tokens"] == 100
-    assert served.process.wait(5) == 0
+        served.release()
+        assert running.result(PATIENCE).json()["usage"]["completion_tokens"] == 100
+    assert served.process.wait(PATIENCE) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", ["0.05"], indirect=True)
+@pytest.mark.parametrize("served", ["0.2"], indirect=True)
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_stops_at_once(served: Served, second: signal.Signals) -> None:
-    served.wait_ready()
+    served.wait_health(200)
     body = {"prompt": "x", "max_tokens": 200, "stream": True}
     with served.client.stream("POST", "/v1/completions", json=body) as response:
         pieces = response.iter_bytes()  # kept: collecting it would hang up
         next(pieces)
         served.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        served.wait_health(503)  # else both signals may be one
         assert served.process.poll() is None
         served.process.send_signal(second)
-        assert served.process.wait(3) == 128 + second
+        assert served.process.wait(30) == 128 + second, "the answer alone takes 40 seconds"
     assert served.process.stderr is not None
     assert "Traceback" not in served.process.stderr.read()
 
@@ -126,14 +141,14 @@ def test_a_second_signal_stops_at_once(served: Served, second: signal.Signals) -
 @pytest.mark.slow
 @pytest.mark.parametrize("served", ["0"], indirect=True)
 def test_a_client_that_stalls_does_not_keep_a_drained_server(served: Served) -> None:
-    served.wait_ready()
+    served.wait_health(200)
     port = int(served.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port)) as stalled:
         stalled.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
         stalled.sendall(b"Content-Length: 100\r\n\r\n{")
         time.sleep(0.2)
         served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(20) == 0
+        assert served.process.wait(PATIENCE) == 0
     assert served.process.stderr is not None
     assert "Traceback" not in served.process.stderr.read()
 
@@ -141,14 +156,14 @@ def test_a_client_that_stalls_does_not_keep_a_drained_server(served: Served) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("served", ["0"], indirect=True)
 def test_an_idle_server_stops_with_zero(served: Served) -> None:
-    served.wait_ready()
+    served.wait_health(200)
     served.process.send_signal(signal.SIGINT)
-    assert served.process.wait(5) == 0
+    assert served.process.wait(PATIENCE) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("served", ["fail"], indirect=True)
 def test_a_worker_that_cannot_load_ends_the_server(served: Served) -> None:
-    assert served.process.wait(10) == 2
+    assert served.process.wait(PATIENCE) == 2
     assert served.process.stderr is not None
     assert "ConfigError: --dtype: got 'float1'" in served.process.stderr.read()

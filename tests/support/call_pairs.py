@@ -32,7 +32,7 @@ KINDS = (*BETWEEN_PROCESSES, "fake link")
 TRANSPORT = {"shm": "shm", "faulty": "shm", "nixl": "nixl"}
 """Kind of pair -> kind of `connect`. Others have streams."""
 ADDRESS = {"tcp": "tcp:127.0.0.1:0", "nixl": "tcp:127.0.0.1:0"}
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a test counts as hanging."""
 
 

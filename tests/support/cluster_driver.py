@@ -167,6 +167,7 @@ def cluster(
     min_replicas: int = 1,
     redundant_experts: int = 0,
     kernels: str = "auto",
+    device: str = "auto",
     max_num_batched_tokens: int = 64,
     schedule: str = "lockstep",
     queue_policy: str = "defrag",
@@ -188,7 +189,7 @@ def cluster(
     """A cluster that serves until the context ends. more: further settings of ClusterConfig. begun: see
     `Cluster`."""
     worker = WorkerConfig(
-        ModelConfig(model, threads=threads, kernels=kernels, max_model_len=max_model_len),  # type: ignore[arg-type]
+        ModelConfig(model, threads=threads, kernels=kernels, max_model_len=max_model_len, device=device),  # type: ignore[arg-type]
         CacheConfig(kv_cache_memory, kv_cache_dtype, enable_prefix_caching=enable_prefix_caching),  # type: ignore[arg-type]
         SchedulerConfig(
             max_num_seqs=16,

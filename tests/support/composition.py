@@ -74,6 +74,9 @@ HOSTS = (
 )
 """Features with processes of several hosts."""
 WORKERS_JOIN = HOSTS[1:3]
+ON_GPUS = {"--device": "cuda", "--transport": "cuda_ipc", "--kv-cache-memory": "8MiB"}
+NOT_ON_GPUS = ("`--moe-collectives`", "`--fast-memory`", "`--relay`")
+"""Features of one host that --transport cuda_ipc does not go with."""
 
 ON_SERVERS = tuple(name for name, one in FEATURES.items() if "--expert-servers" in one.flags)
 """Features of which each needs expert servers."""
@@ -149,13 +152,13 @@ def allowed(names: Iterable[str]) -> bool:
     return not any(frozenset(pair) in REFUSED for pair in itertools.combinations(names, 2))
 
 
-def groups(several_hosts: bool) -> list[tuple[str, ...]]:
+def groups(several_hosts: bool, but: Iterable[str] = ()) -> list[tuple[str, ...]]:
     """Features that are started together, so that every pair that goes together is in one of the groups.
 
-    several_hosts: the pairs with a feature of several hosts; else those without.
+    several_hosts: the pairs with a feature of several hosts; else those without. but: features to leave out.
     Each group takes the feature that meets the most others for the first time, until none can be added.
     """
-    offered = [name for name in FEATURES if several_hosts or name not in HOSTS]
+    offered = [name for name in FEATURES if (several_hosts or name not in HOSTS) and name not in but]
     pairs = map(frozenset, itertools.combinations(offered, 2))
     left = {pair for pair in pairs if allowed(pair) and any(one in HOSTS for one in pair) == several_hosts}
     found = []

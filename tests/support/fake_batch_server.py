@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,13 +32,16 @@ def refusal(status: int, code: str, **headers: str) -> Answer:
 
 @dataclass
 class FakeServer:
-    """answer: body -> (status, JSON, headers). delay: seconds. A body may name a number of other requests
-    that come before it."""
+    """answer: body -> (status, JSON, headers). delay: seconds. most: so many requests are answered, and the
+    others wait for ever. A body may name a number of other requests that come before it."""
 
     answer: Callable[[dict[str, Any]], Answer] = completion
     delay: float = 0.0
+    most: float = math.inf
     seen: Counter[str] = field(default_factory=Counter)
     """Prompts that were asked for -> how often."""
+    let: int = 0
+    """Requests that are or were about to be answered."""
     answered: int = 0
     turn: asyncio.Condition = field(default_factory=asyncio.Condition)
     """The condition on which requests wait until others are answered."""
@@ -54,7 +58,10 @@ class FakeServer:
         try:
             await asyncio.sleep(self.delay)
             async with self.turn:
-                await self.turn.wait_for(lambda: self.answered >= body.get("after", 0))
+                await self.turn.wait_for(
+                    lambda: self.answered >= body.get("after", 0) and self.let < self.most
+                )
+                self.let += 1
         finally:
             self.flying -= 1
         async with self.turn:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -30,6 +30,7 @@ LARGEST = 1 << 20
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER: whose parents end become children of the process that said so."""
 WORKER, RANK, SERVER = "moesaic.runtime", "moesaic.runtime.group", "moesaic.experts"
+PROGRAM = "tests.support.forked_workers"
 ADOPTING = threading.Lock()
 """Held while this process is a subreaper."""
 
@@ -37,8 +38,9 @@ ADOPTING = threading.Lock()
 class ForkServer:
     """A process that has imported `modules` and forks. It starts when it is asked, or by `start`."""
 
-    def __init__(self, *modules: str) -> None:
-        self._modules = modules
+    def __init__(self, *modules: str, program: str = PROGRAM) -> None:
+        """program: the module that it runs."""
+        self._modules, self._program = modules, program
         self._process: subprocess.Popen[bytes] | None = None
         self._asking: socket.socket | None = None
 
@@ -79,7 +81,7 @@ class ForkServer:
 
     def _start(self) -> socket.socket:
         self._asking, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.support.forked_workers", str(theirs.fileno())]
+        command = [sys.executable, "-m", self._program, str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
                 [*command, *self._modules], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
@@ -91,8 +93,9 @@ class ForkServer:
 class Forking:
     """The processes that fork: one has torch, and one has what servers with native kernels import."""
 
-    def __init__(self) -> None:
-        self.torch = ForkServer(WORKER, RANK, SERVER)
+    def __init__(self, program: str = PROGRAM) -> None:
+        """program: what the one with torch runs; see `gpu_forks`."""
+        self.torch = ForkServer(WORKER, RANK, SERVER, program=program)
         self.plain = ForkServer(SERVER)
 
     def start(self) -> None:
@@ -181,7 +184,7 @@ def _subreaper(on: bool) -> None:
 # ---- inside the process that forks, and its forks
 
 
-def _serve(asking: socket.socket) -> str:
+def serve(asking: socket.socket) -> str:
     """Answer requests until nobody is left to ask. Returns in each process that is wanted, with its command
     line, the module whose `main` it runs."""
     while True:
@@ -274,12 +277,18 @@ def _told() -> tuple[list[str], dict[str, str]]:
     return words, environment
 
 
-if __name__ == "__main__":
-    programs = {name: importlib.import_module(f"{name}.__main__").main for name in sys.argv[2:]}
-    if WORKER in programs:
+def programs_of(modules: Sequence[str]) -> dict[str, Callable[[], int]]:
+    """The `main` of each module, which is imported with all that it needs."""
+    if WORKER in modules:
         importlib.import_module("moesaic.runtime.build")
+    return {name: importlib.import_module(f"{name}.__main__").main for name in modules}
+
+
+if __name__ == "__main__":
+    programs = programs_of(sys.argv[2:])
+    if WORKER in programs:
         importlib.import_module("tests.support.faulty_worker")
-    wanted = _serve(socket.socket(fileno=int(sys.argv[1])))
+    wanted = serve(socket.socket(fileno=int(sys.argv[1])))
     if wanted == WORKER:
         sys.modules["tests.support.faulty_worker"].spoil()
     raise SystemExit(programs[wanted]())

@@ -1,12 +1,13 @@
 """`python -m tests.support.gpu_process serve ...`: the `moesaic` command on the device of `gpu_sanitizer`.
 
-The process that plans, worker processes and expert servers get the device, and graphs. The process of the API
-needs none. Workers and servers share memory of the device by files.
+The process that plans, worker processes, their ranks and expert servers get the device, and graphs. The API's
+process needs none. Workers and servers share memory of the device by files.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -27,7 +28,7 @@ def main() -> int:
     """Run the command line or, of a worker process, its `main`. Returns the exit code."""
     from tests.support import gpu_server_process
 
-    if "--connection-fd" not in sys.argv:
+    if "--connection-fd" not in sys.argv and "--rank" not in sys.argv:
         with (
             patch("moesaic.launch.spawn_worker", _worker),
             patch.object(launcher, "spawn_worker", _worker),
@@ -35,10 +36,15 @@ def main() -> int:
         ):
             return cli.main()
     take_device()
+    if "--rank" in sys.argv:
+        from moesaic.runtime.group import __main__ as group
+
+        return group.main()
     from moesaic.runtime import __main__ as runtime
+    from moesaic.runtime.group import launcher as ranks
     from tests.support.gpu_shared_memory import shared_memory
 
-    with shared_memory():
+    with shared_memory(), patch.object(ranks, "spawn_rank", partial(ranks.spawn_rank, module=NAME)):
         return runtime.main()
 
 

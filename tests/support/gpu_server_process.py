@@ -102,8 +102,9 @@ def _loaded(child: ChildProcess) -> Endpoint:
         assert message is None or isinstance(message, messages.ServerReport), message
 
 
-def main() -> int:
-    """Returns the exit code."""
+@contextmanager
+def taken_device() -> Iterator[None]:
+    """Within it this process is on the device, and so is the thread in which an expert server loads."""
     take_device()
     if BROKEN in os.environ:
         spoil()
@@ -114,6 +115,12 @@ def main() -> int:
             load(loader)
 
     with shared_memory(), mock.patch.object(process._ExpertLoader, "_run", on_device):
+        yield
+
+
+def main() -> int:
+    """Returns the exit code."""
+    with taken_device():
         return experts.main()
 
 

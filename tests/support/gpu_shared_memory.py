@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,14 @@ from tests.support.gpu_sanitizer import STREAM, OnDevice
 MAGIC = b"a file of the tests:"
 FREED = 0x7B
 """What is in memory that was freed: a late reader finds neither zeros nor what was there."""
+FILE = "moesaic-test"
+
+
+def mapped_by(process: int) -> set[int]:
+    """The files that a process has open as memory of the device, by their inodes."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    parts = [line.split(maxsplit=5) for line in lines if f"/memfd:{FILE} " in line]
+    return {int(part[4]) for part in parts}
 
 
 class FileMemory:
@@ -47,7 +56,9 @@ class FileMemory:
             return
         self._closed = True
         STREAM.drain()
-        if self._exported:
+        if not self._exported:
+            del self.tensor, self.bytes  # unmapped, unless somebody still looks at it
+        else:
             self.last = self.bytes.tobytes()
             self.bytes[:] = FREED
             os.close(self._descriptor)
@@ -78,7 +89,7 @@ class FileSharing:
 
     def export(self, size: int) -> FileMemory:
         size = -(-size // BLOCK) * BLOCK
-        descriptor = os.memfd_create("moesaic-test")
+        descriptor = os.memfd_create(FILE)
         os.ftruncate(descriptor, size)
         self.exported.append(FileMemory(descriptor, size, True))
         return self.exported[-1]

@@ -10,7 +10,7 @@ from moesaic.transport.linking import Door, Place, link
 from moesaic.transport.peers import Peers, local_peers
 
 SECRET = b"a secret of the tests"
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 Near = Callable[[int], list[Peers]]
 """Makes the ranks of one host."""

@@ -62,10 +62,14 @@ def met(native: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tens
     """Rows as the products of `native` with a weight [o, i] or, of heads, [H, i, o] take them.
 
     Those in ROUNDING round rows that meet bf16 weights, of heads where the numbers of a sum lie together.
+    amx_bf16x2 then takes the sum of two bf16 numbers.
     """
-    rounds = native.name in ROUNDING_NAMES and weight.dtype is torch.bfloat16
-    together = weight.stride(1) == 1
-    return rows.bfloat16().to(rows.dtype) if rounds and together else rows
+    if weight.dtype is not torch.bfloat16 or weight.stride(1) != 1:
+        return rows
+    rounded = rows.bfloat16().to(rows.dtype)
+    if native.name in ROUNDING_NAMES:
+        return rounded
+    return rounded + (rows - rounded).bfloat16() if native.name == "native (amx_bf16x2)" else rows
 
 
 def rounds_attention(native: Kernels, dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-SECONDS = 30.0
+SECONDS = 60.0
 """Longer than any answer of a test may take."""
 
 

@@ -33,7 +33,7 @@ SECRET = b"a secret of the tests"
 EXPERTS, HIDDEN, TOP_K = 6, 3, 4
 LAYOUT = ExpertLayout({0: "a"}, "gate", "up", "down", HIDDEN, 2, EXPERTS, TOP_K, "float32")
 THERE = Way(LinkModel(1e-4, 1e9), near=False, host="b")
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which something hangs."""
 TIMEOUT = ReplicaTimeout(floor=10.0, unknown=10.0, ceiling=10.0)
 """Of the client's clock, which the test sets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def main(settings: str) -> int:
         if given.get("demo"):
             summary = run(options, WorkerConfig(ModelConfig("demo", threads=1)))
         else:
-            fake = FakeServer(delay=given.get("delay", 0.0))
+            fake = FakeServer(delay=given.get("delay", 0.0), most=given.get("most", math.inf))
             summary = run_with(fake.serving(), "fake", options, given.get("window", 4))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

@@ -68,11 +68,13 @@ class Threads:
 
 
 @contextmanager
-def group_of_threads(
-    model: str, within: Callable[[], AbstractContextManager[object]] = nullcontext, **settings: Any
-) -> Iterator[tuple[LLM, Group, Threads]]:
-    """An LLM whose worker is a group, the first rank's end of the group, and the ends of the others. within:
-    see Threads."""
+def ranks_of_threads(
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[list[Threads]]:
+    """Inside, workers that are groups have threads in place of the other ranks' processes.
+
+    Gives the groups, in order. within: see Threads.
+    """
     made: list[Threads] = []
 
     def launcher(config: WorkerConfig) -> Threads:
@@ -81,9 +83,19 @@ def group_of_threads(
 
     try:
         with patch("moesaic.runtime.group.build_rank.RankLauncher", launcher):
-            llm = LLM(model, threads=1, **settings)
-            yield llm, made[0].gather(), made[0]
+            yield made
     finally:
         for each in made:
             each.close()
             assert not each.failed, each.failed
+
+
+@contextmanager
+def group_of_threads(
+    model: str, within: Callable[[], AbstractContextManager[object]] = nullcontext, **settings: Any
+) -> Iterator[tuple[LLM, Group, Threads]]:
+    """An LLM whose worker is a group, the first rank's end of the group, and the ends of the others. within:
+    see Threads."""
+    with ranks_of_threads(within) as made:
+        llm = LLM(model, threads=1, **settings)
+        yield llm, made[0].gather(), made[0]

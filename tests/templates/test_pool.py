@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -35,7 +35,7 @@ def said(text: str = "hi") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -170,7 +170,20 @@ def busy(pool: Renderers) -> list[int]:
 
 
 def _running(pid: int) -> bool:
-    return not gone(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "R"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "R"
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it has ended
+
+
+def rendering(pool: Renderers, others: Iterable[int] = ()) -> int:
+    """Id of the process that renders, besides `others`, once there is one."""
+    deadline = time.monotonic() + 60.0
+    while not (found := set(busy(pool)).difference(others)):
+        assert time.monotonic() < deadline, "none renders"
+        time.sleep(0.005)
+    [pid] = found
+    return pid
 
 
 @pytest.mark.slow
@@ -181,8 +194,7 @@ def test_a_conversation_whose_process_is_killed_is_rendered_by_another(
     pool, texts = start(slow), list[str]()
     thread = threading.Thread(target=lambda: texts.append(pool.render(said())))
     thread.start()
-    until(lambda: bool(busy(pool)))
-    [killed] = busy(pool)
+    killed = rendering(pool)
     os.kill(killed, signal.SIGKILL)
     thread.join(60)
     assert texts == ["hi"] and gone(killed)
@@ -209,8 +221,7 @@ def test_a_conversation_that_loses_two_processes_is_refused(start: Callable[...,
     thread.start()
     killed: set[int] = set()
     while len(killed) < 2:
-        until(lambda: bool(set(busy(pool)) - killed))
-        [pid] = set(busy(pool)) - killed
+        pid = rendering(pool, killed)
         os.kill(pid, signal.SIGKILL)
         killed.add(pid)
     thread.join(60)
@@ -273,7 +284,7 @@ def test_processes_end_with_their_parent(doing: str, signum: signal.Signals) -> 
         if doing == "busy":
             until(lambda: any(_running(pid) for pid in pids))
         parent.send_signal(signum)
-        parent.wait(20)
+        parent.wait(60)
     until(lambda: all(gone(pid) for pid in pids))
 
 
@@ -285,7 +296,7 @@ def test_a_process_in_one_long_operation_ends_with_its_parent() -> None:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         until(lambda: any(_running(pid) for pid in pids))
         parent.kill()
-        parent.wait(20)
+        parent.wait(60)
     until(lambda: all(gone(pid) for pid in pids))
 
 

@@ -153,6 +153,17 @@ def test_a_file_that_is_being_made_is_left_alone(file: Path, monkeypatch: pytest
     assert tokens(file) == [10]
 
 
+def test_another_process_with_the_same_file_does_no_harm(file: Path) -> None:
+    """Such as that of a second server with the same profile, which takes the place of the first."""
+    first, second = worker(file), worker(file)
+    second(whole(0, 5))
+    first(whole(1, 3))
+    collector = Collector(file, 1 << 20)
+    collector.collect()
+    collector.save()
+    assert tokens(file) == [5]
+
+
 def test_nothing_new_is_not_written_again(file: Path) -> None:
     sink, collector = worker(file), Collector(file, 1 << 20)
     sink(whole(0, 3))

@@ -109,6 +109,22 @@ def test_a_full_disk_ends_the_row_and_not_the_process(
     assert "No space left on device; the trace of this process ends here" in warning.getMessage()
 
 
+def test_another_process_with_the_same_file_does_no_harm(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a second server with the same trace."""
+    monkeypatch.setattr(tracks, "WINDOW", 4096)
+    track = Track(file, lambda: 0.0)
+    for number in range(50):
+        track.span("layer 0", number, number + 0.5)
+    size = os.fstat(track._file).st_size
+    other = Track(file, lambda: 0.0)
+    assert os.fstat(track._file).st_size == size > 4096, "the next span would end this process"
+    track.span("layer 1", 60.0, 61.0)
+    other.span("layer 2", 70.0, 71.0)
+    assert [span.name for span in trace_reader.rows(trace_reader.part(file))[0].spans] == ["layer 2"]
+    track.close()
+    other.close()
+
+
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """It says what was typed, not where this part of it is."""
     trace = str(tmp_path / "t.json")

@@ -131,7 +131,7 @@ def test_every_message_arrives_as_it_was_sent_and_in_order(pair: Pair) -> None:
     one, two = pair
     for message in EVERY_MESSAGE:
         one.send(message)
-    assert [two.receive(5.0) for _ in EVERY_MESSAGE] == EVERY_MESSAGE
+    assert [two.receive(60.0) for _ in EVERY_MESSAGE] == EVERY_MESSAGE
     assert {type(message) for message in EVERY_MESSAGE} == set(messages.Message.__args__)
 
 
@@ -139,8 +139,8 @@ def test_both_directions_are_independent(pair: Pair) -> None:
     one, two = pair
     one.send(messages.Shutdown())
     two.send(messages.Cancel([1]))
-    assert one.receive(5.0) == messages.Cancel([1])
-    assert two.receive(5.0) == messages.Shutdown()
+    assert one.receive(60.0) == messages.Cancel([1])
+    assert two.receive(60.0) == messages.Shutdown()
 
 
 def test_receive_times_out_and_polls(pair: Pair) -> None:
@@ -162,11 +162,11 @@ def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
     one.send(messages.Cancel([4]))
     one.close()
     one.close()
-    assert two.receive(5.0) == messages.Cancel([4])
+    assert two.receive(60.0) == messages.Cancel([4])
     raised = []
     for _ in range(2):
         with pytest.raises(ConnectionLost) as lost:
-            two.receive(5.0)
+            two.receive(60.0)
         raised.append(lost.value)
     assert raised[0] is not raised[1], "a traceback that grows each time"
 
@@ -176,7 +176,7 @@ def test_a_sender_never_waits_for_a_busy_peer(pair: Pair) -> None:
     large = messages.Submit([Request(i, list(range(20_000)), SamplingParams()) for i in range(20)])
     for _ in range(10):
         one.send(large)  # far more than any socket buffer, and nobody receives
-    assert two.receive(5.0) == large
+    assert two.receive(60.0) == large
 
 
 LARGE = messages.Cancel(list(range(1 << 40, (1 << 40) + 300_000)))
@@ -202,7 +202,7 @@ def in_background(action: Callable[[], None]) -> bool:
     """Whether `action` comes to its end."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
-    thread.join(20.0)
+    thread.join(60.0)
     return not thread.is_alive()
 
 
@@ -234,7 +234,7 @@ def test_the_end_of_a_frozen_peer_ends_what_was_to_be_sent() -> None:
     assert sends(connection, LARGE)
     theirs.close()
     with pytest.raises(ConnectionLost):
-        connection.receive(5.0)
+        connection.receive(60.0)
     while threading.active_count() > before:
         time.sleep(0.01)
     with pytest.raises(ConnectionLost):
@@ -261,7 +261,7 @@ def test_a_peer_that_takes_nothing_for_too_long_is_gone(monkeypatch: pytest.Monk
     with pytest.raises(ConnectionLost, match="the other end has not read \\d+ bytes"):
         connection.send(messages.Cancel([1]))
     with pytest.raises(ConnectionLost):
-        connection.receive(5.0)
+        connection.receive(60.0)
     connection.close()
     theirs.close()
 
@@ -283,7 +283,7 @@ def test_the_last_words_of_a_process_arrive() -> None:
         command = [sys.executable, "-c", SAYING, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     assert frames_of(ours, 2) == [messages.Cancel(list(range(300_000))), messages.Shutdown()]
-    assert process.wait(20.0) == 0
+    assert process.wait(60.0) == 0
     ours.close()
 
 
@@ -298,7 +298,7 @@ def test_closing_a_local_end_wakes_who_waits_there() -> None:
     one, _ = local_pair()
     threading.Timer(0.05, one.close).start()
     with pytest.raises(ConnectionLost):
-        one.receive(20.0)
+        one.receive(60.0)
 
 
 @pytest.mark.parametrize(
@@ -319,8 +319,8 @@ def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
     theirs.sendall(garbage)
     theirs.shutdown(socket.SHUT_WR)
     with pytest.raises(ConnectionLost):
-        connection.receive(5.0)
-    assert lost.wait(5.0)
+        connection.receive(60.0)
+    assert lost.wait(60.0)
     connection.close()
     theirs.close()
 
@@ -335,8 +335,8 @@ def test_a_bug_in_the_reader_ends_the_connection_too(monkeypatch: pytest.MonkeyP
     connection, sender = StreamConnection(ours), StreamConnection(theirs)
     sender.send(messages.Shutdown())
     with pytest.raises(ConnectionLost, match="too deep"):
-        connection.receive(5.0)
-    connection._reader.join(5.0)
+        connection.receive(60.0)
+    connection._reader.join(60.0)
     connection.close()
     sender.close()
 
@@ -350,7 +350,7 @@ def test_a_message_with_a_refused_value_ends_the_connection() -> None:
     object.__setattr__(params, "temperature", -1.0)
     sender.send(messages.Submit([Request(1, [1], params)]))
     with pytest.raises(ConnectionLost):
-        connection.receive(5.0)
+        connection.receive(60.0)
     connection.close()
     sender.close()
 
@@ -374,7 +374,7 @@ def test_ends_with_nothing_to_say_keep_a_connection_that_has_a_limit(
     near, far = StreamConnection(one, silent_limit=0.6), StreamConnection(two, silent_limit=0.6)
     assert near.receive(1.5) is None and far.receive(0.1) is None
     far.send(messages.Cancel([1]))
-    assert near.receive(5.0) == messages.Cancel([1])
+    assert near.receive(60.0) == messages.Cancel([1])
     near.close()
     far.close()
 

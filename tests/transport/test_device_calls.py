@@ -231,6 +231,30 @@ def test_memory_is_freed_once_the_server_has_closed_it(gpu: Gpu, pair: Pair) -> 
     assert not len(pair.departures) and mine.closed == 1
 
 
+def test_memory_that_a_server_cannot_close_is_kept(
+    gpu: Gpu, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else it has open is closed, and the connection ends. It does not say goodbye."""
+    pair.call()
+    first, second = gpu.opened
+
+    def refused() -> None:
+        raise ConfigError("the GPU is broken")
+
+    first.close = refused  # type: ignore[method-assign]
+    pair.answerer.close()
+    assert second.closed == 1
+    with pytest.raises(ConnectionLost):
+        while True:
+            pair.caller.poll()
+    pair.caller.close()
+    pair.departures.poll()
+    assert len(pair.departures) == 1
+    monkeypatch.setattr("moesaic.transport.device_calls.LEAVING_SECONDS", 0.05)
+    pair.departures.close()
+    assert not gpu.exported[b"memory 1"].closed
+
+
 def test_a_goodbye_that_was_read_before_counts(gpu: Gpu, pair: Pair) -> None:
     """The server closed the connection first, and its client noticed."""
     pair.call()
@@ -271,6 +295,13 @@ def test_a_client_that_ends_waits_a_moment_for_servers(pair: Pair, monkeypatch: 
     pair.departures.close()
     assert not len(pair.departures) and not pair.heap.closed, "a server that stays keeps the memory"
     assert GOODBYE != b"!", "which wakes a peer"
+
+
+def test_a_connection_that_comes_too_late_is_closed_at_once(pair: Pair) -> None:
+    """A thread that connects may have made it while the client ended."""
+    pair.departures.close()
+    pair.caller.close()
+    assert not len(pair.departures) and not pair.heap.closed
 
 
 def test_memory_of_a_client_that_has_ended_is_a_lost_connection(

@@ -57,7 +57,7 @@ def ends(tmp_path: Path) -> Iterator[tuple[MailboxClient, MailboxServer]]:
 
 
 def until(found: Callable[[], list[object]]) -> list[object]:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (some := found()):
         assert time.monotonic() < end
         time.sleep(0.001)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import cast
 
@@ -164,3 +166,33 @@ def test_the_user_has_to_say_what_ucx_may_use(monkeypatch: pytest.MonkeyPatch) -
 class _Nobody:
     def poll(self) -> list[object]:
         return []
+
+
+CLOSES_AND_ENDS = """
+from moesaic.transport import nixl_link
+
+class Agent:
+    left = 5
+
+    def check_xfer_state(self, handle):
+        self.left -= 1
+        return "PROC" if self.left else "DONE"
+
+    def transfer(self, *_): return "PROC"
+    def get_new_notifs(self): return {}
+    def get_xfer_descs(self, *_): pass
+    def initialize_xfer(self, *_): pass
+    def register_memory(self, *_): pass
+    def deregister_memory(self, memory): print("the write has ended")
+
+nixl_link._library, nixl_link._agent = lambda: None, lambda library, name: Agent()
+link = nixl_link.NixlLink(4096)
+link.write(1, [(0, 8)])
+link.close()
+"""
+
+
+def test_a_process_ends_once_its_writes_have() -> None:
+    """Python ends daemon threads when they leave compiled code. In NIXL's, that would abort the process."""
+    ended = subprocess.run([sys.executable, "-c", CLOSES_AND_ENDS], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "the write has ended\n", "")

@@ -28,7 +28,7 @@ from moesaic.transport.shm import make_segment
 
 SECRET = b"a secret of the tests"
 CAPACITY = 1 << 16
-PATIENCE = 20.0
+PATIENCE = 60.0
 Ends = list[Peers]
 
 

@@ -27,16 +27,23 @@ def test_it_rings_until_it_is_cleared() -> None:
     wakeup.close()
 
 
-def test_rung_after_its_end_it_writes_into_nobody_elses_file() -> None:
+@pytest.mark.parametrize("before", [True, False], ids=["rung before", "rung after"])
+def test_after_its_end_it_uses_nobody_elses_file(before: bool) -> None:
     """Whoever opens something next gets its descriptors."""
     wakeup = Wakeup()
+    if before:
+        wakeup.ring()
     wakeup.close()
     reading, writing = os.pipe()
     assert (reading, writing) == (wakeup._reading, wakeup._writing)
     os.set_blocking(reading, False)
-    wakeup.ring()
+    if not before:
+        wakeup.ring()
     with pytest.raises(BlockingIOError):
         os.read(reading, 1)
+    os.write(writing, b"theirs")
+    wakeup.clear()
+    assert os.read(reading, 10) == b"theirs"
     os.close(reading)
     os.close(writing)
 

@@ -58,7 +58,6 @@ def _check_gpus(cluster: ClusterConfig, worker: WorkerConfig) -> None:
         "--fast-memory": worker.server_memory is not None or worker.offload is not None,
         "--cluster-address: all processes are on this host": cluster.cluster_address is not None,
         "--distributed-executor-backend ray: all processes are on this host": cluster.on_ray,
-        "--tensor-parallel-size: each attention worker has one GPU": cluster.tensor_parallel_size > 1,
         "--relay always: all processes are on this host": worker.scheduler.relay == "always",
         "--paced: modelled devices hold rows of the host": cluster.paced is not None,
     }

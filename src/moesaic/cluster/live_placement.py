@@ -121,8 +121,9 @@ class LivePlacement:
     def stop(self) -> None:
         """Ends the process that solves."""
         self._stopped = True
-        if self._process is not None:
-            self._process.kill()
+        process = self._process  # the thread sets it to None
+        if process is not None:
+            process.kill()
         if self._thread is not None:
             self._thread.join()
 

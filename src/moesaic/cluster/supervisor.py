@@ -26,6 +26,7 @@ from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import transport_of
 from moesaic.cluster.join_listener import JoinListener, own_door
 from moesaic.cluster.killing import kill
+from moesaic.cluster.lateness import Lateness
 from moesaic.cluster.launcher import Launcher
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
@@ -94,7 +95,7 @@ class Supervisor:
         parts = self._members, self._publisher, self._links
         self._first_placement = FirstPlacement(*parts, cluster, self._placement_file)
         self._suspicion = Suspicion(self._publisher, router)
-        self._failures = Failures()
+        self._failures, self._lateness = Failures(), Lateness(FROZEN_SECONDS / 5)
         self._note = self._failures.note
         live = None if routing is None else LivePlacement.of(routing, cluster, self._placement_file, clock())
         self._changes = ChangeQueue(
@@ -307,6 +308,7 @@ class Supervisor:
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
         heard_all = self._members.inbox.empty()
+        self._lateness.excuse(self._members.all, now)
         self._survive(self._first_placement.look)
         self._trust.weights.keep(self._members.servers)
         placements = self._publisher.placement, self._publisher.coming

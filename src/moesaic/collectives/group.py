@@ -8,7 +8,7 @@ section 3.2). An all-to-all-v sends S for each row and each other rank that has 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from moesaic.collectives.packets import FloatArray, Outgoing, Packet
@@ -33,6 +33,12 @@ class Traffic:
     def payload(self) -> int:
         """All bytes except metadata and messages."""
         return self.all_reduce + self.reduce_scatter + self.all_gather + self.all_to_all
+
+    def since(self, before: Traffic) -> Traffic:
+        """What was sent after `before`."""
+        return Traffic(
+            **{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(Traffic)}
+        )
 
 
 class Group(Protocol):

@@ -45,6 +45,8 @@ class Connecting(Generic[Made]):
         self._wakeup = wakeup
         self._made: deque[tuple[ServerEntry, Made]] = deque()
         self._wanted: dict[int, threading.Event] = {}
+        self._stopping = threading.Lock()
+        """So nothing is made any more once it was stopped."""
 
     def start(self, entry: ServerEntry, secret: bytes) -> None:
         """Connect to a server. An earlier attempt for the same id ends."""
@@ -57,7 +59,8 @@ class Connecting(Generic[Made]):
         """Stop connecting to this server id."""
         stopped = self._wanted.pop(server, None)
         if stopped is not None:
-            stopped.set()
+            with self._stopping:
+                stopped.set()
 
     def made(self) -> list[tuple[ServerEntry, Made]]:
         """The connections made since the last call, except those that were stopped meanwhile."""
@@ -75,11 +78,14 @@ class Connecting(Generic[Made]):
                 LOG.debug("expert server %d at %s: %s", entry.server, address, error)
                 stopped.wait(RETRY_SECONDS)
                 continue
-            if stopped.is_set():
+            with self._stopping:
+                wanted = not stopped.is_set()
+                if wanted:
+                    self._made.append((entry, made))
+            if wanted:
+                self._wakeup.ring()
+            else:
                 made.close()
-                return
-            self._made.append((entry, made))
-            self._wakeup.ring()
             return
 
 

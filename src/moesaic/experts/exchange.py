@@ -284,7 +284,8 @@ class DeviceExchange:
         free = next((slot for slot in range(self._memory.exchange.slots) if slot not in taken), None)
         if free is None:
             LOG.warning("expert server %d gets no mailbox: %d servers have one", entry.server, len(taken))
-        if self._wanted.get(entry.server) != entry or free is None:
+        twice = entry.server in self._servers  # an attempt that was stopped may still have succeeded
+        if self._wanted.get(entry.server) != entry or twice or free is None:
             mailbox.leave()
             self._leaving.append(mailbox)
             return

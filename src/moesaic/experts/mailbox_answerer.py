@@ -11,7 +11,7 @@ from moesaic.experts import wire
 from moesaic.experts.server_mailbox import RowMemory
 from moesaic.transport.calls import Incoming, Outstanding
 from moesaic.transport.device_calls import CallRows, DeviceIncoming
-from moesaic.transport.device_heap import SharedMemory
+from moesaic.transport.device_heap import SharedMemory, try_close
 from moesaic.transport.mailbox import HEAD, MailboxServer
 
 
@@ -82,9 +82,11 @@ class MailboxAnswerer:
         return [DeviceIncoming(incoming, 0, self._width, shared)]
 
     def close(self) -> None:
-        """Close the worker's memory and say so. Nothing that uses it may be under way on the own GPU."""
-        self._give_back()
-        self._end.close()
+        """Close the worker's memory and say so. Nothing that uses it may be under way on the own GPU.
+
+        Where the GPU cannot close some of it, the worker is not told.
+        """
+        self._end.close(goodbye=self._give_back())
 
     def _open(self, open_memory: Callable[[bytes], SharedMemory], name: bytes, rows: int) -> Any:
         opened = open_memory(name)
@@ -93,7 +95,8 @@ class MailboxAnswerer:
             raise DamagedMessage(f"a worker's memory of {len(opened.tensor)} bytes should have {rows} rows")
         return opened.tensor[: rows * self._width]
 
-    def _give_back(self) -> None:
+    def _give_back(self) -> bool:
+        """Whether all memory is closed."""
         opened, self._opened = self._opened, []
-        for one in opened:
-            one.close()
+        closed = [try_close(one) for one in opened]  # every one, also after one that fails
+        return all(closed)

@@ -93,13 +93,10 @@ def serve(
     try:
         _serve(supervisor, server, loader, relay, secret, wakeup)
         return 0
-    except ConnectionLost:
-        loader.join()  # nobody may change the experts when they are used again
-        raise
     finally:
         ended.set()
         reports.join()
-        loader.close()
+        loader.close()  # nobody may change the experts when they are used again
         server.close()
 
 
@@ -274,15 +271,14 @@ class _ExpertLoader:
         self._wanted.put(hold)
 
     def close(self) -> None:
-        """End the thread once it has finished the current message."""
-        self._wanted.put(None)
+        """End the thread, and wait until it has finished the current message. Leaves out all others.
 
-    def join(self) -> None:
-        """End the thread, and wait until it has finished the current message. Leaves out all others."""
+        A thread that is in compiled code while Python ends would abort the process.
+        """
         while not self._wanted.empty():
             with contextlib.suppress(queue.Empty):
                 self._wanted.get_nowait()
-        self.close()
+        self._wanted.put(None)
         self._thread.join()
 
     def _run(self) -> None:

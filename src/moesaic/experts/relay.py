@@ -181,9 +181,12 @@ class Relay:
                 self._drop(server)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and `wakeup`."""
         for server in list(self._known):
             self._drop(server)
+        for _, caller in [] if self._connector is None else self._connector.made():
+            caller.close()
+        self._wakeup.close()
 
     def _pass_on(self, part: PartOfRequest) -> bool:
         """Returns False if its server cannot be asked now."""

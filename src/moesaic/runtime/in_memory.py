@@ -47,12 +47,13 @@ from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.predicting import LayerPredictor
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
+from moesaic.runtime.step.exchanged import ExchangedRunner
 from moesaic.runtime.step.graphs import GraphRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner
-from moesaic.runtime.step.running_step import Combine, SegmentRunner
-from moesaic.runtime.step.stages import Attend, BlockStages
+from moesaic.runtime.step.running_step import Combine, SegmentRunner, StepRunner
+from moesaic.runtime.step.stages import BlockStages, SharedHeads
 from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.tracing import observer_of
 from moesaic.transport.wakeup import Wakeup
@@ -90,7 +91,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         routes=TokenRoutes(loaded.model.spec.moe_layers) if loaded.model.spec.moe_layers else None,
         observer=observer_of(config.trace, context.clock),
         speculation=speculation,
-        predictor=_predictor(stages, experts),
+        predictor=_predictor(stages, experts, runner),
     )
 
 
@@ -99,7 +100,7 @@ def with_servers(
     layout: ExpertLayout,
     loaded: LoadedModel,
     size: CacheSize,
-    shared: Attend | None = None,
+    shared: SharedHeads | None = None,
 ) -> WorkerParts:
     """The parts of a worker whose routed experts are on servers. shared: see `BlockStages`."""
     config = context.config
@@ -112,7 +113,8 @@ def with_servers(
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *others)
     replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
     remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows, replicas)
-    runner, expert_stats = _paced(_runner(context, stages, remote), remote.stats, pacing)
+    recorded = _runner(context, stages, remote)
+    runner, expert_stats = _paced(recorded, remote.stats, pacing)
     asked = Asked(runner, remote, expert_stats)
     if config.model.cudagraph_mode == "full":
         asked = full_graphs(context, stages, layout, remote, replicas, runner)
@@ -134,7 +136,7 @@ def with_servers(
         observer=observer,
         elsewhere=layout,
         speculation=speculation,
-        predictor=_predictor(stages, remote),
+        predictor=_predictor(stages, remote, recorded if asked.runner is runner else asked.runner),
     )
 
 
@@ -185,7 +187,7 @@ def _stages(
     loaded: LoadedModel,
     size: CacheSize,
     layout: ExpertLayout | None = None,
-    shared: Attend | None = None,
+    shared: SharedHeads | None = None,
 ) -> BlockStages:
     """The model's stages over a new cache. layout: of experts on servers."""
     spec, device, block_size = loaded.model.spec, loaded.device, config.cache.block_size
@@ -196,18 +198,27 @@ def _stages(
     return BlockStages(loaded.model, memory, block_size, device, combine, shared)
 
 
-def _predictor(stages: BlockStages, experts: RoutedExperts) -> LayerPredictor | None:
-    return None if stages.model.prediction is None else LayerPredictor(EagerRunner(stages, experts))
+def _predictor(stages: BlockStages, experts: RoutedExperts, runner: StepRunner) -> LayerPredictor | None:
+    """runner: of the steps that it follows."""
+    if stages.model.prediction is None:
+        return None
+    graphs = runner if isinstance(runner, GraphRunner | ExchangedRunner) else None
+    return LayerPredictor(EagerRunner(stages, experts), graphs)
 
 
 def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts) -> SegmentRunner:
-    """Records decode steps unless --enforce-eager is given, the kernels cannot record, or other processes
-    take part."""
+    """Records decode steps unless --enforce-eager is given or the kernels cannot record. Steps that other
+    processes take part in are recorded on GPUs only."""
     eager, make_recorder = EagerRunner(stages, experts), stages.model.kernels.recorder
-    if stages.shared is not None or context.config.model.enforce_eager or make_recorder is None:
+    on_gpu = stages.device.type == "cuda"
+    if (
+        context.config.model.enforce_eager
+        or make_recorder is None
+        or (not on_gpu and stages.shared is not None)
+    ):
         return eager
     table_width = -(-context.limits.max_model_len // stages.block_size)
-    make = GraphRunner if stages.device.type == "cuda" else RecordedRunner
+    make = GraphRunner if on_gpu else RecordedRunner
     return make(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
 
 

@@ -4,6 +4,8 @@ It runs after a step has sampled, over the rows of that step whose next token is
 values are in the KV cache behind those of the other layers, in the same blocks. So it follows chunks of
 prompts, reused prefixes and preempted requests. At the end of a reused prefix its cached row has seen another
 next token. That can only make a draft worse: a step checks each one.
+
+Where decode steps are recorded as CUDA graphs, so is what it does after them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.sampling.checking import Sampled
 from moesaic.runtime.step.eager import EagerRunner
-from moesaic.runtime.step.running_step import RunningStep, Step, StepResult
+from moesaic.runtime.step.graphs import PredictionRunner
+from moesaic.runtime.step.running_step import Step, StepResult
 
 
 class Predictor(Protocol):
@@ -38,13 +41,17 @@ class LayerPredictor:
     """A `Predictor` in the process that runs the stages of a step."""
 
     runner: EagerRunner
+    graphs: PredictionRunner | None = None
+    """Records what follows decode steps. None: nothing is recorded."""
 
-    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> RunningStep:
+    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> Step:
         """See `Predictor`. Without rows it still sends an empty request to the experts."""
         model, device = self.runner.stages.model, self.runner.stages.device
         assert model.prediction is not None
         batch, rows = known_rows(plan, found)
         hidden = result.hidden if result.rows is None else result.rows
+        if batch.num_rows and self.graphs is not None and self.graphs.records(plan.batch):
+            return self.graphs.begin_prediction(batch, hidden, rows)
         kept = hidden[torch.from_numpy(rows).to(device)]
         before = model.before_prediction(kept, torch.from_numpy(batch.token_ids).to(device))
         layer = model.prediction.layer

@@ -5,7 +5,9 @@ During the run, the folder FILE.parts holds a file for each process. Each of the
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +52,17 @@ def order_of(process: str) -> int:
 def folder_of(file: Path) -> Path:
     """Folder of the parts of the trace `file`."""
     return file.with_name(f"{file.name}{PARTS}")
+
+
+def new_file(path: Path, mode: int) -> int:
+    """Makes a file in place of one at `path`, which may be mapped elsewhere. Returns its descriptor.
+
+    A process that has mapped a file would be killed by SIGBUS where the file became shorter. Raises OSError.
+    """
+    while True:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError):  # another process has just made it
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 @contextmanager

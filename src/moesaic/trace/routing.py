@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import tempfile
 import threading
@@ -36,7 +37,7 @@ from moesaic.core.routing import ENDED, Assembly, RoutedModel, Rows, ending
 from moesaic.core.tally import Tally
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
-from moesaic.trace.parts import folder_of, whole_of
+from moesaic.trace.parts import folder_of, new_file, whole_of
 
 LOG = logging.getLogger(__name__)
 MEMORY = "memory"
@@ -97,15 +98,14 @@ class RowFile:
         self._number, self._at, self._window = self._number + 1, 0, None
         path = _rows_of(self._part, self._number)
         blank = memoryview(bytes(self._capacity * self._kind.itemsize))
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        file = new_file(path, 0o600)
         try:
             written = 0
             while written < len(blank):
                 written += os.write(file, blank[written:])
+            self._window = np.frombuffer(mmap.mmap(file, len(blank)), self._kind)
         finally:
             os.close(file)
-        mapped = np.memmap(path, self._kind, mode="r+", shape=(self._capacity,))
-        self._window = np.asarray(mapped)  # each access to a memmap itself costs microseconds
 
 
 @dataclass

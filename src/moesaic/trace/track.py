@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core.errors import ConfigError
-from moesaic.trace.parts import order_of, process_of, whole_of
+from moesaic.trace.parts import new_file, order_of, process_of, whole_of
 
 LOG = logging.getLogger(__name__)
 WINDOW = 1 << 20
@@ -55,7 +55,7 @@ class Track:
         self._ids = {"pid": os.getppid(), "tid": os.getpid()}
         self._size = self._at = 0
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._file = new_file(path, 0o644)
             self._window: mmap.mmap | None = self._next_window()
         except OSError as error:
             raise ConfigError.field(

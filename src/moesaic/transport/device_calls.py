@@ -21,6 +21,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
 from moesaic.core.tokens import IntArray
 from moesaic.transport.address import peer_process
 from moesaic.transport.calls import Call, Incoming
-from moesaic.transport.device_heap import DeviceHeap, Place, SharedMemory
+from moesaic.transport.device_heap import DeviceHeap, Place, SharedMemory, try_close
 
 if TYPE_CHECKING:
     from moesaic.transport.shm import ShmAnswerer, ShmCaller
@@ -178,29 +179,36 @@ class Departures:
 
     A server says goodbye on the socket once it has closed the memory. A process that ends does not: its
     GPU's work has ended when the process has, which its pidfd shows. The socket closes earlier.
+
+    Any thread may call it: one that connects closes what nobody wants any more.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[socket.socket, bytes, int, DeviceHeap]] = []
+        self._changing, self._closed = threading.RLock(), False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, sock: socket.socket, said: bytes, process: int, heap: DeviceHeap) -> None:
         """said: the last byte that came by the socket. process: the server's, a pidfd."""
-        self._waiting.append((sock, said, process, heap))
+        with self._changing:
+            self._waiting.append((sock, said, process, heap))
+            if self._closed:
+                self._give_up()
 
     def poll(self) -> None:
         """Free the memory of the servers that have left it. Never blocks."""
-        waiting, self._waiting = self._waiting, []
-        for sock, said, process, heap in waiting:
-            said = _last_byte(sock, said)
-            if said != GOODBYE and not ended(process):
-                self._waiting.append((sock, said, process, heap))
-                continue
-            sock.close()
-            os.close(process)
-            heap.close()
+        with self._changing:
+            waiting, self._waiting = self._waiting, []
+            for sock, said, process, heap in waiting:
+                said = _last_byte(sock, said)
+                if said != GOODBYE and not ended(process):
+                    self._waiting.append((sock, said, process, heap))
+                    continue
+                sock.close()
+                os.close(process)
+                heap.close()
 
     def close(self) -> None:
         """Give the servers a moment to leave, at the end of the process. What they keep is not freed."""
@@ -209,6 +217,11 @@ class Departures:
         while self._waiting and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
             self.poll()
+        with self._changing:
+            self._closed = True
+            self._give_up()
+
+    def _give_up(self) -> None:
         for sock, _, process, _ in self._waiting:
             sock.close()
             os.close(process)
@@ -303,15 +316,19 @@ class DeviceAnswerer:
         return [self._on_device(incoming) for incoming in self._answerer.poll()]
 
     def close(self) -> None:
-        """Close the client's memory and say so. Nothing that uses it may be under way on the own GPU."""
+        """Close the client's memory and say so. Nothing that uses it may be under way on the own GPU.
+
+        Where the GPU cannot close some of it, the client is not told. It keeps that memory until this process
+        has ended.
+        """
         if self._closed:
             return
         self._closed = True
-        for memory in self._opened.values():
-            memory.close()
+        left = [memory for memory in self._opened.values() if not try_close(memory)]
         self._opened.clear()
         os.close(self._process)
-        self._answerer.say(GOODBYE)
+        if not left:
+            self._answerer.say(GOODBYE)
         self._answerer.close()
 
     def _on_device(self, incoming: Incoming) -> DeviceIncoming:

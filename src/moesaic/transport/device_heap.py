@@ -5,10 +5,14 @@ This room knows no GPU: `kernels.device_sharing` makes the memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moesaic.core.errors import ConfigError
+
+LOG = logging.getLogger(__name__)
 ALIGNED = 256
 """Places begin at multiples of so many bytes, as a GPU's allocations do."""
 
@@ -29,6 +33,16 @@ class SharedMemory(Protocol):
     def close(self) -> None:
         """Free it, or give it back to its owner."""
         ...
+
+
+def try_close(memory: SharedMemory) -> bool:
+    """Close memory of another process, which may have died. Returns whether the own GPU could do it."""
+    try:
+        memory.close()
+    except ConfigError as error:
+        LOG.warning("memory of another process stays open: %s", error)
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,10 +172,11 @@ class MailboxServer(_MailboxEnd):
         self._news = 0.0
         """Time of the last request."""
 
-    def close(self) -> None:
-        """Say goodbye and close the socket. The client's memory is closed before."""
-        with contextlib.suppress(OSError):  # the client is gone
-            self._socket.send(GOODBYE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    def close(self, goodbye: bool = True) -> None:
+        """Say goodbye and close the socket. goodbye: the client's memory is closed."""
+        if goodbye:
+            with contextlib.suppress(OSError):  # the client is gone
+                self._socket.send(GOODBYE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         super().close()
 
     def ready(self) -> bool:

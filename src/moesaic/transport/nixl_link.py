@@ -178,14 +178,15 @@ class NixlLink:
         return True
 
     def close(self) -> None:
-        """End the link. Writes under way go on for CLOSE_SECONDS in a thread."""
+        """End the link. Writes under way go on for CLOSE_SECONDS in a thread, also when the process ends."""
         if self._agent is None:
             return
         ending = _Ending(self._agent, self._memory, self._writes, self.area)
         self._agent, self._memory, self._writes = None, None, {}
         self.failed = self.failed or "this end is closed"
         if ending.writes:
-            threading.Thread(target=ending.run, name="nixl", daemon=True).start()
+            # Not a daemon thread: Python would end it within the library, which aborts the process.
+            threading.Thread(target=ending.run, name="nixl", daemon=False).start()
         else:
             ending.end()
 

@@ -28,11 +28,13 @@ class Wakeup:
 
         After `close` it does nothing, because the descriptor may be reused.
         """
-        with self._closing, contextlib.suppress(BlockingIOError):  # a full pipe is readable already
-            if not self._closed:
+        with self._closing:
+            if self._closed:
+                return
+            with contextlib.suppress(BlockingIOError):  # a full pipe is readable already
                 os.write(self._writing, b"\0")
-        # Set last: if `clear` reset it before the byte was written, no call would ever read that byte.
-        self.rung = True
+            # Set last: if `clear` reset it before the byte was written, no call would ever read that byte.
+            self.rung = True
 
     def clear(self) -> None:
         """Reset. Call it before reading what the loop was woken for."""
@@ -48,6 +50,6 @@ class Wakeup:
         with self._closing:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self.rung = True, False  # so that `clear` reads nothing any more
             os.close(self._reading)
             os.close(self._writing)

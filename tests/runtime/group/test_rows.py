@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -109,16 +111,44 @@ def test_a_closed_end_is_noticed_by_both() -> None:
     first.close()
 
 
+def files_at(numbers: set[int | None], folder: Path) -> list[IO[str]]:
+    """New files, of which some have these descriptors. They are free."""
+    files: list[IO[str]] = []
+    while not numbers <= {file.fileno() for file in files}:
+        assert len(files) < 64
+        files.append((folder / str(len(files))).open("w"))
+    return files
+
+
+def written(files: list[IO[str]]) -> set[bytes]:
+    for file in files:
+        file.close()
+    return {Path(file.name).read_bytes() for file in files}
+
+
 def test_the_last_to_close_writes_to_no_other_file(tmp_path: Path) -> None:
     """The others' descriptors are closed by then, and their numbers belong to other files."""
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda group: TorchPeers("gloo", group, CPU), local_group(2))
+    numbers = {first._file}
     first.close()
-    files = [(tmp_path / str(place)).open("w") for place in range(4)]
+    files = files_at(numbers, tmp_path)
     second.close()
-    for file in files:
-        file.close()
-    assert [(tmp_path / str(place)).read_bytes() for place in range(4)] == [b""] * 4
+    assert written(files) == {b""}
+
+
+def test_an_error_that_is_kept_writes_to_no_other_file(tmp_path: Path) -> None:
+    """Its traceback must not keep the store beyond the end of its descriptor."""
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda group: TorchPeers("gloo", group, CPU), local_group(2))
+    numbers = {first._file, second._file}
+    first.close()
+    with pytest.raises(ConnectionLost) as kept:
+        second.exchange(torch.ones(2, 3), [1, 1], [1, 1])
+    files = files_at(numbers, tmp_path)
+    del kept
+    gc.collect()
+    assert written(files) == {b""}
 
 
 def test_ranks_meet_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

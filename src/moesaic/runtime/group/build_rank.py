@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from moesaic.collectives.group import Group
 from moesaic.config import ParallelConfig, WorkerConfig
@@ -39,10 +40,11 @@ from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
+from moesaic.runtime.group.recorded_attention import AttentionRecordings
 from moesaic.runtime.group.recorded_rank import RecordedRank
 from moesaic.runtime.group.row_backends import check_backend, connect
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, RunBatch, ShardedModel
+from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.model_loading import (
@@ -138,18 +140,18 @@ def join(
     memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
     collectives = _collectives(config.parallel, rows, owners, loaded.kernels, model.expert_weights, counts)
     sharded = ShardedModel(model, memory, device, block_size, rows, collectives)
-    name, run = _named(config.parallel, owners), _run(config, sharded, loaded.kernels)
-    return RankRunner(run, rows, memory, name, counts, predict=sharded.predict)
+    name, steps = _named(config.parallel, owners), _steps(config, sharded, loaded.kernels)
+    return RankRunner(steps.run, rows, memory, name, counts, predict=steps.predict)
 
 
-def _run(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> RunBatch:
+def _steps(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> ShardedModel | RecordedRank:
     """Records decode steps on a GPU, unless --enforce-eager is given or the kernels cannot."""
     make_recorder = kernels.recorder
     on_gpu = sharded.device.type == "cuda"
     if not on_gpu or config.model.enforce_eager or make_recorder is None:
-        return sharded.run
+        return sharded
     table_width = -(-context_length(config.model) // sharded.block_size)
-    return RecordedRank(sharded, make_recorder(), table_width).run
+    return RecordedRank(sharded, make_recorder(), table_width)
 
 
 def _paged(
@@ -241,7 +243,8 @@ def _with_servers(context: WorkerContext) -> WorkerParts:
             config, loaded, context.limits.max_model_len, kv_type(config.cache, loaded), free
         )
         group.announce(_CACHE_SIZE.pack(*astuple(size)))
-        shared = SharedAttention(rows, launcher.why)
+        nothing = torch.empty(0, loaded.model.spec.hidden_size, device=loaded.device)
+        shared = SharedAttention(rows, launcher.why, nothing)
         parts = in_memory.with_servers(replace(context, config=config), layout, loaded, size, shared)
         group.announce(b"")  # every rank has its memory now
     if context.lost is not None:
@@ -300,8 +303,13 @@ def _attention_rank(
     config: WorkerConfig, rows: RowCollectives, loaded: LoadedModel, size: CacheSize
 ) -> AttentionRank:
     block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
-    memory = layer_memory(loaded.model.spec, size, block_size, dtype, device, loaded.kernels)
-    return AttentionRank(loaded.model, memory, device, block_size, rows)
+    model, make_recorder = loaded.model, loaded.kernels.recorder
+    memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
+    recordings = None
+    if device.type == "cuda" and not config.model.enforce_eager and make_recorder is not None:
+        width = -(-context_length(config.model) // block_size)
+        recordings = AttentionRecordings(model, memory, device, block_size, rows, make_recorder(), width)
+    return AttentionRank(model, memory, device, block_size, rows, recordings)
 
 
 def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int | None:

@@ -34,10 +34,13 @@ except ImportError:  # installed without a compiler, or not on Linux
 else:
     SHARED_MEMORY = True
 
+MODULE = "moesaic.runtime.group"
 ALIVE_SECONDS = 0.2
 """Seconds between two signs of life."""
 FROZEN_SECONDS = 5.0
 """A rank without a sign of life for so many seconds is killed."""
+TURNS = 25
+"""Parts in which these seconds are waited for."""
 END_SECONDS = 5.0
 """Seconds that a rank gets to end by itself, and to say why."""
 ALIVE = b"."
@@ -152,12 +155,12 @@ class RankLauncher:
         return process
 
 
-def spawn_rank(config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
+def spawn_rank(config: WorkerConfig, rank: int, module: str = MODULE) -> subprocess.Popen[bytes]:
     """Start the process of one rank. It waits for its first line, the place where the ranks meet.
 
-    config: of the worker, with all cores and threads of the group.
+    config: of the worker, with all cores and threads of the group. module: what Python runs.
     """
-    command = [sys.executable, "-m", "moesaic.runtime.group", "--rank", str(rank)]
+    command = [sys.executable, "-m", module, "--rank", str(rank)]
     return subprocess.Popen(
         [*command, "--config", of_rank(config, rank).to_json()],
         stdin=subprocess.PIPE,
@@ -205,7 +208,8 @@ def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[Ended
         more.register(signs, select.POLLIN)
         while read := os.read(signs.fileno(), 4096):
             output = (output + read).lstrip(ALIVE)
-            if not more.poll(1000 * FROZEN_SECONDS):
+            # In turns: while the whole machine is paused, only one of them passes.
+            if not any(more.poll(1000 * FROZEN_SECONDS / TURNS) for _ in range(TURNS)):
                 process.kill()
     line = output.partition(b"\n")[0].decode(errors="replace")
     ended.put(EndedRank(rank, process.pid, process.wait(), line))

@@ -12,16 +12,17 @@ recorded, and in which bucket, follows from nothing but the step that the first 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from moesaic.collectives.group import Traffic
-from moesaic.core.tokens import TokenBatch
+from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.kernels.moving import moved
 from moesaic.kernels.table import OperationRecorder, Recording
-from moesaic.runtime.group.exchanges import Exchange, between_graphs, next_item
+from moesaic.runtime.group.exchanges import Exchange, Stages, between_graphs, next_item
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.sharded import ShardedModel
 from moesaic.runtime.step.graph_inputs import GraphInputs, Kind, is_recorded, unrecorded
@@ -37,23 +38,43 @@ class RecordedRank:
         """table_width: KV blocks of the longest sequence."""
         self._model, self._recorder, self._table_width = model, recorder, table_width
         self._recorded = model.collectives.recorded
-        self._steps: dict[Kind, _RecordedStep] = {}
-        """One step runs at a time, so they share their memory."""
+        self._steps: dict[tuple[Kind, bool], _RecordedStep] = {}
+        """By kind, and whether it is of the layer that drafts tokens. One step runs at a time, so they share
+        their memory."""
+        self._replayed = False
+        """Whether the last step was a replay, so that the layer that goes on from it is one too."""
         self._made: list[Recording[Item]] = []
         """The parts of all steps, and of one that could not be recorded to its end."""
         model.rows.when_closing(self.free)
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """See `RunBatch`."""
-        if batch.num_rows > self._recorded.most or not is_recorded(batch):
+        self._replayed = batch.num_rows <= self._recorded.most and is_recorded(batch)
+        if not self._replayed:
             return self._model.run(batch)
         kind = Kind.of(batch, self._model.model.spec, self._recorded.multiple)
-        if kind not in self._steps:
-            self._steps[kind] = self._record(kind)
+        if (kind, False) not in self._steps:
+            self._steps[kind, False] = self._record(kind)
         self._model.collectives.begin(batch.token_ids)
-        hidden = self._steps[kind].replay(batch, self._model.rows)
+        hidden = self._steps[kind, False].replay(batch, self._model.rows)
         self._model.keep(hidden)
         return hidden
+
+    def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
+        """See `RunPrediction`. It is recorded after steps that are."""
+        model = self._model
+        if not self._replayed:
+            return model.predict(batch, rows)
+        kept = model.kept(rows)
+        kind = Kind.of(batch, model.model.spec, self._recorded.multiple)
+        kind = kind._replace(several=False)  # that layer keeps no states
+        if (kind, True) not in self._steps:
+            self._steps[kind, True] = self._record_prediction(kind)
+        step = self._steps[kind, True]
+        assert step.hidden is not None
+        step.hidden[: len(rows)].copy_(kept)
+        model.collectives.begin(batch.token_ids)
+        return step.replay(batch, model.rows)[moved(batch.logit_rows, model.device)]
 
     def free(self) -> None:
         """Destroy all recordings."""
@@ -65,21 +86,36 @@ class RecordedRank:
         """A recording of padded rows, in which all ranks take part. The same launches ran once before it."""
         model = self._model
         inputs = GraphInputs(kind, self._table_width, model.block_size, model.device)
-        self._parts(inputs, kind.rows, unrecorded)
-        before = model.rows.traffic
-        parts = self._parts(inputs, kind.rows, self._make)
-        return _RecordedStep(inputs, parts, _difference(model.rows.traffic, before))
+        given = inputs.token_ids, inputs.positions, inputs.attention
+        known = np.zeros(kind.rows, np.int64)  # what needs them is done between graphs
+        parts, sent = self._twice(partial(model.stages, *given, known), kind.rows)
+        return _RecordedStep(inputs, parts, sent)
+
+    def _record_prediction(self, kind: Kind) -> _RecordedStep:
+        """As `_record`, of the layer that drafts tokens."""
+        model = self._model
+        inputs = GraphInputs(kind, self._table_width, model.block_size, model.device)
+        hidden = torch.zeros(kind.rows, model.model.spec.hidden_size, device=model.device)
+        given = inputs.token_ids, inputs.positions, inputs.attention, hidden
+        known = np.zeros(kind.rows, np.int64)
+        parts, sent = self._twice(partial(model.prediction, *given, known), kind.rows)
+        return _RecordedStep(inputs, parts, sent, hidden)
+
+    def _twice(self, stages: Callable[[], Stages], rows: int) -> tuple[list[Recording[Item]], Traffic]:
+        """The recorded parts of a step that ran once before, and what its graphs send."""
+        self._parts(stages(), rows, unrecorded)
+        before = self._model.rows.traffic
+        parts = self._parts(stages(), rows, self._make)
+        return parts, self._model.rows.traffic.since(before)
 
     def _make(self, step: Callable[[], Item], given: torch.Tensor | None) -> Recording[Item]:
         self._made.append(self._recorder(step, given))
         return self._made[-1]
 
     def _parts(
-        self, inputs: GraphInputs, rows: int, make: Callable[..., Recording[Item]]
+        self, stages: Stages, rows: int, make: Callable[..., Recording[Item]]
     ) -> list[Recording[Item]]:
         """A step, made part by part. An exchange between two parts is left out: zeros take its place."""
-        known = np.zeros(rows, np.int64)  # what needs them is done between graphs
-        stages = self._model.stages(inputs.token_ids, inputs.positions, inputs.attention, known)
         stages = between_graphs(stages, rows)
         parts: list[Recording[Item]] = []
         answers: dict[tuple[int, ...], torch.Tensor] = {}
@@ -103,9 +139,11 @@ class _RecordedStep:
     """Each part ends at an exchange that a graph cannot hold, or at the end of the step."""
     sent: Traffic
     """What the graphs send to other ranks in a replay."""
+    hidden: torch.Tensor | None = None
+    """[rows, h] the hidden states that it goes on from, if it is of the layer that drafts tokens."""
 
     def replay(self, batch: TokenBatch, collectives: RowCollectives) -> torch.Tensor:
-        """[n, h] the hidden states of the rows of `batch` after the last block, until the next replay."""
+        """[n, h] the hidden states of the rows of `batch` at the end, until the next replay."""
         self.inputs.fill(batch)
         rows = batch.num_rows
         answer: torch.Tensor | None = None
@@ -117,9 +155,3 @@ class _RecordedStep:
         assert isinstance(hidden, torch.Tensor)
         collectives.replayed(self.sent)
         return hidden[:rows]
-
-
-def _difference(after: Traffic, before: Traffic) -> Traffic:
-    return Traffic(
-        **{one.name: getattr(after, one.name) - getattr(before, one.name) for one in fields(Traffic)}
-    )

@@ -185,15 +185,18 @@ class ShardedModel:
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
         """See `RunPrediction`."""
-        model, device = self.model, self.device
-        if model.prediction is None or self._last is None or not len(rows) or rows.max() >= len(self._last):
-            raise ConnectionLost("a prediction for rows of an unknown step")
-        layer, kept = model.prediction.layer, self._last[moved(rows, device)]
-        hidden = model.before_prediction(kept, moved(batch.token_ids, device))
+        kept, device = self.kept(rows), self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
-        self.collectives.begin(batch.token_ids)
-        stages = self._through(range(layer, layer + 1), hidden, moved(batch.positions, device), attention)
+        tokens, positions = moved(batch.token_ids, device), moved(batch.positions, device)
+        stages = self.prediction(tokens, positions, attention, kept, batch.token_ids)
         return at_once(stages, batch.num_rows)[moved(batch.logit_rows, device)]
+
+    def kept(self, rows: IntArray) -> torch.Tensor:
+        """[n, h] these rows of the last step. Raises ConnectionLost if it has no such rows."""
+        last = self._last
+        if self.model.prediction is None or last is None or not len(rows) or rows.max() >= len(last):
+            raise ConnectionLost("a prediction for rows of an unknown step")
+        return last if len(rows) == len(last) else last[moved(rows, self.device)]
 
     def stages(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, known: IntArray
@@ -205,6 +208,23 @@ class ShardedModel:
         self.collectives.begin(known)
         hidden = self.model.embed(token_ids)
         return (yield from self._through(range(len(self.model.blocks)), hidden, positions, attention))
+
+    def prediction(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        hidden: torch.Tensor,
+        known: IntArray,
+    ) -> Stages:
+        """As `stages`, of the layer that predicts the token after the next one.
+
+        hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
+        """
+        layer = len(self.model.blocks)
+        self.collectives.begin(known)
+        before = self.model.before_prediction(hidden, token_ids)
+        return (yield from self._through(range(layer, layer + 1), before, positions, attention))
 
     def keep(self, hidden: torch.Tensor) -> None:
         """Keep the rows [n, h] of a step after the last block, if a layer goes on from them."""

@@ -3,7 +3,8 @@
 The first rank runs every stage of a step, and asks the servers, as a single process does. For each layer's
 attention it sends the rows to the other ranks. Every rank attends with its own heads, and the first rank adds
 up the partial sums of the output projection. The other ranks keep the keys, values and states of their heads,
-and nothing between two layers: a step can stop anywhere, and steps can take turns.
+and nothing between two layers: a step can stop anywhere, and steps can take turns. What is recorded as CUDA
+graphs is in `recorded_attention.py`.
 
 Payload for B rows of S bytes on G ranks: (G - 1) B S to the other ranks and as much back, which is that of an
 all-reduce.
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -24,27 +27,76 @@ from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.block import Block
 from moesaic.models.model import Model
 from moesaic.runtime.group.arrays import pack, to_device, unpack
+from moesaic.runtime.group.recorded_attention import (
+    AttentionRecordings,
+    RecordedAttention,
+    Together,
+    at_first,
+    of_recordings,
+)
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
-from moesaic.runtime.step.stages import until_output_projection
+from moesaic.runtime.step.graph_inputs import Kind
+from moesaic.runtime.step.stages import Exchanges, until_output_projection
 
 _LAYER = struct.Struct("<q")
-"""The beginning of a message to the other ranks. The step follows, unless it is that of the last message."""
+"""The beginning of a message to the other ranks. The step follows, unless it is that of the last message.
+Messages about recordings begin with negative numbers."""
 NAME = "shared attention"
 """The name of this layout, for display."""
 
 
 class SharedAttention:
-    """On the first rank: takes the place of `until_output_projection` in `BlockStages`."""
+    """On the first rank: the `SharedHeads` of `BlockStages`."""
 
-    def __init__(self, rows: RowCollectives, why: Callable[[ConnectionLost], MoesaicError]) -> None:
-        """why: the error to raise where a rank is gone. The group is closed when this object is deleted."""
-        self._rows, self._why = rows, why
+    def __init__(
+        self,
+        rows: RowCollectives,
+        why: Callable[[ConnectionLost], MoesaicError],
+        nothing: torch.Tensor,
+    ) -> None:
+        """why: the error to raise where a rank is gone. nothing: [0, h] on the device of the rows.
+
+        The group is closed when this object is deleted.
+        """
+        self._rows, self._together = rows, Together(rows, why)
         self._sent: AttentionBatch | None = None
-        """The step that the other ranks have."""
+        """The step that the other ranks have. They have those of recordings beside it."""
+        self._recordings, self._nothing = 0, nothing
+        self._recording: RecordedAttention | None = None
+        """Of the step that is recorded now."""
         weakref.finalize(self, rows.close)
 
-    def __call__(
+    def stages(
+        self,
+        block: Block,
+        layer: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        memory: LayerMemory,
+    ) -> Exchanges:
+        """See `SharedHeads`. Returns [n, h], summed over all heads. It waits for the other ranks.
+
+        After an error the group is closed, since the other ranks are in the middle of the layer.
+        """
+        given = block, layer, hidden, positions, attention, memory
+        if self._recording is not None:
+            return (yield from self._recording.stages(*given))
+        return self._together.run(partial(self._attend, *given))
+
+    @contextmanager
+    def recording(self, kind: Kind) -> Iterator[RecordedAttention]:
+        """See `SharedHeads`. The other ranks record too."""
+        self._recordings += 1
+        hidden = self._nothing.new_zeros(kind.rows, self._nothing.shape[1])
+        self._recording = RecordedAttention(self._together, self._recordings, kind, hidden)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def _attend(
         self,
         block: Block,
         layer: int,
@@ -53,24 +105,13 @@ class SharedAttention:
         attention: AttentionBatch,
         memory: LayerMemory,
     ) -> torch.Tensor:
-        """Returns [n, h], summed over the heads of all ranks. It waits for the other ranks.
-
-        After an error the group is closed, since the other ranks are in the middle of the layer.
-        """
-        rows, sizes = self._rows, _at_first(len(hidden), self._rows.group.size)
-        try:
-            step = b"" if attention is self._sent else pack(attention.batch)
-            rows.group.announce(_LAYER.pack(layer) + step)
-            self._sent = attention
-            rows.all_gather(hidden, sizes)
-            partial = until_output_projection(block, layer, hidden, positions, attention, memory)
-            return rows.reduce_scatter(partial, sizes)
-        except ConnectionLost as lost:
-            rows.close()
-            raise self._why(lost) from None
-        except BaseException:
-            rows.close()
-            raise
+        rows, sizes = self._rows, at_first(len(hidden), self._rows.group.size)
+        step = b"" if attention is self._sent else pack(attention.batch)
+        self._together.announce(layer, step=step)
+        self._sent = attention
+        rows.all_gather(hidden, sizes)
+        addend = until_output_projection(block, layer, hidden, positions, attention, memory)
+        return rows.reduce_scatter(addend, sizes)
 
     def stats(self) -> GroupStats:
         """What the first rank has sent."""
@@ -86,10 +127,19 @@ class AttentionRank:
     """On any other rank: attends with its own heads to the rows that the first rank sends."""
 
     def __init__(
-        self, model: Model, memory: LayerMemory, device: torch.device, block_size: int, rows: RowCollectives
+        self,
+        model: Model,
+        memory: LayerMemory,
+        device: torch.device,
+        block_size: int,
+        rows: RowCollectives,
+        recordings: AttentionRecordings | None = None,
     ) -> None:
+        """recordings: None: nothing is recorded. The group is closed when this object is deleted."""
         self._model, self._memory, self._device = model, memory, device
         self._block_size, self._rows = block_size, rows
+        self._recordings = recordings
+        weakref.finalize(self, rows.close)
 
     def follow(self) -> None:
         """Attend until the first rank is gone. Raises ConnectionLost then, or for a damaged message."""
@@ -98,17 +148,21 @@ class AttentionRank:
         nothing = torch.empty(0, spec.hidden_size, device=self._device)
         with torch.inference_mode():
             while True:
-                layer, step = _parsed(next_message(rows.group, self._memory), layers)
+                message = next_message(rows.group, self._memory)
+                if self._recordings is not None and of_recordings(message):
+                    self._recordings.follow(message)
+                    continue
+                layer, step = _parsed(message, layers)
                 if step:
                     attention = AttentionBatch.build(unpack(step), self._block_size, self._device)
                 if attention is None:
                     raise ConnectionLost("rows of an unknown step")
-                sizes = _at_first(attention.batch.num_rows, rows.group.size)
+                sizes = at_first(attention.batch.num_rows, rows.group.size)
                 hidden = rows.all_gather(nothing, sizes)
                 positions = to_device(attention.batch.positions, self._device)
                 block = self._model.block(layer)
-                partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
-                rows.reduce_scatter(partial, sizes)
+                addend = until_output_projection(block, layer, hidden, positions, attention, self._memory)
+                rows.reduce_scatter(addend, sizes)
 
 
 def _parsed(message: bytes, layers: int) -> tuple[int, bytes]:
@@ -119,8 +173,3 @@ def _parsed(message: bytes, layers: int) -> tuple[int, bytes]:
     if not 0 <= layer < layers:
         raise ConnectionLost(f"rows for layer {layer} of {layers}")
     return layer, message[_LAYER.size :]
-
-
-def _at_first(rows: int, ranks: int) -> list[int]:
-    """Rows of each rank where the first one has all of them."""
-    return [rows, *[0] * (ranks - 1)]

@@ -22,7 +22,7 @@ from moesaic.kvcache.memory import HybridMemory, LayerMemory
 from moesaic.kvcache.paged import PagedKV
 
 _MARK = -(1 << 62)
-"""The first number of a request. Steps and layers, which are announced too, begin with no negative one."""
+"""The first number of a request. Nothing else that is announced begins with it."""
 _SIZES, _COPY_BLOCKS, _PUT_BLOCKS, _COPY_STATES, _PUT_STATES = range(5)
 _FIELDS = 6
 """Numbers of a request before its blocks: mark, kind, first layer, end of the layers, skipped, rounds. For

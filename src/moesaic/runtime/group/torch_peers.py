@@ -66,10 +66,14 @@ class TorchPeers:
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         options = C10D.AllToAllOptions()
         options.asyncOp = False  # NCCL then takes the current stream, and keeps no memory for another one
+        work = None
         try:
-            work = self._backend.alltoall_base(out, rows, list(receive), list(send), options)
-            if work is not None:
-                work.wait()
+            try:
+                work = self._backend.alltoall_base(out, rows, list(receive), list(send), options)
+                if work is not None:
+                    work.wait()
+            finally:
+                work = None  # it holds the store, and an error's traceback would hold it
         except RuntimeError as error:
             raise self._lost(error) from None
         return out

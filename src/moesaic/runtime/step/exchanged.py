@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from moesaic.core.tokens import TokenBatch
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.exchange import DeviceExchange
+from moesaic.kernels.moving import moved
 from moesaic.runtime.step.graphs import GraphRunner
 from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, Step, StepResult
 
@@ -15,9 +22,16 @@ class ExchangedStep:
     """
 
     def __init__(
-        self, exchange: DeviceExchange, graph: RunningStep, parts: SegmentRunner, batch: TokenBatch
+        self,
+        exchange: DeviceExchange,
+        graph: RunningStep,
+        in_parts: Callable[[], RunningStep],
+        rows: int,
+        told: bool = True,
     ) -> None:
-        self._exchange, self._graph, self._runner, self._batch = exchange, graph, parts, batch
+        """in_parts: begins the same step in parts. told: whether the exchange is told the chosen experts."""
+        self._exchange, self._graph, self._in_parts = exchange, graph, in_parts
+        self._rows, self._told = rows, told
         self._result: StepResult | None = None
         """Of the graph, once it was launched."""
         self._parts: RunningStep | None = None
@@ -38,15 +52,16 @@ class ExchangedStep:
         if self._parts is not None:
             return self._parts.advance()
         if self._result is None:
-            self._exchange.begin(self._batch.num_rows)
+            self._exchange.begin(self._rows)
             self._result = self._graph.finish()  # it was launched, and nothing is computed yet
             return None
         if not self._exchange.ended():
             return None
         if self._exchange.failed:
-            self._parts = self._runner.begin(self._batch)
+            self._parts = self._in_parts()
             return self._parts.advance()
-        self._exchange.sent(self._result.expert_ids)
+        if self._told:
+            self._exchange.sent(self._result.expert_ids)
         return self._result
 
 
@@ -61,4 +76,20 @@ class ExchangedRunner:
         """See `StepRunner`."""
         if not self._graphs.records(batch) or not self._exchange.ready():
             return self._parts.begin(batch)
-        return ExchangedStep(self._exchange, self._graphs.begin(batch), self._parts, batch)
+        in_parts = partial(self._parts.begin, batch)
+        return ExchangedStep(self._exchange, self._graphs.begin(batch), in_parts, batch.num_rows)
+
+    def records(self, batch: TokenBatch) -> bool:
+        """Whether a step is one graph where it may be, and recorded parts otherwise."""
+        return self._graphs.records(batch)
+
+    def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> Step:
+        """See `PredictionRunner`."""
+        parts = self._parts
+        assert isinstance(parts, GraphRunner)
+        if not self._exchange.ready():
+            return parts.begin_prediction(batch, hidden, rows)
+        kept = hidden[moved(rows, hidden.device)]  # also for the parts
+        given = batch, kept, np.arange(len(rows))
+        graph, in_parts = self._graphs.begin_prediction(*given), partial(parts.begin_prediction, *given)
+        return ExchangedStep(self._exchange, graph, in_parts, batch.num_rows, told=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -16,12 +17,13 @@ from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.running_step import (
     PendingMerge,
     RunningStep,
+    SharedRows,
     StepDropped,
     StepGenerator,
     StepResult,
 )
 
-Item = ExpertRequest | PendingMerge | StepResult | None
+Item = ExpertRequest | PendingMerge | SharedRows | StepResult | None
 """What a StepGenerator yields or returns."""
 Recorded = TypeVar("Recorded")
 """A recorded step and the arrays that it reads."""
@@ -74,16 +76,24 @@ class RecordingRunner(ABC, Generic[Recorded]):
         """See `StepRunner`."""
         if not self._is_recorded(batch):
             return self._eager.begin(batch)
-        memory = self._free.pop() if self._free else SharedMemory[Recorded](self._make_recorder())
-        return RunningStep(self._eager.experts, self._and_free(batch, memory))
+        memory = self._taken()
+        return self._running(partial(self._run, batch, memory), memory)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
         """See `SegmentRunner`. These steps are not recorded."""
         return self._eager.begin_at_segment(segment, batch, hidden)
 
-    def _and_free(self, batch: TokenBatch, memory: SharedMemory[Recorded]) -> StepGenerator:
+    def _taken(self) -> SharedMemory[Recorded]:
+        """Recordings for one step."""
+        return self._free.pop() if self._free else SharedMemory[Recorded](self._make_recorder())
+
+    def _running(self, run: Callable[[], StepGenerator], memory: SharedMemory[Recorded]) -> RunningStep:
+        """The step of a generator, which `run` makes when the step goes on. Then others may use `memory`."""
+        return RunningStep(self._eager.experts, self._and_free(run, memory))
+
+    def _and_free(self, run: Callable[[], StepGenerator], memory: SharedMemory[Recorded]) -> StepGenerator:
         try:
-            result = yield from self._run(batch, memory)
+            result = yield from run()
         except StepDropped:
             self._free.append(memory)
             raise

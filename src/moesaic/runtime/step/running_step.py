@@ -75,9 +75,20 @@ class PendingMerge:
         return PendingMerge(self.block, Gated(*map(change, tensors)), dense)
 
 
-StepGenerator = Generator[ExpertRequest | PendingMerge | None, torch.Tensor | None, StepResult]
+@dataclass(frozen=True)
+class SharedRows:
+    """Where a recorded step needs the other processes that share its attention."""
+
+    run: Callable[[int], torch.Tensor | None]
+    """Exchanges so many rows, the first ones of the step. Those behind them are padded rows."""
+    shape: tuple[int, ...] | None = None
+    """Of what `run` returns for all rows of the step. None: it returns None."""
+
+
+StepGenerator = Generator[ExpertRequest | PendingMerge | SharedRows | None, torch.Tensor | None, StepResult]
 """The stages of a step. For each routed layer it yields a request and then the merge that needs its answer
-(None for a step without rows), and is sent the answer. It returns the result of the step."""
+(None for a step without rows), and is sent the answer. It returns the result of the step. Only while it is
+recorded it yields SharedRows, and is sent what these return."""
 
 
 class StepDropped(Exception):
@@ -143,7 +154,7 @@ class RunningStep:
         assert isinstance(request, ExpertRequest)
         self.handle = self._experts.submit(request)
         pending = self._generator.send(None)
-        assert not isinstance(pending, ExpertRequest)
+        assert not isinstance(pending, ExpertRequest | SharedRows)
         self.pending = pending
         return None
 

@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
+from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.moving import placed
+from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
-from moesaic.runtime.step.running_step import Combine, PendingMerge, StepGenerator, StepResult
+from moesaic.runtime.step.graph_inputs import Kind
+from moesaic.runtime.step.running_step import Combine, PendingMerge, SharedRows, StepGenerator, StepResult
 
-Attend = Callable[
-    [Block, int, torch.Tensor, torch.Tensor, AttentionBatch, LayerMemory],
-    torch.Tensor,
-]
-"""The stages of a block up to its output projection; see `until_output_projection`."""
+Result = TypeVar("Result")
+Exchanges = Generator[SharedRows, torch.Tensor | None, torch.Tensor]
+"""The stages of a block up to its output projection, which returns [n, h]. See `SharedRows`."""
+
+
+class RecordedHeads(Protocol):
+    """The part of other processes in a recorded step."""
+
+    def unrecorded(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
+        """As `graph_inputs.unrecorded`, of the next part of the step."""
+        ...
+
+    def recorder(self, make: OperationRecorder) -> OperationRecorder:
+        """Records the parts that have run unrecorded, in their order."""
+        ...
+
+    def begin(self, batch: TokenBatch) -> None:
+        """The step that is replayed from now on."""
+        ...
+
+
+class SharedHeads(Protocol):
+    """Attention over the heads of several processes."""
+
+    def stages(
+        self,
+        block: Block,
+        layer: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        memory: LayerMemory,
+    ) -> Exchanges:
+        """As `until_output_projection`, summed over all heads. It yields nothing but in `recording`."""
+        ...
+
+    def recording(self, kind: Kind) -> AbstractContextManager[RecordedHeads]:
+        """Within it a step is recorded."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +69,7 @@ class BlockStages:
     block_size: int
     device: torch.device
     combine: Combine
-    shared: Attend | None = None
+    shared: SharedHeads | None = None
     """Attention over the heads of several processes. None: all heads are in this one."""
 
     def run(
@@ -50,9 +89,15 @@ class BlockStages:
             hidden = self.model.embed(token_ids)
         expert_ids: list[torch.Tensor] = []
         for layer in range(len(self.model.blocks)) if layers is None else layers:
-            block, attend = self.model.block(layer), self.shared or until_output_projection
-            gated = block.gate(hidden, attend(block, layer, hidden, positions, attention, self.memory))
-            del hidden  # as in every stage: many rows are megabytes, which go as soon as nothing needs them
+            block = self.model.block(layer)
+            given = block, layer, hidden, positions, attention, self.memory
+            if self.shared is None:
+                attended = until_output_projection(*given)
+            else:
+                attended = yield from self.shared.stages(*given)
+            gated = block.gate(hidden, attended)
+            # As in every stage: many rows are megabytes, which go as soon as nothing needs them.
+            del hidden, attended, given
             if gated.expert_ids is None:
                 hidden = block.merge(gated, block.dense(gated.normed), None)
                 continue
@@ -65,6 +110,21 @@ class BlockStages:
             hidden = pending.merge(None if answer is None else placed(answer, self.device))
             del pending, answer
         return StepResult(hidden, expert_ids=expert_ids)
+
+    def predict(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        hidden: torch.Tensor,
+    ) -> StepGenerator:
+        """Every stage of the layer that predicts the token after the next one.
+
+        hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
+        """
+        layer = len(self.model.blocks)
+        before = self.model.before_prediction(hidden, token_ids)
+        return (yield from self.run(token_ids, positions, attention, before, range(layer, layer + 1)))
 
 
 def until_gate(

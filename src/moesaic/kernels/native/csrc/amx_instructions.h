@@ -16,6 +16,10 @@ MOESAIC_INLINE void load_tile(const uint8_t* from, int64_t ld) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(ld), "i"(N) : "memory");
 }
 template <int N>
+MOESAIC_INLINE void load_tile(const float* from, int64_t ld) {
+    asm volatile("tileloadd (%0,%1,4), %%tmm%c2" ::"r"(from), "r"(ld), "i"(N) : "memory");
+}
+template <int N>
 MOESAIC_INLINE void store_tile(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,4)" ::"r"(to), "r"(stride), "i"(N) : "memory");
 }

@@ -42,11 +42,10 @@ void head_outer(const moesaic::HeadLinear& job, int64_t head, int64_t first, int
 
 template <class T>
 void head_linear_of(const moesaic::HeadLinear& job) {
-    constexpr int64_t kBand = 4 * PANEL;
-    int64_t bands = (job.n + kBand - 1) / kBand;
+    int64_t bands = (job.n + BAND - 1) / BAND;
     parallel(job.heads * bands, job.n * job.heads * job.k * job.columns, [&](int64_t task, int worker) {
-        int64_t head = task / bands, first = task % bands * kBand;
-        int64_t last = first + kBand < job.n ? first + kBand : job.n;
+        int64_t head = task / bands, first = task % bands * BAND;
+        int64_t last = first + BAND < job.n ? first + BAND : job.n;
         if (job.weight_k == 1) {
             Registers<T> registers;
             int64_t bytes = PANEL * padded(job.k) * int64_t(sizeof(RowOf<T>));

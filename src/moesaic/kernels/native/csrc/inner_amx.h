@@ -11,14 +11,15 @@ inline __m512i paired(__m512i halves) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), halves);
 }
 
-// Computes the activation of blocks [columns][P * SIDE], stored as P panels padded with zeros.
+// Computes the activation of blocks [columns][P * SIDE], stored as P panels padded with zeros. first: their first column
+// in the strip.
 template <int P, class Act>
 inline void activated_panels(const Act& activation, const float* gate, const float* up, int64_t columns, int64_t panel,
-                             Parts* inner) {
+                             Parts* inner, int64_t first = 0) {
     for (int64_t row = 0; row < P * SIDE; row += SIDE) {
         auto number = [&](int64_t column) {
             int64_t at = column * P * SIDE + row;
-            return column < columns ? activation.of_column(load(gate + at), load(up + at), column) : zero();
+            return column < columns ? activation.of_column(load(gate + at), load(up + at), first + column) : zero();
         };
         for (int64_t column = 0; column < padded(columns); column += 2) {
             __m512i parts[PARTS];
@@ -39,6 +40,24 @@ inline void inner_panels(const Act& activation, const Strip& gate, const Strip& 
     products_of<P>(gate, hidden, ToBlocks<P>{left});
     products_of<P>(up, hidden, ToBlocks<P>{right});
     activated_panels<P>(activation, left, right, gate.columns, panel, inner);
+}
+
+// The same for `blocks` times ROWS rows.
+template <class Act>
+MOESAIC_APART void inner_blocks(const Act& activation, const Strip& gate, const Strip& up, const Parts* hidden, int64_t blocks,
+                  int64_t panel, Parts* inner) {
+    static_assert(INNER_COLUMNS <= STRIP);
+    KeptSums left, right;
+    kept_products(gate, hidden, blocks, left);
+    kept_products(up, hidden, blocks, right);
+    for (int64_t c = 0; c < gate.columns; c += KEPT_COLUMNS) {
+        const auto &of_gate = left.of[c / KEPT_COLUMNS], &of_up = right.of[c / KEPT_COLUMNS];
+        int64_t columns = std::min(gate.columns - c, KEPT_COLUMNS);
+        for (int64_t b = 0; b < blocks; b++) {
+            Parts* to = inner + b * PANELS * panel + c * SIDE;
+            activated_panels<PANELS>(activation, of_gate[b], of_up[b], columns, panel, to, c);
+        }
+    }
 }
 
 // The same for few rows: vectors hold columns of a row instead of mostly absent rows.
@@ -65,15 +84,22 @@ void tiled_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
     const Tiled* gate = reinterpret_cast<const Tiled*>(job.gate[group.expert]) + begin * job.h;
     const Tiled* up = reinterpret_cast<const Tiled*>(job.up[group.expert]) + begin * job.h;
     const Act activation(job, group.expert, begin, columns);
-    for (int64_t row = 0; row < n; row += PANELS * SIDE) {
-        bool fresh = row == 0, last = n - row <= PANELS * SIDE;
-        const Tiled* next = !last ? nullptr : begin + columns < end ? gate + columns * job.h
-                                   : static_cast<const Tiled*>(after());
+    auto following = [&] {
+        return begin + columns < end ? gate + columns * job.h : static_cast<const Tiled*>(after());
+    };
+    int64_t row = 0, panel = SIDE * padded(job.w);
+    for (int64_t blocks; (blocks = kept_blocks(n - row)) > 0; row += blocks * ROWS) {
+        const Strip left{gate, up, job.h, columns, job.h, false}, right{up, following(), job.h, columns, job.h, false};
+        Parts* to = inner + (group.room + row) * padded(job.w) + begin * SIDE;
+        inner_blocks(activation, left, right, hidden + (group.place + row) * padded(job.h), blocks, panel, to);
+    }
+    for (; row < n; row += ROWS) {
+        bool fresh = row == 0, last = n - row <= ROWS;
+        const Tiled* next = last ? following() : nullptr;
         Strip left{gate, fresh ? up : nullptr, job.h, columns, job.h, fresh};
         Strip right{up, next, job.h, columns, job.h, fresh};
         const Parts* from = hidden + (group.place + row) * padded(job.h);
         Parts* to = inner + (group.room + row) * padded(job.w) + begin * SIDE;
-        int64_t panel = SIDE * padded(job.w);
         if (PANELS > 1 && n - row > SIDE) {
             inner_panels<PANELS>(activation, left, right, from, panel, to);
         } else if (n - row > FEW) {

@@ -17,9 +17,11 @@ using moesaic::scratch;
 using moesaic::worker_scratch;
 
 #if defined(MOESAIC_AMX_BF16)
-constexpr int64_t PANEL = 4 * SIDE;  // rows whose results are kept at a time before they are used
+constexpr int64_t PANEL = MANY;  // rows whose results are kept at a time before they are used
+constexpr int64_t BAND = PANEL;  // maximum rows of a task
 #else
 constexpr int64_t PANEL = 16 * TILE_ROWS;
+constexpr int64_t BAND = 4 * PANEL;
 #endif
 constexpr int64_t COLUMNS = 64;           // maximum columns of a task, so that its weights stay in L2
 constexpr int64_t FEW_COLUMNS = 16;       // minimum columns of a task
@@ -165,7 +167,7 @@ void linear_of(const moesaic::Linear& job) {
     const RowOf<Rows>* rows = packed<Rows>(job.rows, job.n, job.k, kRows);
     int64_t width = padded(job.k);
     // Many rows are split too, since a narrow matrix has few columns to split.
-    int64_t bands = job.n > 4 * PANEL ? (job.n + 4 * PANEL - 1) / (4 * PANEL) : 1;
+    int64_t bands = job.n > BAND ? (job.n + BAND - 1) / BAND : 1;
     int64_t band = in_sets<Rows>((job.n + bands - 1) / bands);
     int64_t columns = task_columns(job), tasks = strips_of(job, columns) * bands, products = 0;
     int64_t like = std::max<int64_t>(job.n, 4);  // rows: fewer wait for the weights as long as four

@@ -122,6 +122,24 @@ MOESAIC_INLINE void store_tiles(float* out) {
     }
 }
 
+template <int C, int R, int i = 0>
+MOESAIC_INLINE void load_tiles(const float* from) {
+    if constexpr (i < C * R) {
+        load_tile<i>(from + i / R * SIDE * R * SIDE + i % R * SIDE, R * SIDE);
+        load_tiles<C, R, i + 1>(from);
+    }
+}
+
+// Adds up the sums of parts: block[column][row] of apart[column][part][row].
+template <int C>
+MOESAIC_INLINE void add_parts(const float* apart, float* block) {
+    for (int64_t column = 0; column < C * SIDE; column++, apart += PARTS * SIDE) {
+        Vec sum = load(apart + (PARTS - 1) * SIDE);
+        for (int p = PARTS - 2; p >= 0; p--) sum = add(load(apart + p * SIDE), sum);
+        store(block + column * SIDE, sum);
+    }
+}
+
 // Stores the sums of C tiles of columns and P panels as block[column][row]. Those of parts are added up.
 template <int C, int P>
 MOESAIC_INLINE void store_sums(float* block) {
@@ -129,13 +147,9 @@ MOESAIC_INLINE void store_sums(float* block) {
         store_tiles<C, P>(block);
     } else {
         static_assert(P == 1);
-        alignas(64) float apart[C * SIDE][PARTS][SIDE];
-        store_tiles<C, PARTS>(apart[0][0]);
-        for (int64_t column = 0; column < C * SIDE; column++) {
-            Vec sum = load(apart[column][PARTS - 1]);
-            for (int p = PARTS - 2; p >= 0; p--) sum = add(load(apart[column][p]), sum);
-            store(block + column * SIDE, sum);
-        }
+        alignas(64) float apart[C * SIDE * PARTS * SIDE];
+        store_tiles<C, PARTS>(apart);
+        add_parts<C>(apart, block);
     }
 }
 
@@ -182,7 +196,28 @@ inline Vec lane_of(const float* from, int64_t stride) {
     return _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(int(stride))), from, 4);
 }
 
-// Writes the blocks of a strip to out[row * stride + column], through one temporary block.
+// Writes block[column][P * SIDE], or some columns and n rows of it, to out[row * stride + column].
+template <int P>
+inline void write_rows(const float* block, int64_t columns, int64_t n, float* out, int64_t stride) {
+    for (int64_t column = 0; column < columns; column += SIDE) {
+        __mmask16 there = __mmask16(columns - column < SIDE ? (1 << (columns - column)) - 1 : 0xffff);
+        float* to = out + column;
+        if (n <= FEW) {
+            const float* from = block + column * P * SIDE;
+            for (int64_t i = 0; i < n; i++) _mm512_mask_storeu_ps(to + i * stride, there, lane_of(from + i, P * SIDE));
+            continue;
+        }
+        for (int64_t row = 0; row < n; row += SIDE) {
+            Vec x[SIDE];
+            for (int i = 0; i < SIDE; i++) x[i] = load(block + (column + i) * P * SIDE + row);
+            transpose(x);
+            int64_t some = n - row < SIDE ? n - row : SIDE;
+            for (int64_t i = 0; i < some; i++) _mm512_mask_storeu_ps(to + (row + i) * stride, there, x[i]);
+        }
+    }
+}
+
+// Writes the blocks of a strip as rows, through one temporary block.
 template <int P>
 struct ToRows {
     float* out;
@@ -191,24 +226,7 @@ struct ToRows {
 
     ToRows(float* out, int64_t stride, int64_t n) : out(out), stride(stride), n(n) {}
     float* block(int64_t) { return one; }
-    void done(int64_t begin, int64_t columns) {
-        for (int64_t column = 0; column < columns; column += SIDE) {
-            __mmask16 there = __mmask16(columns - column < SIDE ? (1 << (columns - column)) - 1 : 0xffff);
-            float* to = out + begin + column;
-            if (n <= FEW) {
-                const float* from = one + column * P * SIDE;
-                for (int64_t i = 0; i < n; i++) _mm512_mask_storeu_ps(to + i * stride, there, lane_of(from + i, P * SIDE));
-                continue;
-            }
-            for (int64_t row = 0; row < n; row += SIDE) {
-                Vec x[SIDE];
-                for (int i = 0; i < SIDE; i++) x[i] = load(one + (column + i) * P * SIDE + row);
-                transpose(x);
-                int64_t some = n - row < SIDE ? n - row : SIDE;
-                for (int64_t i = 0; i < some; i++) _mm512_mask_storeu_ps(to + (row + i) * stride, there, x[i]);
-            }
-        }
-    }
+    void done(int64_t begin, int64_t columns) { write_rows<P>(one, columns, n, out + begin, stride); }
 };
 
 // Writes the blocks of a strip one after another: [columns][P * SIDE].
@@ -259,17 +277,99 @@ inline void products_of(const Strip& strip, const Parts* panels, To&& to) {
     P == 1 && strip.fresh ? products<1, P>(strip, panels, to) : products<C, P>(strip, panels, to);
 }
 
+// Many rows meet one block of weights after another, which is copied to L1 as tiles. So weights are read from L2, where
+// their rows are far apart, once for MANY rows. Sums between two blocks of the same columns are kept in memory.
+constexpr int64_t KEPT = 256;                 // numbers of a column in a block
+constexpr int64_t KEPT_COLUMNS = 2 * SIDE;    // columns of a block
+constexpr int64_t STRIP = 2 * KEPT_COLUMNS;   // columns whose sums are kept
+constexpr int64_t MANY = 16 * SIDE;           // rows whose sums are kept
+constexpr int64_t ROWS = PANELS * SIDE;       // rows that meet a loaded tile
+constexpr int64_t WORTH = 3;  // times ROWS from which copying weights is worth it
+
+// sums[pair of tiles][times ROWS][column][row], or [column][part][row] until all numbers are added.
+struct KeptSums {
+    alignas(64) float of[STRIP / KEPT_COLUMNS][MANY / ROWS][KEPT_COLUMNS * PARTS * ROWS];
+};
+
+// How many times ROWS of n more rows are multiplied in this way.
+inline int64_t kept_blocks(int64_t n) {
+    return n < WORTH * ROWS ? 0 : std::min(in_sets<Tiled>(n), MANY) / ROWS;
+}
+
+// Copies numbers [begin, end) of the columns from `column` on: kept[chunk][column][CHUNK]. Zeros follow the last ones.
+// Fetches the block that is copied next.
+inline void keep(const Strip& strip, int64_t column, int64_t begin, int64_t end, Tiled* kept) {
+    bool turn = column + KEPT_COLUMNS >= strip.columns;  // the next block is of the first columns
+    const Tiled* next = strip.weights + (turn ? begin + KEPT : (column + KEPT_COLUMNS) * strip.ld + begin);
+    if (turn && begin + KEPT >= strip.k) next = strip.then;
+    for (int64_t c = 0; c < KEPT_COLUMNS; c++) {
+        const Tiled* from = strip.weights + (column + c) * strip.ld;
+        for (int64_t i = begin; i < end; i += CHUNK) {
+            int64_t numbers = column + c < strip.columns ? std::min(strip.k - i, CHUNK) : 0;
+            __mmask32 there = numbers == CHUNK ? ~__mmask32(0) : (__mmask32(1) << numbers) - 1;
+            if (next != nullptr) prefetch(next + c * strip.ld + (i - begin));
+            void* to = kept + ((i - begin) * KEPT_COLUMNS + c * CHUNK);
+            _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(there, from + i));
+        }
+    }
+}
+
+// The products of at most STRIP columns and `blocks` times ROWS rows.
+inline void kept_products(const Strip& strip, const Parts* panels, int64_t blocks, KeptSums& sums) {
+    constexpr int C = KEPT_COLUMNS / SIDE, R = PANELS * PARTS;
+    alignas(64) Tiled kept[KEPT * KEPT_COLUMNS];
+    int64_t width = padded(strip.k), apart = PARTS > 1 ? TILE : SIDE * width;
+    for (int64_t begin = 0; begin < width; begin += KEPT) {
+        int64_t end = std::min(begin + KEPT, width);
+        for (int64_t column = 0; column < strip.columns; column += KEPT_COLUMNS) {
+            keep(strip, column, begin, end, kept);
+            for (int64_t b = 0; b < blocks; b++) {
+                float* own = sums.of[column / KEPT_COLUMNS][b];
+                const bf16* rows = reinterpret_cast<const bf16*>(panels + b * ROWS * width + begin * SIDE);
+                begin == 0 ? clear_tiles<C * R>() : load_tiles<C, R>(own);
+                for (int64_t i = 0; i < end - begin; i += CHUNK, rows += TILE * PARTS) {
+                    tiles_step<C, R>(kept + i * KEPT_COLUMNS, CHUNK, rows, apart);
+                }
+                store_tiles<C, R>(own);
+                if (PARTS > 1 && end == width) add_parts<C>(own, own);
+            }
+        }
+    }
+}
+
+// Multiplies `blocks` times ROWS rows, of which n are there, and any number of columns.
+MOESAIC_APART inline void multiply_many(const Parts* panels, int64_t blocks, int64_t n, const Strip& all, float* out,
+                                        int64_t stride) {
+    KeptSums sums;
+    for (int64_t c = 0; c < all.columns; c += STRIP) {
+        const Tiled* next = c + STRIP < all.columns ? all.weights + (c + STRIP) * all.ld : all.then;
+        const Strip strip{all.weights + c * all.ld, next, all.ld, std::min(all.columns - c, STRIP), all.k, false};
+        kept_products(strip, panels, blocks, sums);
+        for (int64_t first = 0; first < strip.columns; first += KEPT_COLUMNS) {
+            int64_t some = std::min(strip.columns - first, KEPT_COLUMNS);
+            for (int64_t b = 0, row = 0; b < blocks; b++, row += ROWS) {
+                float* to = out + row * stride + c + first;
+                write_rows<PANELS>(sums.of[first / KEPT_COLUMNS][b], some, std::min(ROWS, n - row), to, stride);
+            }
+        }
+    }
+}
+
 // As `multiply` in dot.h, for n rows in panels.
 template <class T>
 void multiply(const Parts* panels, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k, float* out,
               int64_t stride, const T* then = nullptr) {
-    constexpr int64_t kRows = PANELS * SIDE;
-    for (int64_t row = 0; row < n; row += kRows) {
+    int64_t row = 0;
+    for (int64_t blocks; (blocks = kept_blocks(n - row)) > 0; row += blocks * ROWS) {
+        const Strip strip{weights, then, ld, columns, k, false};
+        multiply_many(panels + row * padded(k), blocks, n - row, strip, out + row * stride, stride);
+    }
+    for (; row < n; row += ROWS) {
         const Parts* own = panels + row * padded(k);
         int64_t left = n - row;
-        Strip strip{weights, left > kRows ? nullptr : then, ld, columns, k, row == 0};
+        Strip strip{weights, left > ROWS ? nullptr : then, ld, columns, k, row == 0};
         if (PANELS > 1 && left > SIDE) {
-            products_of<PANELS>(strip, own, ToRows<PANELS>(out + row * stride, stride, left < kRows ? left : kRows));
+            products_of<PANELS>(strip, own, ToRows<PANELS>(out + row * stride, stride, left < ROWS ? left : ROWS));
         } else {
             products_of<1>(strip, own, ToRows<1>(out + row * stride, stride, left < SIDE ? left : SIDE));
         }
