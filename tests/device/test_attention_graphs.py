@@ -16,24 +16,20 @@ import torch
 from tests.device.test_rank_graphs import saved
 from tests.support import model_configs, pairs, prediction, served_worker, tiny_models
 from tests.support.gpu_graphs import graphs
-from tests.support.gpu_sanitizer import in_thread, sanitized
-from tests.support.graph_peers import GraphPeers, graph_peers
+from tests.support.gpu_sanitizer import sanitized
+from tests.support.graph_peers import GraphPeers, ranks_in_threads
 from tests.support.served_worker import server
 from tests.support.thread_groups import Threads
 from tests.support.triton_kernels import INTERPRETED
 
 from moesaic import LLM, SamplingParams
-from moesaic.collectives.group import Group
 from moesaic.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConnectionLost
-from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
-from moesaic.runtime.group.device_rows import DeviceRows
 from moesaic.runtime.group.recorded_attention import AttentionRecordings
-from moesaic.runtime.group.rows import HostRows, RowCollectives
 from moesaic.runtime.group.shared_attention import SharedAttention
 from moesaic.runtime.model_loading import layout_of
 from moesaic.runtime.step import graphs as module
@@ -61,20 +57,7 @@ def prices_of_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def ranks(nccl: bool, size: int) -> Iterator[list[GraphPeers]]:
     """Groups are threads on the device. nccl: graphs can hold their exchanges."""
-    ends, made = graph_peers(size), list[Threads]()
-    kernels = table.pick("cuda", "triton")
-
-    def connect(config: WorkerConfig, group: Group) -> RowCollectives:
-        return DeviceRows(group, ends[group.rank], kernels) if nccl else HostRows(group)
-
-    @contextmanager
-    def within() -> Iterator[None]:
-        with in_thread(), np.errstate(all="ignore"):
-            try:
-                yield
-            except BaseException:
-                ends[0].abort()  # so that the others do not wait for this rank
-                raise
+    (ends, connect, within), made = ranks_in_threads(nccl, size), list[Threads]()
 
     def launcher(config: WorkerConfig) -> Threads:
         made.append(Threads(config, within))

@@ -17,24 +17,19 @@ import torch
 from tests.device import test_offload
 from tests.support import model_configs, pairs, prediction, tiny_models
 from tests.support.gpu_graphs import Graph, graphs
-from tests.support.gpu_sanitizer import WAITS, in_thread, sanitized
-from tests.support.graph_peers import GraphPeers, graph_peers
+from tests.support.gpu_sanitizer import WAITS, sanitized
+from tests.support.graph_peers import GraphPeers, ranks_in_threads
 from tests.support.group_placements import recorded, write
 from tests.support.thread_groups import RANK, group_of_threads
 from tests.support.triton_kernels import INTERPRETED
 
 from moesaic import LLM, SamplingParams
-from moesaic.collectives.group import Group
-from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import TokenBatch
-from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime.group import build_rank
-from moesaic.runtime.group.device_rows import DeviceRows
 from moesaic.runtime.group.recorded_rank import RecordedRank
-from moesaic.runtime.group.rows import HostRows, RowCollectives
 from moesaic.runtime.step.graph_inputs import Kind, bucket
 from moesaic.testing import byte_tokenizer
 
@@ -81,21 +76,7 @@ def placement(path: Path, size: int) -> str:
 @contextmanager
 def ranks(path: Path, nccl: bool, size: int = 2, **settings: Any) -> Iterator[tuple[LLM, list[GraphPeers]]]:
     """A group of threads on the device. nccl: graphs can hold its exchanges."""
-    ends = graph_peers(size)
-    kernels = table.pick("cuda", "triton")
-
-    def connect(config: WorkerConfig, group: Group) -> RowCollectives:
-        return DeviceRows(group, ends[group.rank], kernels) if nccl else HostRows(group)
-
-    @contextmanager
-    def within() -> Iterator[None]:
-        with in_thread(), np.errstate(all="ignore"):
-            try:
-                yield
-            except BaseException:
-                ends[0].abort()  # so that the others do not wait for this rank
-                raise
-
+    ends, connect, within = ranks_in_threads(nccl, size)
     asked = {"max_model_len": 64, "kv_cache_memory": "16MiB", "kernels": "triton", "device": "cuda"}
     with (
         np.errstate(all="ignore"), sanitized(), graphs(), mock.patch.object(build_rank, "connect", connect),

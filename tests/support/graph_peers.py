@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 
+from moesaic.collectives.group import Group
+from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost
+from moesaic.kernels import table
+from moesaic.runtime.group.device_rows import DeviceRows
+from moesaic.runtime.group.rows import HostRows, RowCollectives
 from tests.support.gpu_graphs import CAPTURED, Graph
-from tests.support.gpu_sanitizer import numbers_of
+from tests.support.gpu_sanitizer import in_thread, numbers_of
 from tests.support.thread_peers import Sent, ThreadPeers, nothing_sent
 
 
@@ -63,3 +70,27 @@ class GraphPeers(ThreadPeers):
 def graph_peers(size: int) -> list[GraphPeers]:
     sent, meet = nothing_sent(size), threading.Barrier(size)
     return [GraphPeers(rank, sent, meet) for rank in range(size)]
+
+
+def ranks_in_threads(
+    nccl: bool, size: int
+) -> tuple[list[GraphPeers], Callable[..., RowCollectives], Callable[[], AbstractContextManager[None]]]:
+    """The ends of ranks with Triton's kernels, what connects one, and the context of its thread.
+
+    nccl: graphs can hold their exchanges.
+    """
+    ends, kernels = graph_peers(size), table.pick("cuda", "triton")
+
+    def connect(config: WorkerConfig, group: Group) -> RowCollectives:
+        return DeviceRows(group, ends[group.rank], kernels) if nccl else HostRows(group)
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        with in_thread(), np.errstate(all="ignore"):
+            try:
+                yield
+            except BaseException:
+                ends[0].abort()  # so that the others do not wait for this rank
+                raise
+
+    return ends, connect, within
