@@ -24,7 +24,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "cost": ("core",),
     "policy": ("core", "cost"),
     # mechanisms
-    "kernels": ("core",),
+    "kernels": ("core", "config.environment"),  # how much memory NVSHMEM may take is a variable
     "models": ("core", "kernels", "config.environment"),  # digests are kept in the user's cache folder
     # The spec says how wide a token's keys and values are. A block attends over what its layer keeps.
     "kvcache": ("core", "kernels", "models.block", "models.spec"),
@@ -66,11 +66,13 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("solving.job", "trace.live_routing"),
         *("joining.options", "joining.watcher"),  # what a process of another host is started with
         "joining.enlisting",  # the instruction sets of this host
+        "kernels.nvshmem_package",  # whether it is installed
         "models.fingerprint",  # whether a process that joins has the same checkpoint
     ),
     # joins a cluster as one role or the other
     "joining": (
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "logs"),
+        "kernels.nvshmem_package",
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
         *("runtime.process", "runtime.keeping", "runtime.group.other_host"),
     ),

@@ -318,6 +318,7 @@ def test_a_second_mailbox_at_a_server_is_left() -> None:
 def test_what_needs_servers_with_gpus_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = full(path)
     full_graphs.check_full_graphs(whole)
+    full_graphs.check_full_graphs(replace(whole, transport="nvshmem"))
     for flag, change in (
         ("--expert-servers", {"remote_experts": False}),
         ("--transport", {"transport": "shm"}),

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
-import os
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 
+from moesaic.config import environment
 from moesaic.core.errors import ConfigError
+from moesaic.kernels.nvshmem_package import check_installed
 from moesaic.kernels.pointers import tensor_at
 
-INSTALL = "pip install nvshmem4py-cu12, or nvshmem4py-cu13 for CUDA 13"
 SLACK = 256 << 20
 """Bytes that NVSHMEM gets beyond the heap, for itself."""
 
@@ -77,13 +76,6 @@ def jobs(device: torch.device) -> SymmetricJobs:
     return Nvshmem(device)
 
 
-def check_installed() -> None:
-    """Raises ConfigError if nvshmem4py is not installed."""
-    if importlib.util.find_spec("nvshmem") is None:
-        allowed = f"auto, shm, socket, nixl (nvshmem4py is not installed: {INSTALL})"
-        raise ConfigError.field("--transport", "nvshmem", allowed)
-
-
 @cache
 def bindings() -> Any:
     """NVIDIA's bindings of the host library. Raises ConfigError if they are not installed."""
@@ -109,7 +101,7 @@ class Nvshmem:
         if len(unique_id) != _size(name):
             raise _refused(f"a name of {len(unique_id)} bytes; this version's have {_size(name)}")
         ctypes.memmove(name.ptr, unique_id, len(unique_id))
-        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(size + SLACK))
+        environment.allow_symmetric_heap(size + SLACK)
         device = importlib.import_module("cuda.core").Device(self._device.index)
         with torch.cuda.device(self._device):
             try:

@@ -21,13 +21,12 @@ from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server_mailbox import IpcDialer, MailboxDialer
 from moesaic.kernels import device_sharing, symmetric_heap
 from moesaic.kernels.device_sharing import DeviceSharing
-from moesaic.kernels.exchange import ExchangeOperations
+from moesaic.kernels.exchange import MOST_ROWS, ExchangeOperations
 from moesaic.kernels.table import Kernels
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.exchanged import ExchangedRunner
-from moesaic.runtime.step.graph_inputs import MOST_ROWS
 from moesaic.runtime.step.graphs import GraphRunner
 from moesaic.runtime.step.running_step import SegmentRunner, StepRunner
 from moesaic.runtime.step.stages import BlockStages
@@ -47,11 +46,12 @@ class Asked:
 
 
 def check_full_graphs(config: WorkerConfig) -> None:
-    """Raises ConfigError for settings that need expert servers, each with a GPU of its own on this host."""
+    """Raises ConfigError for settings that need expert servers, each with a GPU of its own."""
     if not config.remote_experts:
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --cudagraph-mode full")
-    if config.transport != "cuda_ipc":
-        raise ConfigError.field("--transport", config.transport, "cuda_ipc with --cudagraph-mode full")
+    if config.transport not in ("cuda_ipc", "nvshmem"):
+        allowed = "cuda_ipc, nvshmem with --cudagraph-mode full"
+        raise ConfigError.field("--transport", config.transport, allowed)
     if platform.machine() not in X86:
         line = "--cudagraph-mode full: servers read what kernels post without the barriers of this host's CPU"
         raise ConfigError(f"{line}, {platform.machine()}; allowed: piecewise")

@@ -144,7 +144,8 @@ def _dialed(where: addresses.Address, timeout: float) -> socket.socket:
 
 
 def kind_of(transport: str, address: str) -> str:
-    """The `kind` for `connect`. transport: shm, socket, nixl or cuda_ipc.
+    """The `kind` for `connect`. transport: shm, socket, nixl, cuda_ipc or nvshmem. The last one is for
+    requests of graphs, and the others go as with shm.
 
     >>> kind_of("nixl", "tcp:10.0.0.2:80"), kind_of("shm", "tcp:10.0.0.2:80")
     ('nixl', 'stream')
