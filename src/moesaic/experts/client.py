@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from moesaic.core.experts import Directory
-from moesaic.core.messages import FaultyServer
+from moesaic.core.messages import FaultyServer, JoinNvshmem
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.moving import arrays
 from moesaic.kernels.table import Kernels
@@ -109,6 +109,10 @@ class ExpertServers(Protocol):
         """Use these servers from now on."""
         ...
 
+    def meet(self, place: JoinNvshmem) -> None:
+        """Join an NVSHMEM job, with the servers. Who asks them by other means only does nothing."""
+        ...
+
     def faulty(self) -> list[FaultyServer]:
         """The servers that were given up for their answers since the last call."""
         ...
@@ -140,6 +144,9 @@ class NoServers:
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Ignores the directory."""
+
+    def meet(self, place: JoinNvshmem) -> None:
+        """There is nobody to meet."""
 
     def faulty(self) -> list[FaultyServer]:
         return []

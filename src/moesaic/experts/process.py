@@ -45,6 +45,7 @@ from moesaic.transport.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from moesaic.experts.device_rows import ServerRows
+    from moesaic.experts.nvshmem_job import NvshmemJob
 
 REPORT_SECONDS = 0.2
 ATTENTION = 4.0
@@ -81,7 +82,8 @@ def serve(
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
-    listener, device_rows = _listener(config, secret)
+    job = _job(config)
+    listener, device_rows = _listener(config, secret, job)
     service, clock = _scheduler(config, backend, first), time.monotonic
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
     server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, device_rows)
@@ -91,7 +93,7 @@ def serve(
     reports = threading.Thread(target=_report, args=(supervisor, server, pace, residency, ended), daemon=True)
     reports.start()
     try:
-        _serve(supervisor, server, loader, relay, secret, wakeup)
+        _serve(supervisor, server, loader, relay, secret, wakeup, job)
         return 0
     finally:
         ended.set()
@@ -107,6 +109,7 @@ def _serve(
     relay: Relay,
     secret: bytes,
     wakeup: Wakeup,
+    job: NvshmemJob | None,
 ) -> None:
     """Serve clients and follow the supervisor's messages, until Shutdown."""
     while True:
@@ -117,6 +120,8 @@ def _serve(
                     loader.change(message)
                 case messages.Neighbours(servers):
                     relay.update({entry.server: entry for entry in servers}, secret)
+                case messages.JoinNvshmem() if job is not None:
+                    job.join(message)
                 case messages.Refuse(reason):
                     raise SentAway(f"refused this server: {reason}")
                 case messages.Shutdown():
@@ -124,26 +129,44 @@ def _serve(
         server.turn(None, (wakeup.fileno(),))
 
 
-def _listener(config: ExpertServerConfig, secret: bytes) -> tuple[Listener, ServerRows | None]:
+def _job(config: ExpertServerConfig) -> NvshmemJob | None:
+    """What joins an NVSHMEM job, with --transport nvshmem."""
+    if config.transport != "nvshmem":
+        return None
+    import torch
+
+    from moesaic.experts.nvshmem_job import NvshmemJob
+    from moesaic.kernels import symmetric_heap
+    from moesaic.kernels.exchange import MOST_ROWS
+
+    return NvshmemJob(symmetric_heap.jobs(torch.device(config.device)), config.layout, MOST_ROWS)
+
+
+def _listener(
+    config: ExpertServerConfig, secret: bytes, job: NvshmemJob | None
+) -> tuple[Listener, ServerRows | None]:
     """The listener, and what computes rows that stay on GPUs. None: rows come by the host."""
-    if config.transport != "cuda_ipc":
-        one_sided, remote = config.transport == "nixl", config.remote_address
-        return Listener(config.address, secret, remote=remote, one_sided=one_sided), None
+    remote = config.remote_address
+    if job is None and config.transport != "cuda_ipc":
+        return Listener(config.address, secret, remote=remote, one_sided=config.transport == "nixl"), None
     import torch
 
     from moesaic.experts.device_rows import ServerRows
+    from moesaic.experts.nvshmem_answerer import Inbox
     from moesaic.kernels import device_sharing
 
     device = torch.device(config.device)
+    if job is not None:
+        listener = Listener(config.address, secret, remote=remote, lifelines=Inbox(job).accept)
+        return listener, ServerRows(device)
     opened = device_sharing.sharing(device).open
     mailboxes = partial(MailboxAnswerer, open_memory=opened, hidden=config.layout.hidden)
-    listener = Listener(config.address, secret, open_memory=opened, mailboxes=mailboxes)
-    return listener, ServerRows(device)
+    return Listener(config.address, secret, open_memory=opened, mailboxes=mailboxes), ServerRows(device)
 
 
 def _relay(config: ExpertServerConfig) -> Relay:
     """Passes parts of requests to other servers of this host."""
-    made, transport = Wakeup(), "shm" if config.transport == "cuda_ipc" else config.transport
+    made, transport = Wakeup(), "shm" if config.transport in ("cuda_ipc", "nvshmem") else config.transport
     return Relay(Connector(HEAP_BYTES, made, transport), made, config.layout.hidden)
 
 

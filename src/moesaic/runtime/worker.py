@@ -187,6 +187,8 @@ class Worker:
                     self._unreported = True
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
+                case messages.JoinNvshmem():
+                    self._servers.meet(message)
                 case messages.Shutdown():
                     self._stopping = True
                 case messages.Refuse(reason):

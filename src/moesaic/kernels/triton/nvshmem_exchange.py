@@ -180,8 +180,8 @@ def _answered(addresses, asked, step, sequence, abort, polls, SLOTS: tl.constexp
     each = tl.arange(0, SLOTS)
     number, failed = tl.load(sequence), tl.load(step + 1)
     posted = tl.load(asked + each) * (1 - failed) > 0
-    own = tl.cast(sequence, tl.int64)
-    words = tl.where(posted, tl.load(addresses + _ANSWER_WORD * SLOTS + each), own)
+    words = tl.where(posted, tl.load(addresses + _ANSWER_WORD * SLOTS + each), 0)
+    words = tl.where(posted, words, tl.max(words, 0))  # every thread has to look somewhere in the heap
     numbers = tl.where(posted, 2 * number, 0)
     answers = tl.load(addresses + _TOLD * SLOTS + each).to(tl.pointer_type(tl.int64))
     doubts = tl.load(addresses + _DOUBT * SLOTS + each).to(tl.pointer_type(tl.int64))
