@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.messages import FaultyServer
+from moesaic.core.messages import FaultyServer, JoinNvshmem
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
@@ -34,7 +34,7 @@ from moesaic.experts.exchange_memory import DeviceMemory
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server_mailbox import MailboxDialer, ServerMailbox
 from moesaic.kernels.device_sharing import DeviceSharing
-from moesaic.kernels.exchange import Exchange, ExchangeOperations
+from moesaic.kernels.exchange import ADDRESSES, Exchange, ExchangeOperations
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.policy.fleet.replicas import Replicas
 
@@ -136,16 +136,17 @@ class DeviceExchange:
         layout: ExpertLayout,
         sharing: DeviceSharing,
         operations: ExchangeOperations,
+        dialer: MailboxDialer,
         device: torch.device,
         rows: int,
         clock: Callable[[], float],
     ) -> None:
-        """replicas: those of `remote`. rows: most rows of a recorded step."""
+        """replicas: those of `remote`. dialer: makes mailboxes of the kind that `operations` write into.
+        rows: most rows of a recorded step."""
         self._remote, self._replicas, self._layout, self._clock = remote, replicas, layout, clock
-        self._memory = DeviceMemory(layout, sharing, device, rows, remote.worker)
+        self._memory = DeviceMemory(layout, sharing, device, rows, remote.worker, dialer.rows)
         self.experts = RecordedExperts(self._memory.exchange, operations, layout.layers)
-        sizes = rows, rows * layout.top_k, layout.hidden
-        self._connecting = Connecting(MailboxDialer(sharing, self._memory.rows, *sizes).dial, remote.wakeup)
+        self._dialer, self._connecting = dialer, Connecting(dialer.dial, remote.wakeup)
         self._directory, self._secret = Directory(-1, [], {}), b""
         self._servers: dict[int, _Server] = {}
         self._wanted: dict[int, ServerEntry] = {}
@@ -309,9 +310,10 @@ class DeviceExchange:
             return
         self._routed, self._version = routed, self._directory.version
         slots = np.zeros(1 + max(self._servers), dtype=np.int32)
-        addresses = np.zeros((4, self._memory.exchange.slots), dtype=np.int64)
+        addresses = np.zeros((ADDRESSES, self._memory.exchange.slots), dtype=np.int64)
         for server, one in self._servers.items():
-            slots[server], addresses[:, one.slot] = one.slot, one.mailbox.addresses
+            column = one.mailbox.addresses
+            slots[server], addresses[: len(column), one.slot] = one.slot, column
         self._memory.place(addresses, slots[routed])
 
     # ---- ExpertServers
@@ -326,6 +328,9 @@ class DeviceExchange:
         self._remote.update(directory, secret)
         if not self._under_way:
             self._follow()
+
+    def meet(self, place: JoinNvshmem) -> None:
+        self._dialer.join(place)
 
     def faulty(self) -> list[FaultyServer]:
         return self._remote.faulty()
@@ -379,4 +384,5 @@ class DeviceExchange:
             time.sleep(NAP_SECONDS)
         if not self._leaving:
             self._memory.close()
+            self._dialer.close()
         self._remote.close()

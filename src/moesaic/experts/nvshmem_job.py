@@ -60,6 +60,10 @@ class Channels:
     def _answer_room(self) -> int:
         return aligned(4 * self.pairs * self.hidden)
 
+    def rows_at(self, rows: int, pairs: int) -> int:
+        """From the begin of a request to its rows."""
+        return aligned(wire.size(rows, pairs, self.hidden, False, on_device=True))
+
     @property
     def size(self) -> int:
         """Of the heap."""
