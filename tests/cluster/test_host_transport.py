@@ -164,6 +164,26 @@ def test_nvshmem_may_have_other_hosts_and_is_not_encrypted(
         assert caplog.messages.pop().endswith("are not encrypted between hosts")
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"transport": "shm", "nvshmem_pes": 3},
+            "--transport: got 'shm'; allowed: nvshmem with --nvshmem-pes",
+        ),
+        ({"nvshmem_pes": 2}, "--nvshmem-pes: got 2; allowed: at least 3, --attention-workers and"),
+        ({"nvshmem_pes": "4"}, "--nvshmem-pes: got '4'; allowed: at least 3"),
+    ],
+)
+def test_a_job_of_another_number_of_processes(
+    settings: dict[str, Any], message: str, installed: None
+) -> None:
+    asked = ClusterConfig(attention_workers=2, expert_servers=1, transport="nvshmem", nvshmem_pes=3)
+    assert transport_of(asked, graphs()) == "nvshmem"
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        transport_of(replace(asked, **settings), graphs())
+
+
 def test_without_its_bindings_nvshmem_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem_package, "MODULE", "moesaic.missing")
     with pytest.raises(ConfigError, match=r"got 'nvshmem'; .* \(nvshmem4py is not installed: pip install "):

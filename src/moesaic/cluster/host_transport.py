@@ -49,9 +49,16 @@ def transport_of(cluster: ClusterConfig, worker: WorkerConfig) -> HostTransport:
     """`host_transport` of a cluster whose attention workers have these settings.
 
     Raises ConfigError, too, if --transport cuda_ipc or nvshmem does not go with them: rows are then on GPUs,
-    of this host or of any, so attention workers and expert servers each need one.
+    of this host or of any, so attention workers and expert servers each need one. So it does for a wrong
+    --nvshmem-pes.
     """
-    asked = cluster.transport
+    asked, pes = cluster.transport, cluster.nvshmem_pes
+    least = cluster.attention_workers + cluster.expert_servers
+    if pes is not None and asked != "nvshmem":
+        raise ConfigError.field("--transport", asked, "nvshmem with --nvshmem-pes")
+    if pes is not None and not (isinstance(pes, int) and pes >= least):  # from Python anything may come
+        allowed = f"at least {least}, --attention-workers and --expert-servers together"
+        raise ConfigError.field("--nvshmem-pes", pes, allowed)
     if asked in ("cuda_ipc", "nvshmem"):
         reasons = _rows_on_gpus(cluster, worker)
         reasons |= _one_host(cluster, worker) if asked == "cuda_ipc" else _graphs(cluster, worker)

@@ -99,7 +99,7 @@ class Ready:
     weights: str = ""
     """Of a worker that joined: fingerprint of its checkpoint."""
     nvshmem: bytes = b""
-    """With --transport nvshmem: name of a job that this worker can be PE 0 of."""
+    """With --transport nvshmem: name of a job that this worker can be PE 0 of. Empty: it can join none."""
 
 
 @dataclass(frozen=True)
@@ -342,6 +342,8 @@ class Holds:
     threads: int = 1
     weights: str = ""
     """Of a server that joined: fingerprint of its checkpoint, as in the layout that it was sent."""
+    nvshmem: bool = False
+    """With --transport nvshmem: whether this server can join a job."""
 
 
 @dataclass(frozen=True)
