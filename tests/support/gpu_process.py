@@ -1,7 +1,8 @@
 """`python -m tests.support.gpu_process serve ...`: the `moesaic` command on the device of `gpu_sanitizer`.
 
 The process that plans, worker processes, their ranks and expert servers get the device, and graphs. The API's
-process needs none. Workers and servers share memory of the device by files.
+process needs none. Workers and servers share memory of the device by files, and have an NVSHMEM by TCP.
+So do expert servers that join from other hosts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import numpy as np
 from moesaic import cli
 from moesaic.cluster import launcher, local
 from moesaic.config import WorkerConfig
+from moesaic.joining import __main__ as joining
+from moesaic.joining import child
 
 NAME = "tests.support.gpu_process"
 
@@ -28,11 +31,16 @@ def main() -> int:
     """Run the command line or, of a worker process, its `main`. Returns the exit code."""
     from tests.support import gpu_server_process
 
+    if "--options" in sys.argv:
+        with gpu_server_process.taken_device():
+            return joining.main()
     if "--connection-fd" not in sys.argv and "--rank" not in sys.argv:
         with (
             patch("moesaic.launch.spawn_worker", _worker),
             patch.object(launcher, "spawn_worker", _worker),
             patch.object(launcher, "spawn_server", gpu_server_process.started),
+            patch.object(child, "MODULE", NAME),
+            patch("moesaic.cluster.host_transport.check_installed"),
         ):
             return cli.main()
     take_device()
@@ -42,9 +50,10 @@ def main() -> int:
         return group.main()
     from moesaic.runtime import __main__ as runtime
     from moesaic.runtime.group import launcher as ranks
+    from tests.support.gpu_nvshmem import nvshmem
     from tests.support.gpu_shared_memory import shared_memory
 
-    with shared_memory(), patch.object(ranks, "spawn_rank", partial(ranks.spawn_rank, module=NAME)):
+    with shared_memory(), nvshmem(), patch.object(ranks, "spawn_rank", partial(ranks.spawn_rank, module=NAME)):
         return runtime.main()
 
 
