@@ -47,7 +47,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # programs
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
-        "experts.exchange",
+        *("experts.exchange", "experts.nvshmem_job", "experts.nvshmem_mailbox", "experts.server_mailbox"),
         "experts.device_rows",  # the memory of a worker's GPU that expert servers read
         *("cost.curves", "experts.measuring", "experts.observer", "experts.pacing", "experts.remote"),
         *("kernels", "kvcache", "collectives", "logs", "models", "offload", "policy", "structured", "trace"),

@@ -105,6 +105,11 @@ class ExpertServers(Protocol):
         """No call under way was routed by a directory older than this version. -1: there is no directory."""
         ...
 
+    @property
+    def nvshmem_id(self) -> bytes:
+        """Name of an NVSHMEM job that this worker can be PE 0 of. Empty: it joins none."""
+        ...
+
     def update(self, directory: Directory, secret: bytes) -> None:
         """Use these servers from now on."""
         ...
@@ -141,6 +146,7 @@ class NoServers:
     """The ExpertServers of a worker that computes all experts itself."""
 
     oldest_version_in_use = -1
+    nvshmem_id = b""
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Ignores the directory."""

@@ -329,6 +329,10 @@ class DeviceExchange:
         if not self._under_way:
             self._follow()
 
+    @property
+    def nvshmem_id(self) -> bytes:
+        return self._dialer.nvshmem_id
+
     def meet(self, place: JoinNvshmem) -> None:
         self._dialer.join(place)
 

@@ -17,16 +17,19 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 
 from moesaic.core.errors import MoesaicError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import JoinNvshmem
 from moesaic.experts import wire
+from moesaic.kernels.nvshmem_package import Membership
 from moesaic.kernels.symmetric_heap import SymmetricHeap, SymmetricJobs
 
 LOG = logging.getLogger(__name__)
 WORD = 128
 """Bytes from one word to the next one: a cache line of a GPU."""
+SECOND = "this process was told to join an NVSHMEM job before, and joins no other one; start it anew for that"
 ALIGNMENT = 256
 """Places in the heap are multiples of so many bytes. So are those of the rows behind a request."""
 
@@ -104,19 +107,34 @@ class Joined:
 class NvshmemJob:
     """Joins a job in the background, as that waits for all other processes."""
 
-    def __init__(self, jobs: SymmetricJobs, layout: ExpertLayout, rows: int) -> None:
-        """rows: most rows of a step."""
+    def __init__(
+        self, jobs: SymmetricJobs, layout: ExpertLayout, rows: int, process: Membership | None = None
+    ) -> None:
+        """rows: most rows of a step. process: of this process, which may have been in another cluster. None:
+        it was in none."""
         self._jobs, self._layout, self._rows = jobs, layout, rows
-        self._started = False
+        self._process = Membership() if process is None else process
         self.joined: Joined | None = None
         """None until all processes have joined."""
+        if self._process.told:
+            LOG.warning(SECOND)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether this process was told to join no job so far."""
+        return not self._process.told
+
+    @cached_property
+    def unique_id(self) -> bytes:
+        """The name of a new job, of which this process can be PE 0. Empty: it can join none."""
+        return self._jobs.unique_id() if self.can_join else b""
 
     def join(self, place: JoinNvshmem) -> None:
         """Take this place. A process can be in one job only, so a further call is ignored."""
-        if self._started:
-            LOG.warning("this process is in an NVSHMEM job already; it takes part in no other one")
+        if not self.can_join:
+            LOG.warning(SECOND)
             return
-        self._started = True
+        self._process.told = True
         threading.Thread(target=self._join, args=(place,), name="joining NVSHMEM", daemon=True).start()
 
     def _join(self, place: JoinNvshmem) -> None:

@@ -170,6 +170,10 @@ class NvshmemDialer:
         """By the server's process. Kernels that wait for nothing may still look there, so none is freed."""
         self.rows = torch.empty(0, hidden, device=device)
 
+    @property
+    def nvshmem_id(self) -> bytes:
+        return self._job.unique_id
+
     def dial(self, address: str, secret: bytes) -> NvshmemMailbox:
         """See `MailboxDialer`. Raises ConnectionLost while this process or the server is in no job."""
         joined = self._job.joined

@@ -30,6 +30,7 @@ from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
+from moesaic.kernels.nvshmem_package import Membership
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
 from moesaic.policy.scheduling.microqueue import QueuePolicy
@@ -76,18 +77,19 @@ def serve(
     path = Path(config.model)
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
     with fingerprint.unchanged(path, stamp):
-        own, residency = (kept or KeptExperts()).get(config, stamp, _backend)
+        kept = kept or KeptExperts()
+        own, residency = kept.get(config, stamp, _backend)
         backend, pace = _paced(own, config)
         backend.keep(first.experts)  # before others are loaded, so that memory need not have both
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
-    job = _job(config)
+    job = _job(config, kept.nvshmem)
     listener, device_rows = _listener(config, secret, job)
     service, clock = _scheduler(config, backend, first), time.monotonic
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
     server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, device_rows)
-    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests)
+    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, job)
     loader.change(first)
     ended = threading.Event()
     reports = threading.Thread(target=_report, args=(supervisor, server, pace, residency, ended), daemon=True)
@@ -129,8 +131,8 @@ def _serve(
         server.turn(None, (wakeup.fileno(),))
 
 
-def _job(config: ExpertServerConfig) -> NvshmemJob | None:
-    """What joins an NVSHMEM job, with --transport nvshmem."""
+def _job(config: ExpertServerConfig, process: Membership) -> NvshmemJob | None:
+    """What joins an NVSHMEM job, with --transport nvshmem. process: what is known of this one."""
     if config.transport != "nvshmem":
         return None
     import torch
@@ -139,7 +141,8 @@ def _job(config: ExpertServerConfig) -> NvshmemJob | None:
     from moesaic.kernels import symmetric_heap
     from moesaic.kernels.exchange import MOST_ROWS
 
-    return NvshmemJob(symmetric_heap.jobs(torch.device(config.device)), config.layout, MOST_ROWS)
+    jobs = symmetric_heap.jobs(torch.device(config.device))
+    return NvshmemJob(jobs, config.layout, MOST_ROWS, process)
 
 
 def _listener(
@@ -277,14 +280,17 @@ class _ExpertLoader:
         config: ExpertServerConfig,
         stamp: str,
         digests: DigestQueue | None,
+        job: NvshmemJob | None = None,
     ) -> None:
-        """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor."""
+        """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor.
+        job: with --transport nvshmem."""
         self._supervisor = supervisor
         self._backend = backend
         self._endpoint = endpoint
         self._config = config
         self._stamp = stamp
         self._digests = digests
+        self._job = job
         self._wanted: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
         self._thread.start()
@@ -339,8 +345,8 @@ class _ExpertLoader:
     def _report(self, hold: messages.Hold) -> None:
         """Report to the supervisor that the experts of `hold` are loaded."""
         name, threads = self._backend.name, self._config.threads
-        weights = self._config.layout.weights
-        self._supervisor.send(messages.Holds(hold.version, self._endpoint, name, threads, weights))
+        weights, joins = self._config.layout.weights, self._job is not None and self._job.can_join
+        self._supervisor.send(messages.Holds(hold.version, self._endpoint, name, threads, weights, joins))
         if self._digests is not None:
             self._digests.add(hold.experts)
 

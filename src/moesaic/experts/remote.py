@@ -69,6 +69,7 @@ class RemoteExperts:
     process again, and keeps a report for the supervisor.
     """
 
+    nvshmem_id = b""
     routes: Routes | None = None
     """Who wants to know which server answers for which pair."""
     before_late: Callable[[], None] = staticmethod(lambda: None)
@@ -129,8 +130,7 @@ class RemoteExperts:
 
     def submit(self, request: ExpertRequest) -> RequestHandle:
         began = self._clock()
-        handle = RequestHandle(self._submitted)
-        self._submitted += 1
+        handle, self._submitted = RequestHandle(self._submitted), self._submitted + 1
         pairs = request.arrays if self._rows is None else self._rows.arrays(request)
         submission = Submission(
             handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k, place=pairs.place

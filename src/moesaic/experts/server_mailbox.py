@@ -186,6 +186,11 @@ class MailboxDialer(Protocol):
         """See `Exchange.rows`."""
         ...
 
+    @property
+    def nvshmem_id(self) -> bytes:
+        """See `ExpertServers`."""
+        ...
+
     def dial(self, address: str, secret: bytes) -> ServerMailbox:
         """A mailbox at the server at `address`, made by a thread of its own.
 
@@ -204,6 +209,8 @@ class MailboxDialer(Protocol):
 
 class IpcDialer:
     """A MailboxDialer by CUDA IPC."""
+
+    nvshmem_id = b""
 
     def __init__(self, sharing: DeviceSharing, rows: int, pairs: int, hidden: int) -> None:
         """rows, pairs: the most of a request."""

@@ -1,8 +1,12 @@
-"""Whether NVIDIA's bindings of NVSHMEM are installed. This imports neither them nor torch."""
+"""What is known of NVSHMEM without loading it: whether it is installed, and whether this process has used it.
+
+This imports neither NVIDIA's bindings nor torch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 
 from moesaic.core.errors import ConfigError
 
@@ -15,3 +19,11 @@ def check_installed() -> None:
     if importlib.util.find_spec(MODULE) is None:
         allowed = f"auto, shm, socket, nixl (nvshmem4py is not installed: {INSTALL})"
         raise ConfigError.field("--transport", "nvshmem", allowed)
+
+
+@dataclass
+class Membership:
+    """Of a process in a job. It can be in one job only, also where it joins another cluster later."""
+
+    told: bool = False
+    """Whether it was told to join one."""

@@ -83,7 +83,7 @@ def full_graphs(
         )
         return Asked(parts, remote, remote.stats)
     sharing = device_sharing.sharing(stages.device)
-    operations, dialer = _by(context.config, kernels, layout, sharing, stages.device)
+    operations, dialer = _by(context, kernels, layout, sharing, stages.device)
     exchange = DeviceExchange(
         remote, replicas, layout, sharing, operations, dialer, stages.device, MOST_ROWS, context.clock
     )
@@ -93,11 +93,15 @@ def full_graphs(
 
 
 def _by(
-    config: WorkerConfig, kernels: Kernels, layout: ExpertLayout, sharing: DeviceSharing, device: torch.device
+    context: WorkerContext,
+    kernels: Kernels,
+    layout: ExpertLayout,
+    sharing: DeviceSharing,
+    device: torch.device,
 ) -> tuple[ExchangeOperations, MailboxDialer]:
     """What the graphs ask servers by: NVSHMEM, or CUDA IPC."""
     assert kernels.exchange is not None and kernels.nvshmem_exchange is not None
-    if config.transport == "nvshmem":
-        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_ROWS)
+    if context.config.transport == "nvshmem":
+        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_ROWS, context.kept.nvshmem)
         return kernels.nvshmem_exchange, NvshmemDialer(job, sharing, device, layout.hidden)
     return kernels.exchange, IpcDialer(sharing, MOST_ROWS, MOST_ROWS * layout.top_k, layout.hidden)

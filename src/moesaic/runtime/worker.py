@@ -94,6 +94,11 @@ class Worker:
             self.turn(timeout=None)
         self._transfers.close()
 
+    @property
+    def nvshmem_id(self) -> bytes:
+        """See `ExpertServers`."""
+        return self._servers.nvshmem_id
+
     def close(self) -> None:
         """End the connections to other processes, after `run` has raised."""
         self._transfers.close()
