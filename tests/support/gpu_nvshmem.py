@@ -8,7 +8,6 @@ wait for each other cannot be threads of one process here.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import secrets
 import socket
@@ -29,7 +28,6 @@ from tests.support.tcp_heap import LATE, TcpHeap, exactly
 
 ADDRESS = "_MOESAIC_NVSHMEM_ADDRESS"
 """The environment variable with the address of this host, for the process that begins a job."""
-KERNELS = "moesaic.kernels.triton.nvshmem"
 NAME_BYTES = 128
 """Of a job's name, as NVSHMEM's have."""
 PATIENCE = 60.0
@@ -220,12 +218,9 @@ def _scalar(one: Any) -> int:
 def nvshmem(late: float = LATE, seed: int = 0) -> Iterator[NvshmemByTcp]:
     """Within it this process may join a job on the device. Gives its SymmetricJobs."""
     jobs = NvshmemByTcp(late, seed)
-    taken: list[tuple[str, Any]] = [
-        ("moesaic.kernels.symmetric_heap.jobs", lambda device: jobs),
-        ("moesaic.kernels.symmetric_heap.check_installed", lambda: None),
-    ]
-    if importlib.util.find_spec(KERNELS) is not None:
-        taken += [(f"{KERNELS}.{name}", call) for name, call in CALLS.items()]
+    taken: list[tuple[str, Any]] = [("moesaic.kernels.symmetric_heap.jobs", lambda device: jobs)]
+    taken += [(f"moesaic.{name}.check_installed", lambda: None) for name in CHECKS]
+    taken += [(f"moesaic.kernels.triton.nvshmem.{name}", call) for name, call in CALLS.items()]
     with contextlib.ExitStack() as patches:
         for name, value in taken:
             patches.enter_context(mock.patch(name, value))
@@ -236,6 +231,8 @@ def nvshmem(late: float = LATE, seed: int = 0) -> Iterator[NvshmemByTcp]:
 
 
 CALLS = {"put_signal": put_signal, "at_least": at_least}
+CHECKS = ("kernels.symmetric_heap", "cluster.host_transport", "joining.enlisting")
+"""Modules that ask whether NVSHMEM is installed."""
 
 
 def _refused(reason: str) -> ConfigError:

@@ -16,8 +16,6 @@ import numpy as np
 from moesaic import cli
 from moesaic.cluster import launcher, local
 from moesaic.config import WorkerConfig
-from moesaic.joining import __main__ as joining
-from moesaic.joining import child
 
 NAME = "tests.support.gpu_process"
 
@@ -31,15 +29,14 @@ def main() -> int:
     """Run the command line or, of a worker process, its `main`. Returns the exit code."""
     from tests.support import gpu_server_process
 
-    if "--options" in sys.argv:
+    if sys.argv[1] == "join":
         with gpu_server_process.taken_device():
-            return joining.main()
+            return cli.main()
     if "--connection-fd" not in sys.argv and "--rank" not in sys.argv:
         with (
             patch("moesaic.launch.spawn_worker", _worker),
             patch.object(launcher, "spawn_worker", _worker),
             patch.object(launcher, "spawn_server", gpu_server_process.started),
-            patch.object(child, "MODULE", NAME),
             patch("moesaic.cluster.host_transport.check_installed"),
         ):
             return cli.main()
@@ -50,11 +47,19 @@ def main() -> int:
         return group.main()
     from moesaic.runtime import __main__ as runtime
     from moesaic.runtime.group import launcher as ranks
+    from tests.support.gpu_graphs import Graph
     from tests.support.gpu_nvshmem import nvshmem
     from tests.support.gpu_shared_memory import shared_memory
 
-    with shared_memory(), nvshmem(), patch.object(ranks, "spawn_rank", partial(ranks.spawn_rank, module=NAME)):
+    Graph.beside = _config().model.cudagraph_mode == "full"  # the host has to look at servers meanwhile
+    spawn = partial(ranks.spawn_rank, module=NAME)
+    with shared_memory(), nvshmem(), patch.object(ranks, "spawn_rank", spawn):
         return runtime.main()
+
+
+def _config() -> WorkerConfig:
+    """Of this worker process."""
+    return WorkerConfig.from_json(sys.argv[sys.argv.index("--config") + 1])
 
 
 def take_device() -> None:

@@ -181,8 +181,6 @@ class DeviceExchange:
 
     def begin(self, live: int) -> None:
         """A graph will be launched now, by a recording of `recorder`. live: rows that are not padded."""
-        for one in self._servers.values():
-            one.mailbox.wake()
         self._live, self._under_way, self.failed = live, True, False
         self._hold(True)
 
@@ -191,6 +189,8 @@ class DeviceExchange:
         return lambda: _Recorder(make(), self._launch)
 
     def _launch(self, replay: Callable[[], Result]) -> Result:
+        for one in self._servers.values():
+            one.mailbox.wake()  # only now: to record a graph may take long
         return self._memory.launch(self._live, replay)
 
     def ended(self) -> bool:

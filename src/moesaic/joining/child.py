@@ -19,8 +19,6 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.transport.authentication import Refused, SentAway
 
-MODULE = "moesaic.joining"
-"""What a child runs."""
 _KINDS: dict[str, type[ConnectionLost]] = {"lost": ConnectionLost, "refused": Refused, "sent away": SentAway}
 
 
@@ -99,7 +97,7 @@ def start(
 ) -> Child:
     """Start the process. devices: the GPUs that it sees; empty: those of this process. environment: its
     variables; None: those of this process. keep: it stays when its connection ends."""
-    command = [sys.executable, "-m", MODULE, "--options", joining.to_json()]
+    command = [sys.executable, "-m", "moesaic.joining", "--options", joining.to_json()]
     process = subprocess.Popen(
         [*command, *(["--keep"] if keep else [])],
         stdin=subprocess.PIPE,
