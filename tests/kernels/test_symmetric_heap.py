@@ -168,6 +168,13 @@ def test_missing_bindings_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) ->
         symmetric_heap.jobs(GPU)
 
 
+def test_kernels_and_host_mean_the_same_by_a_number() -> None:
+    """The next test compares these numbers with NVIDIA's own, where they are installed."""
+    pytest.importorskip("triton")
+    kernels = importlib.import_module("moesaic.kernels.triton.nvshmem")
+    assert (kernels._SET.value, kernels._AT_LEAST.value) == (SignalOp.SIGNAL_SET, CmpType.CMP_GE)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("nvshmem") is None, reason="nvshmem4py is not installed")
 def test_nvidias_bindings_have_these_names() -> None:
     """The fake library may not know what the real one lacks. A name needs no GPU."""

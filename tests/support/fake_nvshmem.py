@@ -31,7 +31,7 @@ class SignalOp(IntEnum):
 
 class CmpType(IntEnum):
     CMP_EQ = 0
-    CMP_GE = 3
+    CMP_GE = 5
 
 
 class NVSHMEMError(Exception):

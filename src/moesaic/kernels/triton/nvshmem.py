@@ -21,7 +21,7 @@ from moesaic.kernels.triton import launching
 LIBRARY = "libnvshmem_device"
 _SET = tl.constexpr(9)
 """NVSHMEM_SIGNAL_SET."""
-_AT_LEAST = tl.constexpr(3)
+_AT_LEAST = tl.constexpr(5)
 """NVSHMEM_CMP_GE."""
 _known: set[str] = set()
 """Kernels that NVSHMEM knows, by their hashes."""
