@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.support.fake_nvshmem import (
     STREAM,
     Bindings,
     CmpType,
+    Core,
     Device,
     FakeNvshmem,
     InitStatus,
@@ -168,11 +170,68 @@ def test_missing_bindings_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) ->
         symmetric_heap.jobs(GPU)
 
 
-def test_kernels_and_host_mean_the_same_by_a_number() -> None:
-    """The next test compares these numbers with NVIDIA's own, where they are installed."""
+# ---- kernels
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`kernels.triton.nvshmem`, which has launched nothing yet."""
     pytest.importorskip("triton")
-    kernels = importlib.import_module("moesaic.kernels.triton.nvshmem")
+    module = importlib.import_module("moesaic.kernels.triton.nvshmem")
+    monkeypatch.setattr(module, "_known", set())
+    module._library.cache_clear()
+    return module
+
+
+def test_kernels_and_host_mean_the_same_by_a_number(kernels: Any) -> None:
+    """The last test compares these numbers with NVIDIA's own, where they are installed."""
     assert (kernels._SET.value, kernels._AT_LEAST.value) == (SignalOp.SIGNAL_SET, CmpType.CMP_GE)
+
+
+@pytest.mark.parametrize(("gpu", "found"), [((8, 0), 80), ((8, 6), 80), ((9, 0), 90), ((12, 0), 100)])
+def test_a_gpu_gets_the_best_library_that_there_is(
+    processes: Processes, kernels: Any, monkeypatch: pytest.MonkeyPatch, gpu: tuple[int, int], found: int
+) -> None:
+    processes.start()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
+    assert kernels._library() == f"libnvshmem_device_sm_{found}.bc"
+
+
+def test_a_gpu_without_a_library_is_one_clear_line(
+    processes: Processes, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes.network.built = ("100",)
+    processes.start()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(ConfigError, match="has no library for kernels of compute capability 90$"):
+        kernels._library()
+
+
+class _Kernel:
+    """One that Triton compiles and loads."""
+
+    hash, module = "its hash", 0
+
+    def run(self, *arguments: object, grid: object, warmup: bool) -> _Kernel:
+        assert warmup
+        return self
+
+    def _init_handles(self) -> None:
+        self.module = 5
+
+
+def test_nvshmem_knows_a_kernel_once_it_is_loaded(processes: Processes, kernels: Any) -> None:
+    library, jobs = processes.start()
+    kernel, given = _Kernel(), (torch.zeros(1),)
+    with pytest.raises(ConfigError, match="a kernel is refused with status code 7$"):
+        kernels._make_known(kernel, (1,), given, {})
+    jobs.join(jobs.unique_id(), 0, 1, SIZE)
+    for _ in range(2):
+        kernels._make_known(kernel, (1,), given, {})
+    assert library.calls.count("cumodule_init") == 2, "once refused, once accepted"
+
+
+# ---- what is installed
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nvshmem") is None, reason="nvshmem4py is not installed")
@@ -186,5 +245,7 @@ def test_nvidias_bindings_have_these_names() -> None:
         assert {one.name: int(real[one.name]) for one in kind} == {one.name: int(one) for one in kind}
     assert library.init_status() == InitStatus.STATUS_NOT_INITIALIZED
     core = importlib.import_module("nvshmem.core")
+    for name in dir(Core):
+        assert name.startswith("_") or hasattr(core, name)
     assert symmetric_heap._size(core.get_unique_id(empty=True)) == ID_BYTES
     assert len(Nvshmem(GPU).unique_id()) == ID_BYTES

@@ -41,6 +41,10 @@ class NVSHMEMError(Exception):
         super().__init__(f"Status code {status}")
 
 
+class NvshmemInvalid(Exception):
+    """As of the package."""
+
+
 class UniqueId:
     """uniqueid."""
 
@@ -86,6 +90,8 @@ class Network:
     free: int = 1 << 20
     """Bytes that a heap may have."""
     share_gpus: bool = False
+    built: tuple[str, ...] = ("70", "80", "89", "90", "100")
+    """Compute capabilities with a library for kernels."""
 
 
 class FakeNvshmem:
@@ -137,6 +143,8 @@ class FakeNvshmem:
 class Core:
     """nvshmem.core."""
 
+    NvshmemInvalid = NvshmemInvalid
+
     def __init__(self, library: FakeNvshmem) -> None:
         self._of = library
 
@@ -173,6 +181,11 @@ class Core:
         shared = of._network.share_gpus
         of.status = InitStatus.STATUS_LIMITED_MPG if shared else InitStatus.STATUS_IS_INITIALIZED
 
+    def find_device_bitcode_library(self, *, arch: str) -> str:
+        if arch not in self._of._network.built:
+            raise NvshmemInvalid(f"libnvshmem_device_sm_{arch}.bc")
+        return f"libnvshmem_device_sm_{arch}.bc"
+
 
 class Bindings:
     """nvshmem.bindings."""
@@ -198,6 +211,10 @@ class Bindings:
             return 0
         self._of.memory = (ctypes.c_uint8 * size)(*[1] * size)
         return self._of.base
+
+    def cumodule_init(self, module: int) -> int:
+        self._of.called("cumodule_init", module)
+        return 0 if self._of.memory is not None else 7
 
     def barrier_all_on_stream(self, stream: int) -> None:
         self._of.on_stream("barrier_all_on_stream", stream)
