@@ -24,7 +24,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "cost": ("core",),
     "policy": ("core", "cost"),
     # mechanisms
-    "kernels": ("core", "config.environment"),  # how much memory NVSHMEM may take is a variable
+    "kernels": ("core",),
     "models": ("core", "kernels", "config.environment"),  # digests are kept in the user's cache folder
     # The spec says how wide a token's keys and values are. A block attends over what its layer keeps.
     "kvcache": ("core", "kernels", "models.block", "models.spec"),

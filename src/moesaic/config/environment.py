@@ -1,9 +1,9 @@
-"""Environment variables. They are read here and nowhere else. One is written: see `allow_symmetric_heap`."""
+"""Environment variables. They are read here and nowhere else, and never written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moesaic.config.values import check_key
@@ -42,14 +42,6 @@ def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 def ucx_tls(environment: Mapping[str, str] | None = None) -> str | None:
     """The transports that UCX, below NIXL, may use, by its variable UCX_TLS. None: any."""
     return (os.environ if environment is None else environment).get("UCX_TLS")
-
-
-def allow_symmetric_heap(size: int, environment: MutableMapping[str, str] | None = None) -> None:
-    """Let NVSHMEM take so many bytes of the GPU's memory. It asks the variable NVSHMEM_SYMMETRIC_SIZE only.
-
-    A value that the user has set stays.
-    """
-    (os.environ if environment is None else environment).setdefault("NVSHMEM_SYMMETRIC_SIZE", str(size))
 
 
 def hub_cache(environment: Mapping[str, str] | None = None) -> Path:

@@ -12,20 +12,18 @@ the place of a process that died. The others go on, as long as they write nothin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 
-from moesaic.config import environment
 from moesaic.core.errors import ConfigError
 from moesaic.kernels.nvshmem_package import check_installed
 from moesaic.kernels.pointers import tensor_at
-
-SLACK = 256 << 20
-"""Bytes that NVSHMEM gets beyond the heap, for itself."""
 
 
 class SymmetricHeap(Protocol):
@@ -78,10 +76,11 @@ def jobs(device: torch.device) -> SymmetricJobs:
 
 @cache
 def bindings() -> Any:
-    """NVIDIA's bindings of the host library. Raises ConfigError if they are not installed."""
+    """NVIDIA's bindings of the host library. Raises ConfigError if they are not installed or do not load."""
     check_installed()
-    importlib.import_module("nvshmem.core").get_version()  # loads the library
-    return importlib.import_module("nvshmem.bindings")
+    with _in_one_line("NVIDIA's library does not load"):
+        importlib.import_module("nvshmem.core").get_version()  # loads the library
+        return importlib.import_module("nvshmem.bindings")
 
 
 class Nvshmem:
@@ -93,30 +92,42 @@ class Nvshmem:
         self._device = torch.device("cuda", device.index or 0)
 
     def unique_id(self) -> bytes:
-        made = self._core.get_unique_id()
+        with _in_one_line("no name for a job"):
+            made = self._core.get_unique_id()
         return ctypes.string_at(made.ptr, _size(made))
 
     def join(self, unique_id: bytes, pe: int, pes: int, size: int) -> SymmetricHeap:
         name = self._core.get_unique_id(empty=True)
         if len(unique_id) != _size(name):
             raise _refused(f"a name of {len(unique_id)} bytes; this version's have {_size(name)}")
+        if self._status() != "STATUS_NOT_INITIALIZED":
+            raise _refused("this process has joined a job before")
         ctypes.memmove(name.ptr, unique_id, len(unique_id))
-        environment.allow_symmetric_heap(size + SLACK)
-        device = importlib.import_module("cuda.core").Device(self._device.index)
         with torch.cuda.device(self._device):
-            try:
+            with _in_one_line(f"PE {pe} of {pes} cannot join; NVSHMEM_DEBUG=WARN says more"):
+                device = importlib.import_module("cuda.core").Device(self._device.index)
                 device.set_current()
                 self._core.init(device=device, uid=name, rank=pe, nranks=pes, initializer_method="uid")
-                address = self._bindings.malloc(size)
-            except Exception as error:  # the bindings have errors of their own
-                raise _refused(str(error)) from error
-            if not address:
-                raise _refused(f"no {size} bytes for the symmetric heap")
-            tensor = tensor_at(int(address), size, self._device)
-            tensor.zero_()
-            torch.cuda.synchronize(self._device)
-            self._bindings.barrier_all()  # nobody writes before all memory is zeros
-        return _Heap(self._bindings, pe, tensor)
+            if self._status() == "STATUS_LIMITED_MPG":
+                raise _refused("two processes of the job have the same GPU; each needs its own")
+            return _Heap(self._bindings, pe, self._zeros(size))
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        """The own heap. All processes of the job call this together."""
+        with _in_one_line("the symmetric heap"):
+            address = self._bindings.malloc(size)
+        if not address:
+            raise _refused(f"no {size} bytes for the symmetric heap; NVSHMEM_SYMMETRIC_SIZE may limit it")
+        tensor = tensor_at(int(address), size, self._device)
+        tensor.zero_()
+        stream = torch.cuda.current_stream(self._device)
+        self._bindings.barrier_all_on_stream(int(stream.cuda_stream))  # nobody writes before all is zeros
+        stream.synchronize()  # unlike NVSHMEM's own barrier it lets other threads run
+        return tensor
+
+    def _status(self) -> str:
+        """The name of NVSHMEM's status in this process."""
+        return str(self._bindings.Init_status(self._bindings.init_status()).name)
 
 
 class _Heap:
@@ -128,8 +139,12 @@ class _Heap:
 
     def put(self, target: int, source: int, size: int, signal: int, number: int, pe: int) -> None:
         target, source, signal = (self._address + place for place in (target, source, signal))
-        put, how = self._library.putmem_signal_on_stream, int(self._library.Signal_op.SIGNAL_SET)
-        put(target, source, size, signal, number, how, pe, self._stream)
+        how = int(self._library.Signal_op.SIGNAL_SET)
+        if size:
+            put = self._library.putmem_signal_on_stream
+            put(target, source, size, signal, number, how, pe, self._stream)
+        else:  # a network card may take 0 bytes for 2 GiB
+            self._library.signal_op_on_stream(signal, number, how, pe, self._stream)
 
     def arrived(self, signal: int, number: int) -> None:
         how = int(self._library.Cmp_type.CMP_EQ)
@@ -151,3 +166,13 @@ def _size(unique_id: Any) -> int:
 
 def _refused(reason: str) -> ConfigError:
     return ConfigError(f"--transport nvshmem: {reason}")
+
+
+@contextlib.contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """Errors of the bindings, which are of classes of their own, become a ConfigError of one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise _refused(f"{what}: {reason}") from error

@@ -6,6 +6,7 @@ made known to NVSHMEM once, before it runs, which is possible once this process 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from functools import cache
 from typing import Any
@@ -15,13 +16,16 @@ import triton
 import triton.language as tl
 from triton.language import core
 
+from moesaic.core.errors import ConfigError
 from moesaic.kernels.symmetric_heap import bindings
 from moesaic.kernels.triton import launching
 
 LIBRARY = "libnvshmem_device"
+BUILT = (100, 90, 89, 80, 70)
+"""Compute capabilities for which NVIDIA builds that library. Later GPUs use it too."""
 _SET = tl.constexpr(9)
 """NVSHMEM_SIGNAL_SET."""
-_AT_LEAST = tl.constexpr(3)
+_AT_LEAST = tl.constexpr(5)
 """NVSHMEM_CMP_GE."""
 _known: set[str] = set()
 """Kernels that NVSHMEM knows, by their hashes."""
@@ -74,8 +78,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 @cache
 def _library() -> str:
-    """The path of NVIDIA's library for the current GPU."""
-    return str(importlib.import_module("nvshmem.core").find_device_bitcode_library())
+    """The path of NVIDIA's library for the current GPU. Raises ConfigError if there is none."""
+    package, (major, minor) = importlib.import_module("nvshmem.core"), torch.cuda.get_device_capability()
+    own = 10 * major + minor
+    for architecture in (own, *(one for one in BUILT if one < own)):
+        with contextlib.suppress(package.NvshmemInvalid):
+            return str(package.find_device_bitcode_library(arch=str(architecture)))
+    raise ConfigError(f"--transport nvshmem: NVSHMEM has no library for kernels of compute capability {own}")
 
 
 def _make_known(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any) -> None:
@@ -85,5 +94,7 @@ def _make_known(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], 
         made = kernel.run(*arguments, grid=grid, warmup=True, **constants)
         if made.hash not in _known:
             made._init_handles()
-            bindings().cumodule_init(made.module)
+            status = bindings().cumodule_init(made.module)
+            if status:
+                raise ConfigError(f"--transport nvshmem: a kernel is refused with status code {status}")
             _known.add(made.hash)
