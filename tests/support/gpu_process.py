@@ -53,7 +53,11 @@ def main() -> int:
     from tests.support.gpu_nvshmem import nvshmem
     from tests.support.gpu_shared_memory import shared_memory
 
-    with shared_memory(), nvshmem(), patch.object(ranks, "spawn_rank", partial(ranks.spawn_rank, module=NAME)):
+    with (
+        shared_memory(),
+        nvshmem(),
+        patch.object(ranks, "spawn_rank", partial(ranks.spawn_rank, module=NAME)),
+    ):
         return runtime.main()
 
 
