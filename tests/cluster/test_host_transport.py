@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moesaic.cluster import host_transport as module
 from moesaic.cluster.host_transport import host_transport, transport_of
-from moesaic.commands.processes import as_lines
-from moesaic.config import ClusterConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from moesaic.commands.processes import TRANSPORTS, as_lines
+from moesaic.config import (
+    ClusterConfig,
+    HostTransport,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from moesaic.core.errors import ConfigError
 from moesaic.kernels import nvshmem_package
 from moesaic.transport.listening import kind_of
@@ -188,6 +195,10 @@ def test_without_its_bindings_nvshmem_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvshmem_package, "MODULE", "moesaic.missing")
     with pytest.raises(ConfigError, match=r"got 'nvshmem'; .* \(nvshmem4py is not installed: pip install "):
         transport_of(ClusterConfig(expert_servers=1, transport="nvshmem"), graphs())
+
+
+def test_each_transport_has_a_name_for_people() -> None:
+    assert TRANSPORTS.keys() == set(get_args(HostTransport))
 
 
 def test_all_but_graphs_goes_as_without_nvshmem() -> None:
