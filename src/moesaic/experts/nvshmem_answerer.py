@@ -25,7 +25,7 @@ from moesaic.transport.lifeline import Lifeline
 from moesaic.transport.words import Word
 
 LOOK_SECONDS = 1e-5
-"""The words are read at most this often. Reading them takes about as long."""
+"""The words are read at most this often. Assumed to be about the time of a small copy from a GPU."""
 AWAKE_SECONDS = 4 * WAKE_SECONDS
 """A server looks for requests so long after the last one, or after it was woken."""
 BUSY_SECONDS, NAP_SECONDS = 0.1, 5e-4
