@@ -38,7 +38,9 @@ class Inbox:
     def __init__(self, job: NvshmemJob) -> None:
         self._job = job
         self._words: IntArray = np.zeros(0, dtype=np.int64)
-        self._next_look = 0.0
+        self._next_look = self._next_nap = 0.0
+        self.news = 0.0
+        """When the last request of any worker came."""
         self._owners: dict[int, NvshmemAnswerer] = {}
         self.sent: dict[int, int] = {}
         """The last word that each worker was sent, by its channel."""
@@ -62,6 +64,13 @@ class Inbox:
             assert found is not None
             self._words, self._next_look = found, time.monotonic() + LOOK_SECONDS
         return int(self._words[channel])
+
+    def nap(self) -> None:
+        """Leave the core to others if no worker has asked for a while, and not once for each worker."""
+        now = time.monotonic()
+        if now - self.news > BUSY_SECONDS and now >= self._next_nap:
+            time.sleep(NAP_SECONDS)
+            self._next_nap = time.monotonic() + NAP_SECONDS
 
     def take_over(self, channel: int, end: NvshmemAnswerer) -> None:
         """From now on this end has the channel, and no other one."""
@@ -90,17 +99,15 @@ class NvshmemAnswerer:
         return self._line.fileno()
 
     def ready(self) -> bool:
-        return self._line.lost is not None or (self._open and self._word() != self._seen)
+        return self._line.lost is not None or (self._asked and self._word() != self._seen)
 
     def arm(self) -> bool:
         """A GPU posts without a wakeup, so there may be news at any time while the worker says so."""
         if self.ready():
             return True
-        now = time.monotonic()
-        if now - max(self._awake, self._news) > AWAKE_SECONDS:
+        if not self._is_awake:
             return False
-        if now - self._news > BUSY_SECONDS:
-            time.sleep(NAP_SECONDS)
+        self._inbox.nap()
         return True
 
     def disarm(self) -> None:
@@ -117,12 +124,13 @@ class NvshmemAnswerer:
             raise ConnectionLost("the worker has connected once more")
         if self._line.received():
             self._awake = time.monotonic()
-        number = self._word()
+        number = self._word() if self._asked else self._seen
         if number == self._seen:
             return []
         if self._answered != self._seen:
             raise DamagedMessage("a client posted a request before the last one was answered")
         self._seen, self._news = number, time.monotonic()
+        self._inbox.news = self._news
         return [self._incoming(number)]
 
     def close(self) -> None:
@@ -131,14 +139,24 @@ class NvshmemAnswerer:
 
     def _begin(self) -> None:
         """Take the channel once everything has arrived that the worker sent before, and say so."""
-        self._said += self._line.received()
+        if said := self._line.received():
+            self._said, self._awake = (self._said + said)[:NUMBER], time.monotonic()
         if len(self._said) < NUMBER:
             return
-        last = int.from_bytes(self._said[:NUMBER], "little")
+        last = int.from_bytes(self._said, "little")
         self._inbox.take_over(self._channel, self)
         if self._word() == last:
             self._open, self._seen, self._answered = True, last, last
             self._line.send(self._inbox.sent.get(self._channel, 0).to_bytes(NUMBER, "little"))
+
+    @property
+    def _is_awake(self) -> bool:
+        return time.monotonic() - max(self._awake, self._news) <= AWAKE_SECONDS
+
+    @property
+    def _asked(self) -> bool:
+        """Whether there may be a request. To look for one waits for the GPU."""
+        return self._open and self._is_awake
 
     def _word(self) -> int:
         return self._inbox.word(self._joined, self._channel)
@@ -164,8 +182,11 @@ class NvshmemAnswerer:
         return DeviceIncoming(incoming, 0, width, shared)
 
     def _answer(self, number: int, doubt: bool) -> None:
-        """Send the answer rows, and behind them the word. The GPU has written the rows."""
-        if not self._inbox.has(self._channel, self):
+        """Send the answer rows, and behind them the word. The GPU has written the rows.
+
+        Nothing goes to a worker that has died meanwhile.
+        """
+        if not (self._inbox.has(self._channel, self) and self._line.look(at_once=True)):
             return
         where, own, word = self._joined.channels, self._joined.own, 2 * number + doubt
         size, source = 4 * where.hidden * self._pairs, where.answers(self._channel)

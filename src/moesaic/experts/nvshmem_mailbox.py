@@ -8,6 +8,7 @@ was lost only when both ends have all that was sent before: then the server send
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from hashlib import sha256
 from typing import Any
@@ -88,7 +89,7 @@ class NvshmemMailbox:
     def __init__(self, line: Lifeline, joined: Joined, pe: int, told: Told) -> None:
         """pe: number of the server's process. told: of this server, also by earlier mailboxes."""
         self._line, self._joined, self._pe, self._told = line, joined, pe, told
-        self._channel, self._progress = joined.place.channel(pe), Progress()
+        self._channel, self._progress = joined.place.channel(pe), Progress(told.posted)
         self._said, self._open, self._awake, self._next_wake = b"", False, False, 0.0
         line.send(told.posted.to_bytes(NUMBER, "little"))
 
@@ -118,7 +119,11 @@ class NvshmemMailbox:
         return self._told.doubts()
 
     def wake(self) -> None:
-        self._awake, now = True, time.monotonic()
+        self._awake = True
+        self._wake()
+
+    def _wake(self) -> None:
+        now = time.monotonic()
         if now >= self._next_wake:
             self._next_wake = now + WAKE_SECONDS
             self._line.wake()
@@ -147,12 +152,13 @@ class NvshmemMailbox:
         """
         if not self._open:
             self._line.look(at_once=True)
-            self._said += self._line.received()
-            if len(self._said) < NUMBER:
-                return False
-            self._open = self._word() == int.from_bytes(self._said[:NUMBER], "little")
+            self._said = (self._said + self._line.received())[:NUMBER]
+            if len(self._said) == NUMBER:
+                self._open = self._word() == int.from_bytes(self._said, "little")
             if self._open:
                 self._told.settle()
+            else:
+                self._wake()  # it may sleep when the last request arrives
         return self._open
 
     def _word(self) -> int:
@@ -166,6 +172,7 @@ class NvshmemDialer:
 
     def __init__(self, job: NvshmemJob, sharing: DeviceSharing, device: torch.device, hidden: int) -> None:
         self._job, self._sharing = job, sharing
+        self._dialing = threading.Lock()
         self._told: dict[int, Told] = {}
         """By the server's process. Kernels that wait for nothing may still look there, so none is freed."""
         self.rows = torch.empty(0, hidden, device=device)
@@ -182,10 +189,11 @@ class NvshmemDialer:
         line = connect_lifeline(address, secret, {"job": name_of(joined.place), "pe": joined.place.pe})
         try:
             pe = _server(line.peer, joined.place)
-            told = self._told.setdefault(pe, self._told.get(pe) or Told(self._sharing))
-            if told.open:
-                raise ConnectionLost(f"the mailbox at process {pe} before this one is still open")
-            told.open = True
+            with self._dialing:  # an attempt that was stopped may be under way too
+                told = self._told.setdefault(pe, self._told.get(pe) or Told(self._sharing))
+                if told.open:
+                    raise ConnectionLost(f"the mailbox at process {pe} before this one is still open")
+                told.open = True
             return NvshmemMailbox(line, joined, pe, told)
         except BaseException:
             line.close()

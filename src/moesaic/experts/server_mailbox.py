@@ -105,10 +105,11 @@ class ServerMailbox(Protocol):
 class Progress:
     """What a server was asked and has answered, by the words that the host sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: int = 0) -> None:
+        """seen: number of the last request before, which others have counted."""
         self._owed = 0
         """Pairs of the last request that was seen, until its answer is seen."""
-        self._seen = 0
+        self._seen = seen
         """Number of that request."""
 
     def news(self, posted: int, answered: int, request: memoryview) -> tuple[int, int]:

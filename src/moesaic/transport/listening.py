@@ -127,6 +127,7 @@ def connect_lifeline(address: str, secret: bytes, who: Word, timeout: float = HA
     deadline, sock = Deadline(timeout), _dialed(where, timeout)
     try:
         sealed = wire(sock, prove_as_client(sock, secret, Terms("nvshmem", MIN_HEAP), deadline))
+        watch(sock)
         deadline.apply(sock)
         say(sealed, **who)
         return Lifeline(sock, sealed, hear(sealed))
