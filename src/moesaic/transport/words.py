@@ -28,7 +28,7 @@ def hear(whom: Wire) -> Word:
         raise ConnectionLost(f"it said {length} bytes at once")
     try:
         word = json.loads(_read(whom, length))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConnectionLost("what it said is no JSON") from None
     if not isinstance(word, dict):
         raise ConnectionLost("what it said is no JSON object")
