@@ -17,11 +17,13 @@ from tests.support.served_worker import Follow
 class Job:
     """Servers of a job, and what brings a worker into it."""
 
-    def __init__(self, jobs: NvshmemByTcp, children: Sequence[ChildProcess]) -> None:
+    def __init__(self, jobs: NvshmemByTcp, children: Sequence[ChildProcess], workers: int = 1) -> None:
         name, count = jobs.unique_id(), len(children)
-        places = [messages.JoinNvshmem(name, pe, 1, count) for pe in range(1 + count)]
-        for child, place in zip(children, places[1:], strict=True):
+        places = [messages.JoinNvshmem(name, pe, workers, count) for pe in range(workers + count)]
+        for child, place in zip(children, places[workers:], strict=True):
             child.connection.send(place)
+        self.others = places[1:workers]
+        """The places of further workers."""
         self._place: messages.JoinNvshmem | None = places[0]
 
     def follow(self, said: Sequence[object], send: Callable[[messages.JoinNvshmem], object]) -> bool:

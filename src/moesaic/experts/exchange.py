@@ -173,6 +173,7 @@ class DeviceExchange:
     def ready(self) -> bool:
         """Whether a graph may begin: each expert has a server with a mailbox that owes no answer."""
         self._follow()
+        self._route_anew()
         whole = self._routed is not None
         if whole != self._whole:
             self._whole = whole
@@ -258,7 +259,7 @@ class DeviceExchange:
     # ---- between steps
 
     def _follow(self) -> None:
-        """Connect to new servers, drop those that are gone, and write the table if anything has changed."""
+        """Connect to new servers, and drop those that are gone."""
         self._progress()
         for entry, mailbox in self._connecting.made():
             self._join(entry, mailbox)
@@ -274,11 +275,6 @@ class DeviceExchange:
                 self._wanted[server] = entry
                 self._connecting.start(entry, self._secret)
         self._leaving = [one for one in self._leaving if not one.free()]
-        slots = tuple((server, one.slot) for server, one in sorted(self._servers.items()))
-        known_now = self._directory.version, frozenset(connected), slots
-        if known_now != self._known:
-            self._known = known_now
-            self._route()
 
     def _join(self, entry: ServerEntry, mailbox: ServerMailbox) -> None:
         taken = {one.slot for one in self._servers.values()}
@@ -299,6 +295,17 @@ class DeviceExchange:
         if known is not None:
             known.mailbox.leave()
             self._leaving.append(known.mailbox)
+
+    def _route_anew(self) -> None:
+        """Write the table if anything has changed.
+
+        A step begins, so that servers owe nothing: else it would leave those out that just have work.
+        """
+        slots = tuple((server, one.slot) for server, one in sorted(self._servers.items()))
+        known_now = self._directory.version, frozenset(self._wanted), slots
+        if known_now != self._known:
+            self._known = known_now
+            self._route()
 
     def _route(self) -> None:
         """Write the table: for each expert the server that `Replicas` would ask now."""
