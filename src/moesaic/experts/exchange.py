@@ -175,10 +175,11 @@ class DeviceExchange:
         self._follow()
         self._route_anew()
         whole = self._routed is not None
-        if whole != self._whole:
-            self._whole = whole
-            LOG.info(WHOLE if whole else IN_PARTS)
-        return whole and all(one.mailbox.quiet for one in self._servers.values())
+        begins = whole and all(one.mailbox.quiet for one in self._servers.values())
+        if begins != self._whole and (begins or not whole):
+            self._whole = begins
+            LOG.info(WHOLE if begins else IN_PARTS)
+        return begins
 
     def begin(self, live: int) -> None:
         """A graph will be launched now, by a recording of `recorder`. live: rows that are not padded."""

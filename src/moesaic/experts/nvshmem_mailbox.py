@@ -29,6 +29,8 @@ NUMBER = 8
 """Bytes of a number that an end sends by the lifeline."""
 WAKE_SECONDS = 0.5
 """A server is woken so often while graphs ask it. It sleeps after several times as long without a request."""
+FIRST_SECONDS, MOST_SECONDS = 0.05, 10.0
+"""A worker waits twice as long after each lifeline that was not made, from and up to about so long."""
 _POSTED, _ANSWERED, _DOUBT, _HEADER = 0, 128, 256, 384
 """Places in a page, in bytes."""
 
@@ -173,6 +175,8 @@ class NvshmemDialer:
     def __init__(self, job: NvshmemJob, sharing: DeviceSharing, device: torch.device, hidden: int) -> None:
         self._job, self._sharing = job, sharing
         self._dialing = threading.Lock()
+        self._failed: dict[str, int] = {}
+        """By the address of a server: how often no lifeline was made, one after the other."""
         self._told: dict[int, Told] = {}
         """By the server's process. Kernels that wait for nothing may still look there, so none is freed."""
         self.rows = torch.empty(0, hidden, device=device)
@@ -186,7 +190,13 @@ class NvshmemDialer:
         joined = self._job.joined
         if joined is None:
             raise ConnectionLost("this worker is in no NVSHMEM job yet")
-        line = connect_lifeline(address, secret, {"job": name_of(joined.place), "pe": joined.place.pe})
+        try:
+            line = connect_lifeline(address, secret, {"job": name_of(joined.place), "pe": joined.place.pe})
+        except ConnectionLost:  # that of a server in no job too, which would be refused for ever
+            failed = self._failed[address] = self._failed.get(address, 0) + 1
+            time.sleep(min(MOST_SECONDS, FIRST_SECONDS * 2**failed))
+            raise
+        self._failed.pop(address, None)
         try:
             pe = _server(line.peer, joined.place)
             with self._dialing:  # an attempt that was stopped may be under way too
