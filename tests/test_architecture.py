@@ -47,7 +47,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # programs
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
-        "experts.exchange",
+        *("experts.exchange", "experts.nvshmem_job", "experts.nvshmem_mailbox", "experts.server_mailbox"),
         "experts.device_rows",  # the memory of a worker's GPU that expert servers read
         *("cost.curves", "experts.measuring", "experts.observer", "experts.pacing", "experts.remote"),
         *("kernels", "kvcache", "collectives", "logs", "models", "offload", "policy", "structured", "trace"),
@@ -66,11 +66,13 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("solving.job", "trace.live_routing"),
         *("joining.options", "joining.watcher"),  # what a process of another host is started with
         "joining.enlisting",  # the instruction sets of this host
+        "kernels.nvshmem_package",  # whether it is installed
         "models.fingerprint",  # whether a process that joins has the same checkpoint
     ),
     # joins a cluster as one role or the other
     "joining": (
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "logs"),
+        "kernels.nvshmem_package",
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
         *("runtime.process", "runtime.keeping", "runtime.group.other_host"),
     ),

@@ -10,12 +10,26 @@ import pytest
 import torch
 
 from moesaic import SamplingParams, cli
+from moesaic.cluster.supervisor import Supervisor
+from moesaic.core.errors import ConfigError
 from moesaic.joining import standby
+from moesaic.kernels import nvshmem_package
 from moesaic.testing import byte_tokenizer
 from tests.commands.test_run_batch_offload import MACHINE, SIZES, answers, ask
 from tests.support import model_configs, pairs, quantizers, ray_nodes, tiny_models
 from tests.support.composed_hosts import OtherHosts
-from tests.support.composition import AT_THE_DOOR, FEATURES, HOSTS, REASONS, groups, in_words, merged
+from tests.support.composition import (
+    AT_THE_DOOR,
+    BY_NVSHMEM,
+    FEATURES,
+    HOSTS,
+    NOT_BY_NVSHMEM,
+    REASONS,
+    SERVERS,
+    groups,
+    in_words,
+    merged,
+)
 from tests.support.group_placements import recorded, write
 
 pytestmark = [
@@ -185,6 +199,32 @@ def test_without_servers_a_fast_memory_is_that_of_one_process(
     words = [word.replace("{}", str(path.parent)) for pair in flags.items() for word in pair]
     code, _ = workshop.run_words(path, words)
     _refused(code, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_nvshmem_goes_with_a_feature_or_is_refused_in_one_line(
+    name: str,
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No process is started."""
+
+    def start(*_: object) -> None:
+        raise ConfigError("--started: the settings go together")
+
+    monkeypatch.setattr(Supervisor, "start", start)
+    monkeypatch.setattr(nvshmem_package, "MODULE", "json")
+    path, words = workshop.command([name])
+    apart = {"--expert-servers", "--enable-expert-parallel"} & set(words)
+    flags = BY_NVSHMEM if apart else BY_NVSHMEM | SERVERS
+    if (watched := "--standby-for") in words:  # run-batch has none
+        del words[(place := words.index(watched)) : place + 2]
+    code, _ = workshop.run_words(path, [*words, *(word for pair in flags.items() for word in pair)])
+    said = capsys.readouterr().err
+    assert ("--started: " in said) == (name not in NOT_BY_NVSHMEM), said
+    if name in NOT_BY_NVSHMEM:
+        _refused(code, said)
 
 
 def _refused(code: int, said: str) -> None:

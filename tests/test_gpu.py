@@ -183,7 +183,7 @@ def test_other_engines_are_measured_where_they_can_be_imported(
     assert name in speed.cases(work)
     found = speed.run(work, name)
     assert found["ok"] and found["version"] in ("1.2.3", "4.5")
-    assert 0 < found["rows"][0]["decode_tokens_per_s"] < 2100
+    assert found["rows"][0]["decode_tokens_per_s"] > 0
 
 
 def test_what_pytest_found_is_told(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_request_keeps_its_id_in_every_process(tmp_path: Path) -> None:
         with httpx.Client(base_url=info["url"], trust_env=False, verify=NO_TLS, timeout=60) as client:
             body = {"prompt": "Hello", **NOTHING_ALLOWED}
             assert client.post("/v1/completions", json=body, headers=headers).status_code == 400
-            body = {"prompt": "Hello", "max_tokens": 2}
+            body = {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
             assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
         process.send_signal(signal.SIGTERM)
         _, text = process.communicate(timeout=60)

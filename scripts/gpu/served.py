@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -68,13 +69,16 @@ def gpu_forms(work: Work) -> dict[str, Flags]:
     """Several GPUs; none where there is one."""
     if work.gpus < 2:
         return {}
-    ranks = {"--tensor-parallel-size": "2", **KV}
-    return {
+    ranks, whole = {"--tensor-parallel-size": "2", **KV}, {"--expert-servers": "1", **FULL, **KV}
+    found = {
         "2 ranks, NCCL": {**ranks, "--collectives-backend": "nccl"},
         "2 ranks, through RAM": ranks,
-        "a worker and a server, each step one graph": {"--expert-servers": "1", **CUDA_IPC, **FULL, **KV},
+        "a worker and a server, each step one graph": {**CUDA_IPC, **whole},
         "2 workers and 2 servers": {"--attention-workers": "2", "--expert-servers": "2", **KV},
     }
+    if find_spec("nvshmem") is not None:
+        found["a worker and a server, each step one graph, by NVSHMEM"] = {"--transport": "nvshmem", **whole}
+    return found
 
 
 def measure(work: Work) -> Found:

@@ -436,6 +436,12 @@ def test_whole_steps_as_graphs_need_a_gpu_for_each_process(monkeypatch: pytest.M
     changes.check(2, 1)
     with pytest.raises(ScalingError, match="full needs a GPU for each of 4 processes; there are 3"):
         changes.check(3, 1)
+    scene.members.servers[0].elsewhere = True
+    changes.check(3, 1)  # three of these are here
+    with pytest.raises(ScalingError, match="full needs a GPU for each of 4 processes; there are 3"):
+        changes.check(3, 2)
+    monkeypatch.setattr(scene.members.launcher, "elsewhere", True)
+    changes.check(9, 9)
     scene.members.stop()
 
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moesaic.cluster import host_transport as module
 from moesaic.cluster.host_transport import host_transport, transport_of
-from moesaic.commands.processes import as_lines
-from moesaic.config import ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.commands.processes import TRANSPORTS, as_lines
+from moesaic.config import (
+    ClusterConfig,
+    HostTransport,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from moesaic.core.errors import ConfigError
+from moesaic.kernels import nvshmem_package
+from moesaic.transport.listening import kind_of
 from tests.support.cluster_driver import cluster
 
 SHARED = "memfd:moesaic-calls"
@@ -93,6 +102,108 @@ def test_rows_on_gpus_need_the_compiled_module(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "COMPILED", "moesaic.transport.missing")
     with pytest.raises(ConfigError, match="got 'cuda_ipc'; allowed: auto, socket .the compiled module"):
         transport_of(asked, on_gpus())
+
+
+def graphs(**settings: Any) -> WorkerConfig:
+    model = ModelConfig("demo", device="cuda", kernels="triton", cudagraph_mode="full")
+    return WorkerConfig(**{"model": model} | settings)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVSHMEM's bindings are there, or a module that looks so."""
+    monkeypatch.setattr(nvshmem_package, "MODULE", "json")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "worker", "why"),
+    [
+        ({}, {"model": ModelConfig("m")}, "--device auto: workers and expert servers need --device cuda"),
+        (
+            {},
+            {"model": ModelConfig("m", device="cuda")},
+            "--cudagraph-mode piecewise: only graphs of whole steps use NVSHMEM",
+        ),
+        ({"paced": "devices.toml"}, {}, "--paced: modelled devices hold rows of the host"),
+        (
+            {"distributed_executor_backend": "ray"},
+            {},
+            "--distributed-executor-backend ray: no job of NVSHMEM is formed there",
+        ),
+        (
+            {},
+            {"scheduler": SchedulerConfig(relay="always")},
+            "--relay always: a graph sends rows to each server itself",
+        ),
+    ],
+)
+def test_nvshmem_is_refused_where_no_graph_can_use_it(
+    cluster: dict[str, Any], worker: dict[str, Any], why: str, installed: None
+) -> None:
+    asked = ClusterConfig(expert_servers=1, transport="nvshmem", **cluster)
+    with pytest.raises(ConfigError, match=f"^--transport: got 'nvshmem'; allowed: auto, shm, .* with {why}$"):
+        transport_of(asked, graphs(**worker))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": ModelConfig("m", device="cuda", cudagraph_mode="full")},
+        {"server_memory": 1 << 30},
+        {"parallel": ParallelConfig(2)},
+        {"parallel": ParallelConfig(2, nnodes=2)},
+    ],
+)
+def test_what_whole_steps_do_not_go_with_is_refused_before(settings: dict[str, Any]) -> None:
+    """--kernels, --fast-memory, and ranks of one host and of several."""
+    line = "^--(kernels|fast-memory|tensor-parallel-size): got .* with --cudagraph-mode full$"
+    with pytest.raises(ConfigError, match=line):
+        graphs(**settings)
+
+
+def test_nvshmem_may_have_other_hosts_and_is_not_encrypted(
+    installed: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = ClusterConfig(expert_servers=1, transport="nvshmem")
+    door = {"cluster_address": "tcp:h:1", "cluster_secret_file": "f"}
+    for one in (asked, replace(asked, **door), replace(asked, standby_for="tcp:g:1", **door)):
+        assert transport_of(one, graphs()) == "nvshmem"
+        assert caplog.messages.pop().endswith("are not encrypted between hosts")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"transport": "shm", "nvshmem_pes": 3},
+            "--transport: got 'shm'; allowed: nvshmem with --nvshmem-pes",
+        ),
+        ({"nvshmem_pes": 2}, "--nvshmem-pes: got 2; allowed: at least 3, --attention-workers and"),
+        ({"nvshmem_pes": "4"}, "--nvshmem-pes: got '4'; allowed: at least 3"),
+    ],
+)
+def test_a_job_of_another_number_of_processes(
+    settings: dict[str, Any], message: str, installed: None
+) -> None:
+    asked = ClusterConfig(attention_workers=2, expert_servers=1, transport="nvshmem", nvshmem_pes=3)
+    assert transport_of(asked, graphs()) == "nvshmem"
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        transport_of(replace(asked, **settings), graphs())
+
+
+def test_without_its_bindings_nvshmem_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem_package, "MODULE", "moesaic.missing")
+    with pytest.raises(ConfigError, match=r"got 'nvshmem'; .* \(nvshmem4py is not installed: pip install "):
+        transport_of(ClusterConfig(expert_servers=1, transport="nvshmem"), graphs())
+
+
+def test_each_transport_has_a_name_for_people() -> None:
+    assert TRANSPORTS.keys() == set(get_args(HostTransport))
+
+
+def test_all_but_graphs_goes_as_without_nvshmem() -> None:
+    addresses = "unix:@a", "tcp:10.0.0.2:80"
+    assert [kind_of("nvshmem", one) for one in addresses] == [kind_of("shm", one) for one in addresses]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,7 @@ from moesaic.cluster.local import ChildProcess
 from moesaic.config import ExpertServerConfig
 from moesaic.testing import byte_tokenizer
 from tests.support import model_configs, pairs, tiny_models
-from tests.support.cluster_driver import Answer, Cluster, cluster
+from tests.support.cluster_driver import PATIENCE, Answer, Cluster, cluster
 from tests.support.faulty_transport import Faults
 from tests.support.faulty_worker import faulty
 
@@ -152,6 +153,15 @@ def drive(served: Cluster, cancelled: tuple[int, ...]) -> list[Answer]:
     return served.finish()
 
 
+def lose(served: Cluster) -> None:
+    """Go on until something got lost and was asked for again. Which calls there are depends on the moment."""
+    until = time.monotonic() + PATIENCE
+    while not served.supervisor.report().counters.resent_pairs:
+        assert time.monotonic() < until, f"nothing was asked for again: {served.supervisor.report()}"
+        served.submit(*workload())
+        served.finish()
+
+
 @pytest.mark.parametrize("case", [*every_pair(), LOSING, *ONCE, *OTHERS], ids=", ".join)
 def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, Path]) -> None:
     name, schedule, processes, chunks, cache, cancel, combine, kernels, transport = case
@@ -172,8 +182,8 @@ def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, P
         cluster(path, kernels=picked, kv_cache_memory=memory, max_model_len=LONGEST, **settings) as served,
     ):
         found = drive(served, cancelled)
-        if dropping and transport == "faulty":  # workers report a moment later
-            served.until(lambda: served.supervisor.report().counters.resent_pairs > 0)
+        if dropping and transport == "faulty":
+            lose(served)
         report = served.supervisor.report()
     counted = report.counters
     assert counted.process_deaths == 0

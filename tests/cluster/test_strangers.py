@@ -103,7 +103,9 @@ def test_silent_strangers_keep_nobody_out_and_use_nothing_up(tmp_path: Path) -> 
             stranger(found.address, SAYINGS[number % len(SAYINGS)], stack)
             if number % 200 == 199:
                 joins(found)
-        assert found.descriptors <= before + MAX_PENDING + 8
+        until(
+            lambda: found.descriptors <= before + MAX_PENDING + 8
+        )  # the last ones are closed a moment later
         joins(found)
         assert found.end() >= count - MAX_PENDING
     lines = (tmp_path / "log").read_text().splitlines()

@@ -31,7 +31,8 @@ from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.request import SamplingParams, TokenRoute
-from moesaic.experts.exchange import DeviceExchange
+from moesaic.experts.exchange import DeviceExchange, _Server
+from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime import full_graphs
 from moesaic.runtime.model_loading import layout_of
@@ -315,9 +316,36 @@ def test_a_second_mailbox_at_a_server_is_left() -> None:
     assert second.leave.called and not first.leave.called
 
 
+def test_the_table_does_not_depend_on_what_servers_owe_between_steps() -> None:
+    """Else a server that has a prompt's rows just then would get no rows of graphs, for as long as nothing
+    changes."""
+    entries = [ServerEntry(server, 1, Endpoint("unix:@")) for server in range(2)]
+    exchange, replicas = DeviceExchange.__new__(DeviceExchange), Replicas()
+    every = {0: list(range(4))}
+    replicas.place({0: every, 1: every}, 4)
+    box = SimpleNamespace(progress=lambda: (0, 0), alive=lambda: True, quiet=True, addresses=(1, 2, 3, 4))
+    memory = Mock(exchange=SimpleNamespace(slots=2))
+    exchange.__dict__ |= {
+        "_replicas": replicas, "_memory": memory, "_leaving": [],
+        "_remote": SimpleNamespace(connected=dict(enumerate(entries))),
+        "_connecting": SimpleNamespace(made=list),
+        "_directory": Directory(1, entries, {0: every, 1: every}),
+        "_layout": SimpleNamespace(num_experts=4, layers=[0]), "_wanted": dict(enumerate(entries)),
+        "_known": (), "_routed": None, "_whole": None, "_clock": time.monotonic,
+        "_servers": {one.server: _Server(one, box, one.server) for one in entries},  # type: ignore[arg-type]
+    }  # fmt: skip
+    for server in range(2):
+        replicas.joined(server)
+    replicas.sent(1, 100, 0.0)
+    exchange._follow()
+    replicas.answered(1, 100, 1.0)
+    assert exchange.ready() and set(memory.place.call_args.args[1].flatten().tolist()) == {0, 1}
+
+
 def test_what_needs_servers_with_gpus_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = full(path)
     full_graphs.check_full_graphs(whole)
+    full_graphs.check_full_graphs(replace(whole, transport="nvshmem"))
     for flag, change in (
         ("--expert-servers", {"remote_experts": False}),
         ("--transport", {"transport": "shm"}),

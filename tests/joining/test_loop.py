@@ -29,6 +29,7 @@ from moesaic.joining import server
 from moesaic.joining.enlisting import server_config, worker_config
 from moesaic.joining.loop import DELAYS, REFUSALS, join
 from moesaic.joining.options import JoinOptions
+from moesaic.kernels import nvshmem_package
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
 from moesaic.transport.authentication import Refused
@@ -160,6 +161,20 @@ def test_a_file_of_the_settings_that_is_not_here(tmp_path: Path, name: str, flag
     joining = JoinOptions("tcp:127.0.0.1:1", model=str(checkpoint(tmp_path)))
     with pytest.raises(ConfigError, match=f"{flag}: got '.*nowhere'; allowed: a file at the same path"):
         server_config(joining, enlisted(**{name: str(tmp_path / "nowhere")}), "127.0.0.1")
+
+
+def test_a_server_for_graphs_of_other_hosts_needs_a_gpu_and_nvshmem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = enlisted(transport="nvshmem", device="cuda")
+    monkeypatch.setattr(nvshmem_package, "MODULE", "moesaic.missing")
+    joining = JoinOptions("tcp:127.0.0.1:1", model=str(checkpoint(tmp_path)))
+    with pytest.raises(ConfigError, match="--transport: got 'nvshmem'; .*nvshmem4py is not installed"):
+        server_config(joining, told, "127.0.0.1")
+    monkeypatch.setattr(nvshmem_package, "MODULE", "json")
+    assert server_config(joining, told, "127.0.0.1").device == "cuda"
+    with pytest.raises(ConfigError, match="^--device: got 'cpu'; allowed: cuda: the cluster has --transport"):
+        server_config(replace(joining, device="cpu"), told, "127.0.0.1")
 
 
 def test_a_placement_of_ranks_that_is_not_here(tmp_path: Path) -> None:

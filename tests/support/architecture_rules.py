@@ -290,7 +290,8 @@ def untyped(modules: Sequence[Module]) -> list[str]:
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether it is in Triton's language, whose arguments have no Python types."""
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+    decorators = map(ast.unparse, function.decorator_list)
+    return any(one in ("triton.jit", "core.extern") for one in decorators)
 
 
 def functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -2,14 +2,21 @@
 
     python -m tests.support.compile_triton 80 90
 
+Kernels that call NVSHMEM are linked with NVIDIA's library where the environment variable NVSHMEM_LIBRARY
+names a folder that has it (`lib` of the package nvidia-nvshmem), and else with functions that do nothing.
+
 Triton's compiler needs no GPU. Every launch of the calls below is compiled for each architecture, with the
 types and constants that it has there.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +27,7 @@ from moesaic.core.experts import Activation
 from moesaic.core.stored import QUANTIZED, row_bytes
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.exchange import LEAST_SLOTS, Exchange
+from moesaic.kernels.exchange import ADDRESSES, LEAST_SLOTS, Exchange
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import QuantizedMatrix
 from moesaic.kernels.states import StateSizes
@@ -34,6 +41,8 @@ from moesaic.kernels.triton import (
     experts,
     gate,
     launching,
+    nvshmem,
+    nvshmem_exchange,
     rows,
 )
 from moesaic.kernels.weights import ExpertWeights
@@ -50,8 +59,20 @@ LATENT = 576
 ORDERED = {
     "_post": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys",),
     "_wait": (r"ld\.relaxed\.sys.*fence\.(acq_rel|acquire)\.sys", r"ld\.volatile"),
+    "_send": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys",),
+    "_answered": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys", r"ld\.volatile"),
 }
 """What a kernel must have so that other devices and the host see its writes in their order."""
+NOTHING = """
+target triple = "nvptx64-nvidia-cuda"
+define i32 @nvshmemx_putmem_signal_nbi_block(i64, i64, i64, i64, i64, i32, i32) noinline { ret i32 0 }
+define i32 @nvshmem_uint64_test(i64 %word, i32, i64) noinline {
+  %at = inttoptr i64 %word to ptr
+  %number = load volatile i32, ptr %at
+  ret i32 %number
+}
+"""
+"""Functions of NVIDIA's library, with the types by which kernels call them."""
 done: set[tuple[int, str]] = set()
 
 
@@ -95,6 +116,27 @@ def compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: A
         assert not narrow, f"{name} reads weights with {narrow and narrow[0]}"
 
 
+def linked(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Takes the place of `nvshmem.launch`."""
+    every = sys.argv[1:]
+    for architecture in every:
+        sys.argv[1:] = [architecture]
+        library = {nvshmem.LIBRARY: str(_library(architecture))}
+        compiled(kernel, grid, *arguments, **constants, extern_libs=library)
+    sys.argv[1:] = every
+
+
+def _library(architecture: str) -> Path:
+    """NVIDIA's library of device code for an architecture, or one whose functions do nothing."""
+    if (folder := os.environ.get("NVSHMEM_LIBRARY")) is not None:
+        names = [f"libnvshmem_device_sm_{one}.bc" for one in (architecture, architecture[:-1] + "0", "100")]
+        return next(path for path in (Path(folder, name) for name in names) if path.exists())
+    made = Path(tempfile.gettempdir(), f"moesaic-nvshmem-{os.getpid()}.ll")
+    made.write_text(NOTHING)
+    atexit.register(made.unlink, missing_ok=True)
+    return made
+
+
 def weights(dtype: torch.dtype, biased: bool) -> ExpertWeights:
     shapes = ((64, 128), (64, 128), (128, 64), *(((64,), (64,), (128,)) if biased else ()))
     parts = [(torch.zeros(shape, dtype=dtype if len(shape) > 1 else torch.float32),) * 4 for shape in shapes]
@@ -136,17 +178,20 @@ def ask() -> None:
     step, word = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     table, ids = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int64)
     headers, asked = (torch.zeros(2, size, dtype=torch.int32) for size in (7, LEAST_SLOTS))
-    addresses, hidden = torch.zeros(4, LEAST_SLOTS, dtype=torch.int64), torch.zeros(3, 2880)
-    ours = Exchange(addresses, table, headers, 2, 3, hidden, step, word, asked, word)
-    sources = exchange.dispatch(ours, 1, hidden, ids)
-    exchange.post(ours, 1)
-    exchange.wait(ours, 1, 1 << 24)
+    addresses, hidden = torch.zeros(ADDRESSES, LEAST_SLOTS, dtype=torch.int64), torch.zeros(3, 2880)
+    lines = torch.zeros(LEAST_SLOTS, 257, dtype=torch.int32)
+    ours = Exchange(addresses, table, headers, 2, 3, hidden, lines, step, word, asked, word)
+    for launches in (exchange, nvshmem_exchange):
+        sources = launches.dispatch(ours, 1, hidden, ids)
+        launches.post(ours, 1)
+        launches.wait(ours, 1, 1 << 24)
     exchange.collect(sources, 8, 2880)
 
 
 def main() -> None:
     for module in (attention, cache, convolution, delta, dense, exchange, experts, gate, rows):
         module.launch = compiled  # type: ignore[attr-defined]
+    nvshmem_exchange.launch, nvshmem.launch = compiled, linked  # type: ignore[attr-defined]
     assert not launching.INTERPRETED
     driver.set_active(DEVICE)
     one, ids = torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64)

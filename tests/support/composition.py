@@ -77,6 +77,13 @@ WORKERS_JOIN = HOSTS[1:3]
 ON_GPUS = {"--device": "cuda", "--transport": "cuda_ipc", "--kv-cache-memory": "8MiB"}
 NOT_ON_GPUS = ("`--moe-collectives`", "`--fast-memory`", "`--relay`")
 """Features of one host that --transport cuda_ipc does not go with."""
+BY_NVSHMEM = {"--device": "cuda", "--kernels": "triton", "--cudagraph-mode": "full", "--transport": "nvshmem"}
+NOT_BY_NVSHMEM = (
+    *("`--tensor-parallel-size`", "`--moe-collectives`", "`--nnodes`", "`--fast-memory`", "`--relay`", "Ray"),
+    *("`--schedule barrier`", "`--schedule async`", "`--schedule auto`"),
+    *("`--inflight-batches 2`", "`--combine partial`"),
+)
+"""Features that --transport nvshmem, or the whole graphs that it needs, do not go with."""
 
 ON_SERVERS = tuple(name for name, one in FEATURES.items() if "--expert-servers" in one.flags)
 """Features of which each needs expert servers."""

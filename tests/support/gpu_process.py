@@ -1,7 +1,8 @@
 """`python -m tests.support.gpu_process serve ...`: the `moesaic` command on the device of `gpu_sanitizer`.
 
 The process that plans, worker processes, their ranks and expert servers get the device, and graphs. The API's
-process needs none. Workers and servers share memory of the device by files.
+process needs none. Workers and servers share memory of the device by files, and have an NVSHMEM by TCP.
+So do expert servers that join from other hosts.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ def main() -> int:
     """Run the command line or, of a worker process, its `main`. Returns the exit code."""
     from tests.support import gpu_server_process
 
+    if sys.argv[1] == "join":
+        with gpu_server_process.taken_device():
+            return cli.main()
     if "--connection-fd" not in sys.argv and "--rank" not in sys.argv:
         with (
             patch("moesaic.launch.spawn_worker", _worker),
             patch.object(launcher, "spawn_worker", _worker),
             patch.object(launcher, "spawn_server", gpu_server_process.started),
+            patch("moesaic.cluster.host_transport.check_installed"),
         ):
             return cli.main()
     take_device()
@@ -42,10 +47,19 @@ def main() -> int:
         return group.main()
     from moesaic.runtime import __main__ as runtime
     from moesaic.runtime.group import launcher as ranks
+    from tests.support.gpu_graphs import Graph
+    from tests.support.gpu_nvshmem import nvshmem
     from tests.support.gpu_shared_memory import shared_memory
 
-    with shared_memory(), patch.object(ranks, "spawn_rank", partial(ranks.spawn_rank, module=NAME)):
+    Graph.beside = _config().model.cudagraph_mode == "full"  # the host has to look at servers meanwhile
+    spawn = partial(ranks.spawn_rank, module=NAME)
+    with shared_memory(), nvshmem(), patch.object(ranks, "spawn_rank", spawn):
         return runtime.main()
+
+
+def _config() -> WorkerConfig:
+    """Of this worker process."""
+    return WorkerConfig.from_json(sys.argv[sys.argv.index("--config") + 1])
 
 
 def take_device() -> None:

@@ -25,6 +25,7 @@ from moesaic.experts import __main__ as experts
 from moesaic.experts import process
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.torch_backend import TorchBackend
+from tests.support.gpu_nvshmem import nvshmem
 from tests.support.gpu_process import take_device
 from tests.support.gpu_sanitizer import in_thread
 from tests.support.gpu_shared_memory import shared_memory
@@ -114,7 +115,7 @@ def taken_device() -> Iterator[None]:
         with in_thread():
             load(loader)
 
-    with shared_memory(), mock.patch.object(process._ExpertLoader, "_run", on_device):
+    with shared_memory(), nvshmem(), mock.patch.object(process._ExpertLoader, "_run", on_device):
         yield
 
 

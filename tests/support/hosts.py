@@ -272,7 +272,7 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
 def _begin(command: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
     """Start a process that ends with this thread, and wait until it prints a line."""
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, preexec_fn=_end_with_parent, **settings
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, preexec_fn=end_with_parent, **settings
     )
     assert process.stdout is not None
     with process.stdout:
@@ -281,7 +281,8 @@ def _begin(command: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
     return process
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """The calling process is killed when the thread that started it ends."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

@@ -131,13 +131,19 @@ def test_barriers_are_to_be_seen(tmp_path: Path, schedule: str) -> None:
 def test_a_killed_server_leaves_all_that_it_wrote(tmp_path: Path) -> None:
     trace = tmp_path / "t.json"
     with traced(trace, min_replicas=2) as served:
+        part = folder_of(trace) / "expert-server-0.1.json"
+
+        def computed() -> set[int | None]:
+            return {span.layer for row in trace_reader.rows(trace_reader.part(part)) for span in row.layers}
+
+        served.connected()
         served.submit(*workload(6, 64))
-        served.until(lambda: served.running.tokens > 60)
+        served.until(lambda: served.running.tokens > 60 and computed() == set(LAYERS))
         pid = served.pid("expert server 0")
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         served.finish()
-        [left] = trace_reader.rows(trace_reader.part(folder_of(trace) / "expert-server-0.1.json"))
+        [left] = trace_reader.rows(trace_reader.part(part))
     rows = read(trace)
     [row] = [row for row in rows if row.pid == pid]
     assert row == left

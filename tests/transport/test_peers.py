@@ -180,7 +180,12 @@ def test_memory_stays_until_the_end_that_waits_has_left_it() -> None:
         waiting = pool.submit(end.exchange)
         while 0 in end._core.missing():
             time.sleep(0.001)
-        time.sleep(0.01)  # it posted, and waits next
+        [thread] = pool._threads
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        posted = time.clock_gettime(clock)
+        while time.clock_gettime(clock) < posted + 0.01:  # it polls once it waits
+            time.sleep(0.001)
         end.close()
         assert mapped_segments() == before + 1
         os.pwrite(descriptor, struct.pack("<Q", 1), 2 * 64)  # the other rank posts; see csrc/peers.h

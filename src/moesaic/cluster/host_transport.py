@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from moesaic.config import ClusterConfig, HostTransport, Transport, WorkerConfig, ucx_tls
 from moesaic.core.errors import ConfigError
+from moesaic.kernels.nvshmem_package import check_installed
 from moesaic.transport.nixl_link import check_nixl
 
 LOG = logging.getLogger(__name__)
@@ -17,8 +18,8 @@ COMPILED = "moesaic.transport._shm"
 def host_transport(asked: Transport) -> HostTransport:
     """Returns the transport that `--transport` means in this installation.
 
-    Raises ConfigError for shm and cuda_ipc if the compiled module is missing, and for nixl if NIXL cannot be
-    used.
+    Raises ConfigError for shm and cuda_ipc if the compiled module is missing, for nixl if NIXL cannot be
+    used, and for nvshmem if NVSHMEM's bindings are not installed.
 
     >>> host_transport("socket")
     'socket'
@@ -29,6 +30,10 @@ def host_transport(asked: Transport) -> HostTransport:
         check_nixl(ucx_tls())
         LOG.warning("--transport nixl: rows, answers and KV between hosts are not encrypted")
         return "nixl"
+    if asked == "nvshmem":
+        check_installed()
+        LOG.warning("--transport nvshmem: rows and answers of decode steps are not encrypted between hosts")
+        return "nvshmem"
     if asked == "cuda_ipc" and find_spec(COMPILED) is not None:
         return "cuda_ipc"
     if find_spec(COMPILED) is not None:
@@ -43,24 +48,50 @@ def host_transport(asked: Transport) -> HostTransport:
 def transport_of(cluster: ClusterConfig, worker: WorkerConfig) -> HostTransport:
     """`host_transport` of a cluster whose attention workers have these settings.
 
-    Raises ConfigError, too, if --transport cuda_ipc does not go with them: rows then stay on the GPUs of this
-    host, so attention workers and expert servers each need one.
+    Raises ConfigError, too, if --transport cuda_ipc or nvshmem does not go with them: rows are then on GPUs,
+    of this host or of any, so attention workers and expert servers each need one. So it does for a wrong
+    --nvshmem-pes.
     """
-    if cluster.transport == "cuda_ipc":
-        _check_gpus(cluster, worker)
-    return host_transport(cluster.transport)
+    asked, pes = cluster.transport, cluster.nvshmem_pes
+    least = cluster.attention_workers + cluster.expert_servers
+    if pes is not None and asked != "nvshmem":
+        raise ConfigError.field("--transport", asked, "nvshmem with --nvshmem-pes")
+    if pes is not None and not (isinstance(pes, int) and pes >= least):  # from Python anything may come
+        allowed = f"at least {least}, --attention-workers and --expert-servers together"
+        raise ConfigError.field("--nvshmem-pes", pes, allowed)
+    if asked in ("cuda_ipc", "nvshmem"):
+        reasons = _rows_on_gpus(cluster, worker)
+        reasons |= _one_host(cluster, worker) if asked == "cuda_ipc" else _graphs(cluster, worker)
+        for reason, refused in reasons.items():
+            if refused:
+                raise ConfigError.field("--transport", asked, f"auto, shm, socket with {reason}")
+    return host_transport(asked)
 
 
-def _check_gpus(cluster: ClusterConfig, worker: WorkerConfig) -> None:
+def _rows_on_gpus(cluster: ClusterConfig, worker: WorkerConfig) -> dict[str, bool]:
+    """Why rows cannot stay on GPUs -> whether that is so."""
     device = worker.model.device
-    reasons = {
+    return {
         f"--device {device}: workers and expert servers need --device cuda": device != "cuda",
         "--fast-memory": worker.server_memory is not None or worker.offload is not None,
+        "--paced: modelled devices hold rows of the host": cluster.paced is not None,
+    }
+
+
+def _one_host(cluster: ClusterConfig, worker: WorkerConfig) -> dict[str, bool]:
+    """The same of rows that stay on the GPUs of this host."""
+    return {
         "--cluster-address: all processes are on this host": cluster.cluster_address is not None,
         "--distributed-executor-backend ray: all processes are on this host": cluster.on_ray,
         "--relay always: all processes are on this host": worker.scheduler.relay == "always",
-        "--paced: modelled devices hold rows of the host": cluster.paced is not None,
     }
-    for reason, refused in reasons.items():
-        if refused:
-            raise ConfigError.field("--transport", "cuda_ipc", f"auto, shm, socket with {reason}")
+
+
+def _graphs(cluster: ClusterConfig, worker: WorkerConfig) -> dict[str, bool]:
+    """The same of rows that the graphs of decode steps send to GPUs of any host."""
+    mode = worker.model.cudagraph_mode
+    return {
+        f"--cudagraph-mode {mode}: only graphs of whole steps use NVSHMEM": mode != "full",
+        "--distributed-executor-backend ray: no job of NVSHMEM is formed there": cluster.on_ray,
+        "--relay always: a graph sends rows to each server itself": worker.scheduler.relay == "always",
+    }

@@ -275,8 +275,10 @@ class Members:
 
     @property
     def own_gpus(self) -> int | None:
-        """GPUs of this host, if each process needs one of its own. None: processes may share them."""
-        return len(self._gpus) if self._worker_config.model.cudagraph_mode == "full" else None
+        """GPUs of this host, if each process here needs one of its own. None: processes may share them, or
+        all of them are elsewhere."""
+        each = self._worker_config.model.cudagraph_mode == "full" and not self.launcher.elsewhere
+        return len(self._gpus) if each else None
 
     def _beside(self, worker: Member) -> int:
         """Number of other processes that may use a GPU of this worker."""

@@ -130,7 +130,13 @@ class Changes:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
         self._check_limits(servers, workers, prefill)
-        gpus, processes = self._members.own_gpus, servers + workers + prefill
+        groups = (
+            (self._members.servers, servers),
+            (self._members.workers, workers),
+            (self._members.prefill_workers, prefill),
+        )
+        processes = sum(count - sum(one.elsewhere for one in group[:count]) for group, count in groups)
+        gpus = self._members.own_gpus
         if gpus is not None and processes > gpus:
             needs = f"--cudagraph-mode full needs a GPU for each of {processes} processes; there are {gpus}"
             raise ScalingError(needs, conflict=True)

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moesaic.cluster.join_listener import own_door
 from moesaic.cluster.member import Member, Role
-from moesaic.config import ExpertServerConfig, WorkerConfig
+from moesaic.config import ClusterConfig, ExpertServerConfig, HostTransport, WorkerConfig
 from moesaic.config.values import KernelName, KVRole
 from moesaic.core.experts import ExpertLayout
+
+
+def of_workers(worker: WorkerConfig, cluster: ClusterConfig, transport: HostTransport) -> WorkerConfig:
+    """The settings of every attention worker of this cluster. worker: what the user said of one."""
+    door = cluster.cluster_address
+    return replace(
+        worker,
+        remote_experts=cluster.expert_servers > 0,
+        expert_servers=max(1, cluster.expert_servers),
+        attention_workers=cluster.attention_workers,
+        supervised=True,
+        transport=transport,
+        remote_address=None if door is None else own_door(door),
+    )
 
 
 class Settings:

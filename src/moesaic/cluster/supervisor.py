@@ -16,7 +16,6 @@ import queue
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from moesaic.cluster.change_queue import ChangeQueue
 from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import transport_of
-from moesaic.cluster.join_listener import JoinListener, own_door
+from moesaic.cluster.join_listener import JoinListener
 from moesaic.cluster.killing import kill
 from moesaic.cluster.lateness import Lateness
 from moesaic.cluster.launcher import Launcher
@@ -33,11 +32,13 @@ from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.newcomers import Newcomers
+from moesaic.cluster.nvshmem_places import NvshmemPlaces
 from moesaic.cluster.placing import FirstPlacement, read_placement
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.recovery import recover
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, paced_source, process_status
 from moesaic.cluster.router import Router
+from moesaic.cluster.settings import of_workers
 from moesaic.cluster.suspicion import Suspicion
 from moesaic.cluster.trust import Trust
 from moesaic.cluster.watchdog import Watchdog
@@ -77,18 +78,11 @@ class Supervisor:
         self._rule = RestartRule()
         secret_file = cluster.cluster_secret_file
         self._secret = secrets.token_bytes(32) if secret_file is None else create_secret(Path(secret_file))
-        apart, transport = cluster.expert_servers > 0, transport_of(cluster, worker)
-        self._transport = transport if apart else None
-        member = replace(
-            worker,
-            remote_experts=apart,
-            expert_servers=max(1, cluster.expert_servers),
-            attention_workers=cluster.attention_workers,
-            supervised=True,
-            transport=transport,
-            remote_address=None if cluster.cluster_address is None else own_door(cluster.cluster_address),
-        )
+        transport = transport_of(cluster, worker)
+        self._transport = transport if cluster.expert_servers > 0 else None
+        member = of_workers(worker, cluster, transport)
         self._members = Members(member, router, self._receive, clock, cluster, launcher)
+        self._nvshmem = NvshmemPlaces(self._members, cluster)
         self._links = Links(self._members, cluster)
         self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, self._links.worth)
         self._publisher = Publisher(self._members, self._secret, self._links)
@@ -274,6 +268,7 @@ class Supervisor:
                 self._trust.refuse(member, why_not)
             case messages.Ready(info):
                 member.stage, member.info, member.kernels = Stage.SERVING, info, info.kernels
+                member.nvshmem_id = message.nvshmem
                 assert member.child is not None
                 self._publisher.introduce(member)
                 prefill = member.role is Role.PREFILL
@@ -310,6 +305,7 @@ class Supervisor:
         heard_all = self._members.inbox.empty()
         self._lateness.excuse(self._members.all, now)
         self._survive(self._first_placement.look)
+        self._survive(self._nvshmem.look)
         self._trust.weights.keep(self._members.servers)
         placements = self._publisher.placement, self._publisher.coming
         for member in self._members.all:

@@ -50,6 +50,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "--expert-batch-pairs",
             "--expert-batch-wait",
             "--transport",
+            "--nvshmem-pes",
             "--topology",
             "--numa",
             "--devices",

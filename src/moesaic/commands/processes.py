@@ -16,6 +16,7 @@ TRANSPORTS = {
     "shm": "shared memory",
     "socket": "Unix sockets",
     "cuda_ipc": "shared memory, with rows on GPUs",
+    "nvshmem": "shared memory, and all servers by NVSHMEM in graphs of decode steps, not encrypted",
     "nixl": "shared memory, and those of other hosts by NIXL, not encrypted",
 }
 """Value of --transport -> its name in sentences."""

@@ -161,7 +161,12 @@ class ClusterConfig(ParallelConfig):
     """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
     socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP. nixl: they
     are reached by one-sided writes, which are not encrypted, and those of this host as with auto. cuda_ipc:
-    shared memory, and rows stay on the GPUs of this host; needs --device cuda."""
+    shared memory, and rows stay on the GPUs of this host; needs --device cuda. nvshmem: GPUs of all hosts
+    exchange the rows of decode steps by NVSHMEM, which is not encrypted, and all else goes as with auto;
+    needs --cudagraph-mode full."""
+    nvshmem_pes: int | None = None
+    """With --transport nvshmem: number of attention workers and expert servers, of all hosts, with which the
+    NVSHMEM job is formed. None: --attention-workers and --expert-servers together."""
     cluster_address: str | None = None
     """tcp:HOST:PORT at which processes of other hosts join; see `moesaic join`. Expert servers of this host
     listen on free ports of HOST."""

@@ -42,10 +42,11 @@ CudagraphMode = Literal["piecewise", "full"]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "split", "s2", "s3", "s4", "serial"]
 MetricsPrefix = Literal["moesaic:", "vllm:"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-HostTransport = Literal["shm", "socket", "nixl", "cuda_ipc"]
+HostTransport = Literal["shm", "socket", "nixl", "cuda_ipc", "nvshmem"]
 """Transport between processes of one host: shm or socket. Between hosts both stand for encrypted TCP. nixl:
 one-sided writes between hosts, and shm or a socket on one host. cuda_ipc: one host only; shm, and rows stay
-on its GPUs."""
+on its GPUs. nvshmem: graphs of whole steps write between GPUs of all hosts, and all else goes as with shm, or
+with a socket."""
 KVRole = Literal["prefill", "decode"]
 """What an attention worker has to do with the KV of other workers."""
 Transport = Literal["auto", HostTransport]

@@ -61,7 +61,8 @@ class ModelConfig:
     cudagraph_mode: CudagraphMode = "piecewise"
     """How a worker on a GPU records decode steps whose experts are on servers. piecewise: a CUDA graph ends
     at each layer's experts. full: one graph is the whole step, and its kernels ask the servers; it needs
-    --transport cuda_ipc, --kernels triton, lockstep, one batch in flight and a GPU for each process."""
+    --transport cuda_ipc or nvshmem, --kernels triton, lockstep, one batch in flight and a GPU for each
+    process."""
     mmap: bool = True
     """Compute from the mapped checkpoint files, whose memory the processes of a host share. --no-mmap copies
     the weights into huge pages of each process, which a CPU reads faster. Expert servers always map; with

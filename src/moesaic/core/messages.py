@@ -98,6 +98,8 @@ class Ready:
     info: WorkerInfo
     weights: str = ""
     """Of a worker that joined: fingerprint of its checkpoint."""
+    nvshmem: bytes = b""
+    """With --transport nvshmem: name of a job that this worker can be PE 0 of. Empty: it can join none."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,22 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class JoinNvshmem:
+    """Join an NVSHMEM job. Its PEs are the attention workers, then the expert servers."""
+
+    unique_id: bytes
+    """The name of the job."""
+    pe: int
+    """Number of the receiver."""
+    workers: int
+    servers: int
+
+    def channel(self, pe: int) -> int:
+        """The number of a process among the workers, or among the servers."""
+        return pe if pe < self.workers else pe - self.workers
+
+
+@dataclass(frozen=True)
 class Neighbours:
     """The other servers of this server's host, to which it may pass on parts of requests."""
 
@@ -324,6 +342,8 @@ class Holds:
     threads: int = 1
     weights: str = ""
     """Of a server that joined: fingerprint of its checkpoint, as in the layout that it was sent."""
+    nvshmem: bool = False
+    """With --transport nvshmem: whether this server can join a job."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +372,7 @@ class ServerReport:
     """[layer][expert] pairs computed so far. Empty when nothing changed."""
 
 
-ToWorker = Submit | Cancel | DropKV | Shutdown | Serving
+ToWorker = Submit | Cancel | DropKV | Shutdown | Serving | JoinNvshmem
 ToEngine = (
     Loading
     | Ready
@@ -372,6 +392,6 @@ ToEngine = (
     | Settled
     | FaultyServer
 )
-ToServer = Hold | Neighbours | Enlisted | Refuse
+ToServer = Hold | JoinNvshmem | Neighbours | Enlisted | Refuse
 FromServer = Enlist | RanksWait | Holds | ServerReport | Digests
 Message = ToWorker | ToEngine | ToServer | FromServer | LinkTest

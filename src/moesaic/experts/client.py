@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from moesaic.core.experts import Directory
-from moesaic.core.messages import FaultyServer
+from moesaic.core.messages import FaultyServer, JoinNvshmem
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.moving import arrays
 from moesaic.kernels.table import Kernels
@@ -105,8 +105,17 @@ class ExpertServers(Protocol):
         """No call under way was routed by a directory older than this version. -1: there is no directory."""
         ...
 
+    @property
+    def nvshmem_id(self) -> bytes:
+        """Name of an NVSHMEM job that this worker can be PE 0 of. Empty: it joins none."""
+        ...
+
     def update(self, directory: Directory, secret: bytes) -> None:
         """Use these servers from now on."""
+        ...
+
+    def meet(self, place: JoinNvshmem) -> None:
+        """Join an NVSHMEM job, with the servers. Who asks them by other means only does nothing."""
         ...
 
     def faulty(self) -> list[FaultyServer]:
@@ -137,9 +146,13 @@ class NoServers:
     """The ExpertServers of a worker that computes all experts itself."""
 
     oldest_version_in_use = -1
+    nvshmem_id = b""
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Ignores the directory."""
+
+    def meet(self, place: JoinNvshmem) -> None:
+        """There is nobody to meet."""
 
     def faulty(self) -> list[FaultyServer]:
         return []

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.messages import FaultyServer
+from moesaic.core.messages import FaultyServer, JoinNvshmem
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
@@ -34,7 +34,7 @@ from moesaic.experts.exchange_memory import DeviceMemory
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server_mailbox import MailboxDialer, ServerMailbox
 from moesaic.kernels.device_sharing import DeviceSharing
-from moesaic.kernels.exchange import Exchange, ExchangeOperations
+from moesaic.kernels.exchange import ADDRESSES, Exchange, ExchangeOperations
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.policy.fleet.replicas import Replicas
 
@@ -136,16 +136,17 @@ class DeviceExchange:
         layout: ExpertLayout,
         sharing: DeviceSharing,
         operations: ExchangeOperations,
+        dialer: MailboxDialer,
         device: torch.device,
         rows: int,
         clock: Callable[[], float],
     ) -> None:
-        """replicas: those of `remote`. rows: most rows of a recorded step."""
+        """replicas: those of `remote`. dialer: makes mailboxes of the kind that `operations` write into.
+        rows: most rows of a recorded step."""
         self._remote, self._replicas, self._layout, self._clock = remote, replicas, layout, clock
-        self._memory = DeviceMemory(layout, sharing, device, rows, remote.worker)
+        self._memory = DeviceMemory(layout, sharing, device, rows, remote.worker, dialer.rows)
         self.experts = RecordedExperts(self._memory.exchange, operations, layout.layers)
-        sizes = rows, rows * layout.top_k, layout.hidden
-        self._connecting = Connecting(MailboxDialer(sharing, self._memory.rows, *sizes).dial, remote.wakeup)
+        self._dialer, self._connecting = dialer, Connecting(dialer.dial, remote.wakeup)
         self._directory, self._secret = Directory(-1, [], {}), b""
         self._servers: dict[int, _Server] = {}
         self._wanted: dict[int, ServerEntry] = {}
@@ -172,16 +173,16 @@ class DeviceExchange:
     def ready(self) -> bool:
         """Whether a graph may begin: each expert has a server with a mailbox that owes no answer."""
         self._follow()
+        self._route_anew()
         whole = self._routed is not None
-        if whole != self._whole:
-            self._whole = whole
-            LOG.info(WHOLE if whole else IN_PARTS)
-        return whole and all(one.mailbox.quiet for one in self._servers.values())
+        begins = whole and all(one.mailbox.quiet for one in self._servers.values())
+        if begins != self._whole and (begins or not whole):
+            self._whole = begins
+            LOG.info(WHOLE if begins else IN_PARTS)
+        return begins
 
     def begin(self, live: int) -> None:
         """A graph will be launched now, by a recording of `recorder`. live: rows that are not padded."""
-        for one in self._servers.values():
-            one.mailbox.wake()
         self._live, self._under_way, self.failed = live, True, False
         self._hold(True)
 
@@ -190,6 +191,8 @@ class DeviceExchange:
         return lambda: _Recorder(make(), self._launch)
 
     def _launch(self, replay: Callable[[], Result]) -> Result:
+        for one in self._servers.values():
+            one.mailbox.wake()  # only now: to record a graph may take long
         return self._memory.launch(self._live, replay)
 
     def ended(self) -> bool:
@@ -257,7 +260,7 @@ class DeviceExchange:
     # ---- between steps
 
     def _follow(self) -> None:
-        """Connect to new servers, drop those that are gone, and write the table if anything has changed."""
+        """Connect to new servers, and drop those that are gone."""
         self._progress()
         for entry, mailbox in self._connecting.made():
             self._join(entry, mailbox)
@@ -273,11 +276,6 @@ class DeviceExchange:
                 self._wanted[server] = entry
                 self._connecting.start(entry, self._secret)
         self._leaving = [one for one in self._leaving if not one.free()]
-        slots = tuple((server, one.slot) for server, one in sorted(self._servers.items()))
-        known_now = self._directory.version, frozenset(connected), slots
-        if known_now != self._known:
-            self._known = known_now
-            self._route()
 
     def _join(self, entry: ServerEntry, mailbox: ServerMailbox) -> None:
         taken = {one.slot for one in self._servers.values()}
@@ -299,6 +297,17 @@ class DeviceExchange:
             known.mailbox.leave()
             self._leaving.append(known.mailbox)
 
+    def _route_anew(self) -> None:
+        """Write the table if anything has changed.
+
+        A step begins, so that servers owe nothing: else it would leave those out that just have work.
+        """
+        slots = tuple((server, one.slot) for server, one in sorted(self._servers.items()))
+        known_now = self._directory.version, frozenset(self._wanted), slots
+        if known_now != self._known:
+            self._known = known_now
+            self._route()
+
     def _route(self) -> None:
         """Write the table: for each expert the server that `Replicas` would ask now."""
         every = np.arange(self._layout.num_experts)
@@ -309,9 +318,10 @@ class DeviceExchange:
             return
         self._routed, self._version = routed, self._directory.version
         slots = np.zeros(1 + max(self._servers), dtype=np.int32)
-        addresses = np.zeros((4, self._memory.exchange.slots), dtype=np.int64)
+        addresses = np.zeros((ADDRESSES, self._memory.exchange.slots), dtype=np.int64)
         for server, one in self._servers.items():
-            slots[server], addresses[:, one.slot] = one.slot, one.mailbox.addresses
+            column = one.mailbox.addresses
+            slots[server], addresses[: len(column), one.slot] = one.slot, column
         self._memory.place(addresses, slots[routed])
 
     # ---- ExpertServers
@@ -326,6 +336,13 @@ class DeviceExchange:
         self._remote.update(directory, secret)
         if not self._under_way:
             self._follow()
+
+    @property
+    def nvshmem_id(self) -> bytes:
+        return self._dialer.nvshmem_id
+
+    def meet(self, place: JoinNvshmem) -> None:
+        self._dialer.join(place)
 
     def faulty(self) -> list[FaultyServer]:
         return self._remote.faulty()
@@ -379,4 +396,5 @@ class DeviceExchange:
             time.sleep(NAP_SECONDS)
         if not self._leaving:
             self._memory.close()
+            self._dialer.close()
         self._remote.close()

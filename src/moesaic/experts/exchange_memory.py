@@ -14,7 +14,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.kernels.device_sharing import DeviceSharing
-from moesaic.kernels.exchange import FAILED, LEAST_SLOTS, Exchange
+from moesaic.kernels.exchange import ADDRESSES, FAILED, LEAST_SLOTS, Exchange
 from moesaic.kernels.moving import moved
 from moesaic.transport.mailbox import PAGE
 
@@ -25,12 +25,17 @@ class DeviceMemory:
     """Used by one thread. Nothing here waits for the device."""
 
     def __init__(
-        self, layout: ExpertLayout, sharing: DeviceSharing, device: torch.device, rows: int, worker: int
+        self,
+        layout: ExpertLayout,
+        sharing: DeviceSharing,
+        device: torch.device,
+        rows: int,
+        worker: int,
+        shared: torch.Tensor,
     ) -> None:
-        """rows: most rows of a step. worker: the number by which servers know it."""
+        """rows: most rows of a step. worker: the number by which servers know it. shared: see
+        `Exchange.rows`."""
         layers, slots, experts = len(layout.layers), LEAST_SLOTS, layout.num_experts
-        self.rows = sharing.export(4 * rows * layout.hidden)
-        """Hidden rows, which servers open."""
         page = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
         self._abort: npt.NDArray[np.int64] = page.view(np.int64)[:1]
         self._words = sharing.map_host(page)
@@ -41,14 +46,14 @@ class DeviceMemory:
         self._none = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         """Pinned once: the driver may wait for a graph when it allocates such memory."""
         headers = np.stack([wire.header(layer, layout.hidden, worker) for layer in layout.layers])
-        shared = self.rows.tensor[: 4 * rows * layout.hidden].view(torch.float32)
         self.exchange = Exchange(
-            addresses=torch.zeros(4, slots, dtype=torch.int64, device=device),
+            addresses=torch.zeros(ADDRESSES, slots, dtype=torch.int64, device=device),
             table=torch.full((layers, experts), -1, dtype=torch.int32, device=device),
             headers=moved(headers, device),
             rows_at=wire.ROWS_WORD,
             pairs_at=wire.PAIRS_WORD,
-            rows=shared.view(rows, layout.hidden),
+            rows=shared,
+            lines=torch.zeros(slots, rows + 1, dtype=torch.int32, device=device),
             step=self._report[:2],
             sequence=torch.zeros(1, dtype=torch.int64, device=device),
             asked=self._report[2:].view(layers, slots),
@@ -91,6 +96,5 @@ class DeviceMemory:
         return bool(report[FAILED]), report[2:].reshape(self.exchange.asked.shape)
 
     def close(self) -> None:
-        """Free what servers have opened. None has it open any more."""
-        self.rows.close()
+        """Give back memory of the host. No graph is under way."""
         self._words.close()

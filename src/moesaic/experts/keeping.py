@@ -9,6 +9,7 @@ from collections.abc import Callable
 from moesaic.config import ExpertServerConfig
 from moesaic.core.metrics import ResidencyStats
 from moesaic.experts.backend import ExpertBackend
+from moesaic.kernels.nvshmem_package import Membership
 
 LOG = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ class KeptExperts:
     def __init__(self) -> None:
         self.made = 0
         """Backends that were made, each of which loads its experts."""
+        self.nvshmem = Membership()
+        """Of this process in a job."""
         self._loaded: Loaded | None = None
         self._of: object = None
         """The settings and files that `_loaded` depends on."""

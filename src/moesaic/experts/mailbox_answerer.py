@@ -15,23 +15,23 @@ from moesaic.transport.device_heap import SharedMemory, try_close
 from moesaic.transport.mailbox import HEAD, MailboxServer
 
 
-class _Request:
-    """The Incoming that is in the mailbox, without its rows."""
+class MailboxRequest:
+    """The Incoming that is in a mailbox, without its rows. The answer is seen once all its rows are there."""
 
-    def __init__(self, end: MailboxServer, number: int, request: memoryview, pairs: int) -> None:
+    def __init__(
+        self, number: int, request: memoryview, pairs: int, answered: Callable[[int, bool], None]
+    ) -> None:
+        """answered: gets the number, and whether the client should look at the numbers of the answer."""
         self.number, self.request, self.rows, self.row_bytes = number, request, max(1, pairs), 1
         self._pairs, self.answer = pairs, memoryview(bytearray(self.rows))
         """[rows] whether all numbers of a row are finite."""
-        self._end, self._outstanding = end, Outstanding(self.rows)
+        self._answered, self._outstanding = answered, Outstanding(self.rows)
 
     def publish(self, indices: IntArray) -> None:
-        """See `Incoming`. The worker's device sees the answer once all rows of it are published."""
+        """See `Incoming`."""
         self._outstanding.take(indices)
-        if self._outstanding.count:
-            return
-        if self._pairs and not all(self.answer):
-            self._end.doubt()
-        self._end.answer(self.number)
+        if not self._outstanding.count:
+            self._answered(self.number, bool(self._pairs) and not all(self.answer))
 
 
 class MailboxAnswerer:
@@ -77,9 +77,14 @@ class MailboxAnswerer:
         if pairs > self._pairs or rows > self._rows:
             raise DamagedMessage(f"a request claims {rows} of {self._rows} rows, and {pairs} pairs")
         request = self._end.request[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()
-        incoming = _Request(self._end, number, request, pairs)
+        incoming = MailboxRequest(number, request, pairs, self._answered)
         shared = CallRows(self._hidden, self._answers[: incoming.rows * self._width])
         return [DeviceIncoming(incoming, 0, self._width, shared)]
+
+    def _answered(self, number: int, doubt: bool) -> None:
+        if doubt:
+            self._end.doubt()
+        self._end.answer(number)
 
     def close(self) -> None:
         """Close the worker's memory and say so. Nothing that uses it may be under way on the own GPU.

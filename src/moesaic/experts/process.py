@@ -30,6 +30,7 @@ from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
+from moesaic.kernels.nvshmem_package import Membership
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
 from moesaic.policy.scheduling.microqueue import QueuePolicy
@@ -45,6 +46,7 @@ from moesaic.transport.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from moesaic.experts.device_rows import ServerRows
+    from moesaic.experts.nvshmem_job import NvshmemJob
 
 REPORT_SECONDS = 0.2
 ATTENTION = 4.0
@@ -75,23 +77,25 @@ def serve(
     path = Path(config.model)
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
     with fingerprint.unchanged(path, stamp):
-        own, residency = (kept or KeptExperts()).get(config, stamp, _backend)
+        kept = kept or KeptExperts()
+        own, residency = kept.get(config, stamp, _backend)
         backend, pace = _paced(own, config)
         backend.keep(first.experts)  # before others are loaded, so that memory need not have both
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
-    listener, device_rows = _listener(config, secret)
+    job = _job(config, kept.nvshmem)
+    listener, device_rows = _listener(config, secret, job)
     service, clock = _scheduler(config, backend, first), time.monotonic
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
     server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, device_rows)
-    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests)
+    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, job)
     loader.change(first)
     ended = threading.Event()
     reports = threading.Thread(target=_report, args=(supervisor, server, pace, residency, ended), daemon=True)
     reports.start()
     try:
-        _serve(supervisor, server, loader, relay, secret, wakeup)
+        _serve(supervisor, server, loader, relay, secret, wakeup, job)
         return 0
     finally:
         ended.set()
@@ -107,6 +111,7 @@ def _serve(
     relay: Relay,
     secret: bytes,
     wakeup: Wakeup,
+    job: NvshmemJob | None,
 ) -> None:
     """Serve clients and follow the supervisor's messages, until Shutdown."""
     while True:
@@ -117,6 +122,8 @@ def _serve(
                     loader.change(message)
                 case messages.Neighbours(servers):
                     relay.update({entry.server: entry for entry in servers}, secret)
+                case messages.JoinNvshmem() if job is not None:
+                    job.join(message)
                 case messages.Refuse(reason):
                     raise SentAway(f"refused this server: {reason}")
                 case messages.Shutdown():
@@ -124,26 +131,45 @@ def _serve(
         server.turn(None, (wakeup.fileno(),))
 
 
-def _listener(config: ExpertServerConfig, secret: bytes) -> tuple[Listener, ServerRows | None]:
+def _job(config: ExpertServerConfig, process: Membership) -> NvshmemJob | None:
+    """What joins an NVSHMEM job, with --transport nvshmem. process: what is known of this one."""
+    if config.transport != "nvshmem":
+        return None
+    import torch
+
+    from moesaic.experts.nvshmem_job import NvshmemJob
+    from moesaic.kernels import symmetric_heap
+    from moesaic.kernels.exchange import MOST_ROWS
+
+    jobs = symmetric_heap.jobs(torch.device(config.device))
+    return NvshmemJob(jobs, config.layout, MOST_ROWS, process)
+
+
+def _listener(
+    config: ExpertServerConfig, secret: bytes, job: NvshmemJob | None
+) -> tuple[Listener, ServerRows | None]:
     """The listener, and what computes rows that stay on GPUs. None: rows come by the host."""
-    if config.transport != "cuda_ipc":
-        one_sided, remote = config.transport == "nixl", config.remote_address
-        return Listener(config.address, secret, remote=remote, one_sided=one_sided), None
+    remote = config.remote_address
+    if job is None and config.transport != "cuda_ipc":
+        return Listener(config.address, secret, remote=remote, one_sided=config.transport == "nixl"), None
     import torch
 
     from moesaic.experts.device_rows import ServerRows
+    from moesaic.experts.nvshmem_answerer import Inbox
     from moesaic.kernels import device_sharing
 
     device = torch.device(config.device)
+    if job is not None:
+        listener = Listener(config.address, secret, remote=remote, lifelines=Inbox(job).accept)
+        return listener, ServerRows(device)
     opened = device_sharing.sharing(device).open
     mailboxes = partial(MailboxAnswerer, open_memory=opened, hidden=config.layout.hidden)
-    listener = Listener(config.address, secret, open_memory=opened, mailboxes=mailboxes)
-    return listener, ServerRows(device)
+    return Listener(config.address, secret, open_memory=opened, mailboxes=mailboxes), ServerRows(device)
 
 
 def _relay(config: ExpertServerConfig) -> Relay:
     """Passes parts of requests to other servers of this host."""
-    made, transport = Wakeup(), "shm" if config.transport == "cuda_ipc" else config.transport
+    made, transport = Wakeup(), "shm" if config.transport in ("cuda_ipc", "nvshmem") else config.transport
     return Relay(Connector(HEAP_BYTES, made, transport), made, config.layout.hidden)
 
 
@@ -254,14 +280,17 @@ class _ExpertLoader:
         config: ExpertServerConfig,
         stamp: str,
         digests: DigestQueue | None,
+        job: NvshmemJob | None = None,
     ) -> None:
-        """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor."""
+        """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor.
+        job: with --transport nvshmem."""
         self._supervisor = supervisor
         self._backend = backend
         self._endpoint = endpoint
         self._config = config
         self._stamp = stamp
         self._digests = digests
+        self._job = job
         self._wanted: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
         self._thread.start()
@@ -316,8 +345,8 @@ class _ExpertLoader:
     def _report(self, hold: messages.Hold) -> None:
         """Report to the supervisor that the experts of `hold` are loaded."""
         name, threads = self._backend.name, self._config.threads
-        weights = self._config.layout.weights
-        self._supervisor.send(messages.Holds(hold.version, self._endpoint, name, threads, weights))
+        weights, joins = self._config.layout.weights, self._job is not None and self._job.can_join
+        self._supervisor.send(messages.Holds(hold.version, self._endpoint, name, threads, weights, joins))
         if self._digests is not None:
             self._digests.add(hold.experts)
 

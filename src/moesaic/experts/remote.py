@@ -17,7 +17,7 @@ import torch
 from moesaic.config import RelayUse
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.messages import FaultyServer
+from moesaic.core.messages import FaultyServer, JoinNvshmem
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts.answer_check import Check, WrongAnswer
@@ -69,6 +69,7 @@ class RemoteExperts:
     process again, and keeps a report for the supervisor.
     """
 
+    nvshmem_id = b""
     routes: Routes | None = None
     """Who wants to know which server answers for which pair."""
     before_late: Callable[[], None] = staticmethod(lambda: None)
@@ -129,8 +130,7 @@ class RemoteExperts:
 
     def submit(self, request: ExpertRequest) -> RequestHandle:
         began = self._clock()
-        handle = RequestHandle(self._submitted)
-        self._submitted += 1
+        handle, self._submitted = RequestHandle(self._submitted), self._submitted + 1
         pairs = request.arrays if self._rows is None else self._rows.arrays(request)
         submission = Submission(
             handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k, place=pairs.place
@@ -198,10 +198,8 @@ class RemoteExperts:
 
     @property
     def oldest_version_in_use(self) -> int:
-        versions = (
-            call.version for connection in self._connections.values() for call in connection.calls.values()
-        )
-        return min(versions, default=self._sender.version)
+        calls = (call for connection in self._connections.values() for call in connection.calls.values())
+        return min((call.version for call in calls), default=self._sender.version)
 
     def update(self, directory: Directory, secret: bytes) -> None:
         known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
@@ -219,6 +217,9 @@ class RemoteExperts:
         self._retire()
         self._progress()
 
+    def meet(self, place: JoinNvshmem) -> None:
+        """Rows of these requests do not go by NVSHMEM."""
+
     def faulty(self) -> list[FaultyServer]:
         faulty, self._faulty = self._faulty, []
         return faulty
@@ -228,8 +229,7 @@ class RemoteExperts:
         began = self._clock()
         slow = self._replicas.next_slow(waited_for(open_calls(self._connections)))
         deadlines = [one for one in (self._replicas.next_deadline(), slow) if one is not None]
-        limits = [max(0.001, one - began) for one in deadlines]
-        limits += [] if timeout is None else [timeout]
+        limits = [max(0.001, one - began) for one in deadlines] + ([] if timeout is None else [timeout])
         callers = [connection.caller for connection in self._connections.values()]
         news = wait(callers, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
         if not self._barrier_client.idle:

@@ -14,6 +14,7 @@ from moesaic.config import ExpertServerConfig, WorkerConfig, ucx_tls
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.joining.options import JoinOptions
+from moesaic.kernels.nvshmem_package import check_installed
 from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
 from moesaic.policy.fleet.silence import RULE
@@ -136,6 +137,9 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
     told = ExpertServerConfig.from_json(enlisted.config)
     _check_host(told)
     model, stamp = checkpoint(joining, enlisted)
+    device = told.device if joining.device in (None, "auto") else joining.device
+    if told.transport == "nvshmem" and device != "cuda":
+        raise ConfigError.field("--device", device, "cuda: the cluster has --transport nvshmem")
     return replace(
         told,
         model=str(model),
@@ -143,7 +147,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
         joined=True,
         remote_address=joining.listen or str(addresses.Address(host=here)),
         kernels=joining.kernels or told.kernels,
-        device=told.device if joining.device in (None, "auto") else joining.device,
+        device=device,
         threads=threads_of(joining),
         log_level=joining.log_level,
     )
@@ -192,10 +196,12 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def _check_host(told: ExpertServerConfig | WorkerConfig, *more: tuple[str, str | None]) -> None:
-    """Raises ConfigError if this host lacks what the cluster's settings name: files, or NIXL. more: flags and
-    their files besides."""
+    """Raises ConfigError if this host lacks what the cluster's settings name: files, NIXL or NVSHMEM. more:
+    flags and their files besides."""
     if told.transport == "nixl":
         check_nixl(ucx_tls())
+    if told.transport == "nvshmem":
+        check_installed()
     for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file), *more):
         if file is not None and not Path(file).is_file():
             raise ConfigError.field(flag, file, "a file at the same path as on the host of moesaic serve")

@@ -1,7 +1,8 @@
 """What launches on a device need to ask expert servers and to take their answers, without the host.
 
-`kernels.triton.exchange` has the launches. Memory that servers of other hosts see, such as NVSHMEM's, would
-be behind the same calls: an address is all that they know of a server.
+There are two sets of launches. Those of `kernels.triton.exchange` write into memory that servers of the same
+host see. Those of `kernels.triton.nvshmem_exchange` send to servers of any host. Addresses are all that both
+know of a server.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ from typing import Protocol
 
 import torch
 
+MOST_ROWS = 256
+"""Steps of more rows are not recorded: their launches take less time than what they compute."""
 LEAST_SLOTS = 32
 """Slots are at least one warp's threads: then each word is read and written by one thread."""
 LIVE, FAILED = 0, 1
 """Places in `Exchange.step`."""
 REQUEST, REQUEST_WORD, ANSWER_WORD, ANSWERS = range(4)
-"""Rows of `Exchange.addresses`."""
+"""Rows of `Exchange.addresses`: of the request, of the words with the numbers of the last request and of the
+last answer, and of the answer rows."""
+PE, THERE, THERE_WORD, TOLD_HEADER, TOLD_ANSWER, TOLD_DOUBT = range(4, 10)
+"""Further ones with NVSHMEM: the number of the server's process, where it gets the request and its number,
+and memory of the host that is told the header, the answer's number, and whether the server had doubts. There
+REQUEST_WORD is memory of the host too, which is only told."""
+ADDRESSES = 10
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,7 @@ class Exchange:
     """
 
     addresses: torch.Tensor
-    """[4, s] int64 addresses of each slot's request, of its two words of 8 bytes, and of its answer rows. A
-    slot without a request's address is asked nothing."""
+    """[ADDRESSES, s] int64, see REQUEST and PE. A slot without a request's address is asked nothing."""
     table: torch.Tensor
     """[layers, E] int32 slot of each expert, -1 for none."""
     headers: torch.Tensor
@@ -38,7 +46,9 @@ class Exchange:
     pairs_at: int
     """Word of the header that has the number of pairs."""
     rows: torch.Tensor
-    """[n, h] float32 hidden rows, which all servers see."""
+    """[n, h] float32 hidden rows, which all servers of the host see. [0, h] with NVSHMEM."""
+    lines: torch.Tensor
+    """[s, n + 1] int32 with NVSHMEM: the line of each row among those that a slot gets, and their number."""
     step: torch.Tensor
     """[2] int32 rows of the step that are not padded, and whether the step has failed."""
     sequence: torch.Tensor

@@ -180,6 +180,7 @@ class Kernels:
     """Computes so many rounds of multiply-adds in registers on each thread, and returns their number. True:
     those of float32. False: those that the instruction set has for some types of weights."""
     exchange: ExchangeOperations | None = None
+    nvshmem_exchange: ExchangeOperations | None = None
     """Launches that ask expert servers and take their answers. None: not possible."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
@@ -294,7 +295,7 @@ def pick(device: str, wanted: str = "auto") -> Kernels:
 def _triton(kind: str) -> Kernels:
     """Raises ConfigError without Triton, and on a CPU outside of Triton's interpreter."""
     try:
-        from moesaic.kernels.triton import exchange
+        from moesaic.kernels.triton import exchange, nvshmem_exchange
         from moesaic.kernels.triton.graphs import GraphRecorder
         from moesaic.kernels.triton.launching import INTERPRETED
         from moesaic.kernels.triton.operations import OPERATIONS
@@ -304,8 +305,9 @@ def _triton(kind: str) -> Kernels:
         allowed = "auto, reference and the instruction sets on a CPU; triton on a GPU"
         raise ConfigError.field("--kernels", "triton", allowed)
     make = GraphRecorder if kind == "cuda" else None
-    between: ExchangeOperations | None = exchange if exchange.SUPPORTED else None
-    common = replace(REFERENCE, name="triton", packed=True, spares=True, recorder=make, exchange=between)
+    common = replace(REFERENCE, name="triton", packed=True, spares=True, recorder=make)
+    if exchange.SUPPORTED:
+        common = replace(common, exchange=exchange, nvshmem_exchange=nvshmem_exchange)
     return replace(common, **OPERATIONS)
 
 

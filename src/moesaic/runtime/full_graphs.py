@@ -7,19 +7,26 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.experts.client import ExpertServers
 from moesaic.experts.exchange import DeviceExchange
+from moesaic.experts.nvshmem_job import NvshmemJob
+from moesaic.experts.nvshmem_mailbox import NvshmemDialer
 from moesaic.experts.remote import RemoteExperts
-from moesaic.kernels import device_sharing
+from moesaic.experts.server_mailbox import IpcDialer, MailboxDialer
+from moesaic.kernels import device_sharing, symmetric_heap
+from moesaic.kernels.device_sharing import DeviceSharing
+from moesaic.kernels.exchange import MOST_ROWS, ExchangeOperations
+from moesaic.kernels.table import Kernels
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.exchanged import ExchangedRunner
-from moesaic.runtime.step.graph_inputs import MOST_ROWS
 from moesaic.runtime.step.graphs import GraphRunner
 from moesaic.runtime.step.running_step import SegmentRunner, StepRunner
 from moesaic.runtime.step.stages import BlockStages
@@ -39,11 +46,12 @@ class Asked:
 
 
 def check_full_graphs(config: WorkerConfig) -> None:
-    """Raises ConfigError for settings that need expert servers, each with a GPU of its own on this host."""
+    """Raises ConfigError for settings that need expert servers, each with a GPU of its own."""
     if not config.remote_experts:
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --cudagraph-mode full")
-    if config.transport != "cuda_ipc":
-        raise ConfigError.field("--transport", config.transport, "cuda_ipc with --cudagraph-mode full")
+    if config.transport not in ("cuda_ipc", "nvshmem"):
+        allowed = "cuda_ipc, nvshmem with --cudagraph-mode full"
+        raise ConfigError.field("--transport", config.transport, allowed)
     if platform.machine() not in X86:
         line = "--cudagraph-mode full: servers read what kernels post without the barriers of this host's CPU"
         raise ConfigError(f"{line}, {platform.machine()}; allowed: piecewise")
@@ -75,9 +83,25 @@ def full_graphs(
         )
         return Asked(parts, remote, remote.stats)
     sharing = device_sharing.sharing(stages.device)
+    operations, dialer = _by(context, kernels, layout, sharing, stages.device)
     exchange = DeviceExchange(
-        remote, replicas, layout, sharing, kernels.exchange, stages.device, MOST_ROWS, context.clock
+        remote, replicas, layout, sharing, operations, dialer, stages.device, MOST_ROWS, context.clock
     )
     eager = EagerRunner(stages, exchange.experts)
     graphs = GraphRunner(eager, exchange.recorder(kernels.recorder), table_width, direct=True)
     return Asked(ExchangedRunner(exchange, graphs, parts), exchange, exchange.stats)
+
+
+def _by(
+    context: WorkerContext,
+    kernels: Kernels,
+    layout: ExpertLayout,
+    sharing: DeviceSharing,
+    device: torch.device,
+) -> tuple[ExchangeOperations, MailboxDialer]:
+    """What the graphs ask servers by: NVSHMEM, or CUDA IPC."""
+    assert kernels.exchange is not None and kernels.nvshmem_exchange is not None
+    if context.config.transport == "nvshmem":
+        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_ROWS, context.kept.nvshmem)
+        return kernels.nvshmem_exchange, NvshmemDialer(job, sharing, device, layout.hidden)
+    return kernels.exchange, IpcDialer(sharing, MOST_ROWS, MOST_ROWS * layout.top_k, layout.hidden)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from moesaic.kernels.nvshmem_package import Membership
 from moesaic.runtime.machine import trim_freed_memory
 from moesaic.runtime.model_loading import LoadedModel
 
@@ -23,6 +24,8 @@ class KeptModel:
     def __init__(self) -> None:
         self.made = 0
         """Models that were loaded."""
+        self.nvshmem = Membership()
+        """Of this process in an NVSHMEM job."""
         self._loaded: LoadedModel | None = None
         self._of: object = None
         """The settings and files that `_loaded` depends on."""

@@ -94,6 +94,11 @@ class Worker:
             self.turn(timeout=None)
         self._transfers.close()
 
+    @property
+    def nvshmem_id(self) -> bytes:
+        """See `ExpertServers`."""
+        return self._servers.nvshmem_id
+
     def close(self) -> None:
         """End the connections to other processes, after `run` has raised."""
         self._transfers.close()
@@ -187,6 +192,8 @@ class Worker:
                     self._unreported = True
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
+                case messages.JoinNvshmem():
+                    self._servers.meet(message)
                 case messages.Shutdown():
                     self._stopping = True
                 case messages.Refuse(reason):

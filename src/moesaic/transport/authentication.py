@@ -33,7 +33,7 @@ NONCE = 32
 PROOF = 32
 REFUSAL = bytes(PROOF)
 _TERMS = struct.Struct("<8sQ")
-KINDS = ("shm", "stream", "nixl", "cuda_ipc", "mailbox")
+KINDS = ("shm", "stream", "nixl", "cuda_ipc", "mailbox", "nvshmem")
 
 
 class Terms(NamedTuple):

@@ -16,9 +16,8 @@ import contextlib
 import json
 import queue
 import socket
-import struct
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
@@ -29,15 +28,13 @@ from moesaic.transport.host_watch import watch
 from moesaic.transport.linked_peers import LinkedPeers
 from moesaic.transport.peers import HALF_BYTES, Peers
 from moesaic.transport.sealed_socket import Wire, wire
+from moesaic.transport.words import hear, say
 
 HANDSHAKE_SECONDS = 10.0
 LINK_SECONDS = 60.0
 """Seconds that the ranks of all hosts have to connect."""
 MAX_PENDING = 64
 """Maximum handshakes at the same time. A further peer replaces the oldest one."""
-MAX_WORD = 1 << 16
-"""Maximum bytes of what a rank says before the first round."""
-_LENGTH = struct.Struct("<I")
 
 
 class Place(NamedTuple):
@@ -153,7 +150,7 @@ def _doors(
         every = _collected(here, door, place, links, deadline)
     elif place.near == 0:
         links[0] = _dial(first, door, place, here, deadline)
-        every = _hear(links[0]).get("doors", [])
+        every = hear(links[0]).get("doors", [])
     found: list[str] = json.loads(bytes(_told(near, json.dumps(every))[0]))
     if len(found) != place.size:
         raise ConnectionLost(f"rank 0 gave the addresses of {len(found)} ranks, not of {place.size}")
@@ -171,7 +168,7 @@ def _collected(
             every[place.node_of(met.rank)] = met.doors
     doors = [one for node in range(place.nodes) for one in every[node]]
     for each in links.values():
-        _say(each, doors=doors)
+        say(each, doors=doors)
     return doors
 
 
@@ -192,7 +189,7 @@ def _dial(address: str, door: Door, place: Place, doors: Collection[str], deadli
         watch(sock)
         deadline.apply(sock)
         found = wire(sock, keys)
-        _say(found, rank=place.rank, size=place.size, doors=list(doors))
+        say(found, rank=place.rank, size=place.size, doors=list(doors))
         return found
     except BaseException:
         sock.close()
@@ -201,7 +198,7 @@ def _dial(address: str, door: Door, place: Place, doors: Collection[str], deadli
 
 def _listen_to(sock: socket.socket, found: Wire) -> _Met:
     """What a rank that connected says."""
-    word = _hear(found)
+    word = hear(found)
     try:
         met = _Met(found, int(word["rank"]), int(word["size"]), [str(one) for one in word["doors"]])
     except (KeyError, TypeError, ValueError):
@@ -215,33 +212,3 @@ def _told(near: Peers, text: str) -> Sequence[memoryview]:
     data = text.encode()
     near.open_for_all(len(data))[:] = data
     return near.exchange()
-
-
-def _say(to: Wire, **word: object) -> None:
-    data = json.dumps(word).encode()
-    to.sendall(memoryview(_LENGTH.pack(len(data)) + data))
-
-
-def _hear(whom: Wire) -> dict[str, Any]:
-    """Raises ConnectionLost, or TimeoutError after the timeout of the socket."""
-    (length,) = _LENGTH.unpack(_read(whom, _LENGTH.size))
-    if length > MAX_WORD:
-        raise ConnectionLost(f"it said {length} bytes before the first round")
-    try:
-        word = json.loads(_read(whom, length))
-    except ValueError:
-        raise ConnectionLost("what it said is no JSON") from None
-    if not isinstance(word, dict):
-        raise ConnectionLost("what it said is no JSON object")
-    return word
-
-
-def _read(whom: Wire, count: int) -> bytes:
-    data = memoryview(bytearray(count))
-    filled = 0
-    while filled < count:
-        got = whom.recv_into(data[filled:])
-        if not got:
-            raise ConnectionLost("the other end closed the connection before the first round")
-        filled += got
-    return bytes(data)

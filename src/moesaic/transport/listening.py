@@ -28,11 +28,13 @@ from moesaic.transport.device_calls import DeviceAnswerer
 from moesaic.transport.device_heap import SharedMemory
 from moesaic.transport.host import advertised, this_host
 from moesaic.transport.host_watch import watch
+from moesaic.transport.lifeline import Lifeline
 from moesaic.transport.mailbox import MailboxClient, MailboxServer, accept_mailbox, confirm, make_mailbox
 from moesaic.transport.nixl_link import check_installed
 from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller, meet
-from moesaic.transport.sealed_socket import wire
+from moesaic.transport.sealed_socket import Wire, wire
 from moesaic.transport.sockets import StreamAnswerer, StreamCaller
+from moesaic.transport.words import Word, hear, say
 
 try:
     from moesaic.transport import shm
@@ -46,6 +48,9 @@ MAX_PENDING = 256
 _OK = b"+"
 Mailboxes = Callable[[MailboxServer], Answerer]
 """Opens the memory that a client names. May raise MoesaicError, which refuses the client."""
+Lifelines = Callable[[Word], tuple[Word, Callable[[Lifeline], Answerer]]]
+"""Takes what a client said of itself. Returns what the server says, and what makes its end. May raise
+MoesaicError, which refuses the client."""
 SHARED = ("shm", "cuda_ipc")
 """Kinds of connections that share memory of the host."""
 
@@ -112,6 +117,25 @@ def connect_mailbox(
         raise ConnectionLost(f"no connection to {address}: {error}") from None
 
 
+def connect_lifeline(address: str, secret: bytes, who: Word, timeout: float = HANDSHAKE_SECONDS) -> Lifeline:
+    """A lifeline to the Listener at `address`. who: what this client says of itself.
+
+    Raises as `connect`, also where the server refuses who this is.
+    """
+    where = addresses.parse(address)
+    check_secret(secret)
+    deadline, sock = Deadline(timeout), _dialed(where, timeout)
+    try:
+        sealed = wire(sock, prove_as_client(sock, secret, Terms("nvshmem", MIN_HEAP), deadline))
+        watch(sock)
+        deadline.apply(sock)
+        say(sealed, **who)
+        return Lifeline(sock, sealed, hear(sealed))
+    except (OSError, ConnectionLost) as error:
+        sock.close()
+        raise ConnectionLost(f"no connection to {address}: {error}") from None
+
+
 def _dialed(where: addresses.Address, timeout: float) -> socket.socket:
     """A socket to an address. Raises ConnectionLost."""
     try:
@@ -121,7 +145,8 @@ def _dialed(where: addresses.Address, timeout: float) -> socket.socket:
 
 
 def kind_of(transport: str, address: str) -> str:
-    """The `kind` for `connect`. transport: shm, socket, nixl or cuda_ipc.
+    """The `kind` for `connect`. transport: shm, socket, nixl, cuda_ipc or nvshmem. The last one is for
+    requests of graphs, and the others go as with shm.
 
     >>> kind_of("nixl", "tcp:10.0.0.2:80"), kind_of("shm", "tcp:10.0.0.2:80")
     ('nixl', 'stream')
@@ -153,8 +178,8 @@ class Listener:
     A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
     delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts.
     one_sided: accept clients that ask for "nixl". open_memory: accept those that ask for "cuda_ipc", and open
-    memory of their GPUs by its name. mailboxes: accept mailboxes, and make their ends. Raises ConfigError if
-    it cannot listen at an address.
+    memory of their GPUs by its name. mailboxes: accept mailboxes, and make their ends. lifelines: accept
+    those that ask for "nvshmem". Raises ConfigError if it cannot listen at an address.
     """
 
     def __init__(
@@ -167,9 +192,11 @@ class Listener:
         one_sided: bool = False,
         open_memory: Callable[[bytes], SharedMemory] | None = None,
         mailboxes: Mailboxes | None = None,
+        lifelines: Lifelines | None = None,
     ) -> None:
         check_secret(secret)
-        self._one_sided, self._open_memory, self._mailboxes = one_sided, open_memory, mailboxes
+        self._one_sided, self._open_memory = one_sided, open_memory
+        self._mailboxes, self._lifelines = mailboxes, lifelines
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
         listening, where = addresses.bind(addresses.parse(address))
         with contextlib.ExitStack() as undo:
@@ -242,6 +269,8 @@ class Listener:
         if terms.kind == "nixl" and not self._one_sided:
             raise ConnectionLost("a client asked for one-sided writes, which are not allowed here")
         watch(sock)
+        if terms.kind == "nvshmem":
+            return self._lifeline(sock, wire(sock, keys), deadline)
         if terms.kind == "nixl":
             deadline.apply(sock)
             sealed = wire(sock, keys)
@@ -258,6 +287,14 @@ class Listener:
             answerer.close()
             raise
         return answerer
+
+    def _lifeline(self, sock: socket.socket, sealed: Wire, deadline: Deadline) -> Answerer:
+        if self._lifelines is None:
+            raise ConnectionLost("a client asked for NVSHMEM, which is not possible here")
+        deadline.apply(sock)
+        own, made = self._lifelines(client := hear(sealed))
+        say(sealed, **own)
+        return made(Lifeline(sock, sealed, client))
 
     def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> ShmAnswerer:
         """An Answerer on the memory that the client sends."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.triton_kernels import INTERPRETED, Launches
 
 from moesaic.experts import wire
-from moesaic.kernels.exchange import LEAST_SLOTS, Exchange
+from moesaic.kernels.exchange import ADDRESSES, LEAST_SLOTS, Exchange
 from moesaic.kernels.triton import exchange
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="mailboxes of this test are memory of the CPU")
@@ -35,10 +35,10 @@ class Mailboxes:
         self.words = torch.zeros(2, LEAST_SLOTS, dtype=torch.int64)
         self.answers = torch.full((LEAST_SLOTS, max(1, rows * top_k), width), torch.nan)
         self.abort = torch.zeros(1, dtype=torch.int64)
-        addresses = torch.zeros(4, LEAST_SLOTS, dtype=torch.int64)
+        addresses = torch.zeros(ADDRESSES, LEAST_SLOTS, dtype=torch.int64)
         for slot in slots:
             memory = self.requests, self.words[0], self.words[1], self.answers
-            addresses[:, slot] = torch.tensor([one[slot].data_ptr() for one in memory])
+            addresses[:4, slot] = torch.tensor([one[slot].data_ptr() for one in memory])
         headers = torch.from_numpy(np.stack([wire.header(layer, width, WORKER) for layer in (0, LAYER)]))
         self.exchange = Exchange(
             addresses,
@@ -47,6 +47,7 @@ class Mailboxes:
             wire.ROWS_WORD,
             wire.PAIRS_WORD,
             torch.full((rows, width), torch.nan),
+            torch.empty(0, 0, dtype=torch.int32),
             torch.tensor([rows, 0], dtype=torch.int32),
             torch.zeros(1, dtype=torch.int64),
             torch.full((2, LEAST_SLOTS), -1, dtype=torch.int32),

@@ -13,7 +13,7 @@ import torch
 from tests.support.triton_kernels import INTERPRETED
 
 from moesaic.experts import wire
-from moesaic.kernels.exchange import LEAST_SLOTS, Exchange
+from moesaic.kernels.exchange import ADDRESSES, LEAST_SLOTS, Exchange
 from moesaic.kernels.triton import exchange
 
 pytestmark = [
@@ -63,9 +63,9 @@ def test_a_server_of_another_process_answers_the_kernels(tmp_path: Path) -> None
     process.start()
     assert mine.recv()
     words, abort = shared["words"].ctypes.data, torch.zeros(1, dtype=torch.int64)
-    addresses = torch.zeros(4, LEAST_SLOTS, dtype=torch.int64)
+    addresses = torch.zeros(ADDRESSES, LEAST_SLOTS, dtype=torch.int64)
     places = shared["request"].ctypes.data, words, words + 8, shared["answers"].ctypes.data
-    addresses[:, 5] = torch.tensor(places)
+    addresses[:4, 5] = torch.tensor(places)
     ours = Exchange(
         addresses,
         torch.full((1, EXPERTS), 5, dtype=torch.int32),
@@ -73,6 +73,7 @@ def test_a_server_of_another_process_answers_the_kernels(tmp_path: Path) -> None
         wire.ROWS_WORD,
         wire.PAIRS_WORD,
         torch.from_numpy(np.asarray(shared["hidden"])).view(torch.float32).view(ROWS, WIDTH),
+        torch.empty(0, 0, dtype=torch.int32),
         torch.tensor([ROWS, 0], dtype=torch.int32),
         torch.tensor([40]),
         torch.zeros(1, LEAST_SLOTS, dtype=torch.int32),

@@ -24,6 +24,7 @@ import torch
 
 from moesaic.collectives.group import equal_sizes
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.exchange import MOST_ROWS
 from moesaic.kernels.moving import moved
 from moesaic.models.block import Block, Gated
 from moesaic.policy.placement.shuffle import Shuffle
@@ -38,7 +39,6 @@ from moesaic.runtime.group.exchanges import (
 from moesaic.runtime.group.experts import GroupExperts
 from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.step.graph_inputs import MOST_ROWS
 
 MOST_BETWEEN = 64
 """Rows of the largest step whose recording ends at exchanges. What it sends there keeps its memory."""

@@ -17,13 +17,13 @@ import torch
 from moesaic.collectives.group import equal_sizes
 from moesaic.collectives.routing import Route
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.exchange import MOST_ROWS
 from moesaic.kernels.moving import arrays, moved
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Gated
 from moesaic.runtime.group.arrays import to_host
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.step.graph_inputs import MOST_ROWS
 
 
 @dataclass

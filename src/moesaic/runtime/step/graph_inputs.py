@@ -18,12 +18,11 @@ from moesaic.kernels.batch import (
     slots_of,
     tiles_of,
 )
+from moesaic.kernels.exchange import MOST_ROWS
 from moesaic.models.spec import ModelSpec
 
 Result = TypeVar("Result")
 
-MOST_ROWS = 256
-"""Steps of more rows are not recorded: their launches take less time than what they compute."""
 FEW_ROWS, ROW_STEP = 4, 8
 """Buckets are powers of two up to FEW_ROWS, then multiples of ROW_STEP."""
 CONTEXT_STEP = 1024

@@ -1,0 +1,46 @@
+"""What two ends tell each other in words, as JSON, before a connection is used."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.transport.sealed_socket import Wire
+
+MAX_WORD = 1 << 16
+"""Maximum bytes of a word."""
+Word = dict[str, Any]
+_LENGTH = struct.Struct("<I")
+
+
+def say(to: Wire, **word: object) -> None:
+    """Tell the other end."""
+    data = json.dumps(word).encode()
+    to.sendall(memoryview(_LENGTH.pack(len(data)) + data))
+
+
+def hear(whom: Wire) -> Word:
+    """What the other end says. Raises ConnectionLost, or TimeoutError after the timeout of the socket."""
+    (length,) = _LENGTH.unpack(_read(whom, _LENGTH.size))
+    if length > MAX_WORD:
+        raise ConnectionLost(f"it said {length} bytes at once")
+    try:
+        word = json.loads(_read(whom, length))
+    except (ValueError, RecursionError):
+        raise ConnectionLost("what it said is no JSON") from None
+    if not isinstance(word, dict):
+        raise ConnectionLost("what it said is no JSON object")
+    return word
+
+
+def _read(whom: Wire, count: int) -> bytes:
+    data = memoryview(bytearray(count))
+    filled = 0
+    while filled < count:
+        got = whom.recv_into(data[filled:])
+        if not got:
+            raise ConnectionLost("the other end closed the connection")
+        filled += got
+    return bytes(data)
