@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -171,17 +172,16 @@ class NvshmemAnswerer:
         if pairs > where.pairs or rows > where.rows:
             raise DamagedMessage(f"a request claims {rows} of {where.rows} rows, and {pairs} pairs")
         request = memory.data[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()
-        incoming = MailboxRequest(number, request, pairs, self._answer)
+        incoming = MailboxRequest(number, request, pairs, partial(self._answer, pairs))
         begin += where.rows_at(rows, pairs)
         answers = where.answers(channel)
         shared = CallRows(
             heap.tensor[begin : begin + max(1, rows) * width],
             heap.tensor[answers : answers + incoming.rows * width],
         )
-        self._pairs = pairs
         return DeviceIncoming(incoming, 0, width, shared)
 
-    def _answer(self, number: int, doubt: bool) -> None:
+    def _answer(self, pairs: int, number: int, doubt: bool) -> None:
         """Send the answer rows, and behind them the word. The GPU has written the rows.
 
         Nothing goes to a worker that has died meanwhile.
@@ -189,6 +189,6 @@ class NvshmemAnswerer:
         if not (self._inbox.has(self._channel, self) and self._line.look(at_once=True)):
             return
         where, own, word = self._joined.channels, self._joined.own, 2 * number + doubt
-        size, source = 4 * where.hidden * self._pairs, where.answers(self._channel)
+        size, source = 4 * where.hidden * pairs, where.answers(self._channel)
         self._joined.heap.put(where.answers(own), source, size, where.answer_word(own), word, self._pe)
         self._inbox.sent[self._channel], self._answered = word, number

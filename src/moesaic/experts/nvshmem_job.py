@@ -23,6 +23,7 @@ from moesaic.core.errors import MoesaicError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import JoinNvshmem
 from moesaic.experts import wire
+from moesaic.kernels.exchange import ALIGNMENT
 from moesaic.kernels.nvshmem_package import Membership
 from moesaic.kernels.symmetric_heap import SymmetricHeap, SymmetricJobs
 
@@ -30,8 +31,6 @@ LOG = logging.getLogger(__name__)
 WORD = 128
 """Bytes from one word to the next one: a cache line of a GPU."""
 SECOND = "this process was told to join an NVSHMEM job before, and joins no other one; start it anew for that"
-ALIGNMENT = 256
-"""Places in the heap are multiples of so many bytes. So are those of the rows behind a request."""
 
 
 def aligned(size: int) -> int:

@@ -26,6 +26,8 @@ PE, THERE, THERE_WORD, TOLD_HEADER, TOLD_ANSWER, TOLD_DOUBT = range(4, 10)
 and memory of the host that is told the header, the answer's number, and whether the server had doubts. There
 REQUEST_WORD is memory of the host too, which is only told."""
 ADDRESSES = 10
+ALIGNMENT = 256
+"""With NVSHMEM, rows begin at a multiple of so many bytes behind their request. So do all other places."""
 
 
 @dataclass(frozen=True)

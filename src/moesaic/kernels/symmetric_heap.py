@@ -46,11 +46,7 @@ class SymmetricHeap(Protocol):
 
     def arrived(self, signal: int, number: int) -> None:
         """What the current stream does from now on sees everything that was written before the own word at
-        `signal` became `number`, which it is."""
-        ...
-
-    def quiet(self) -> None:
-        """Wait until everything that this process wrote, also by its kernels, has arrived."""
+        `signal` became `number`, which it is. Words only grow."""
         ...
 
 
@@ -147,12 +143,8 @@ class _Heap:
             self._library.signal_op_on_stream(signal, number, how, pe, self._stream)
 
     def arrived(self, signal: int, number: int) -> None:
-        how = int(self._library.Cmp_type.CMP_EQ)
+        how = int(self._library.Cmp_type.CMP_GE)
         self._library.signal_wait_until_on_stream(self._address + signal, how, number, self._stream)
-
-    def quiet(self) -> None:
-        self._library.quiet_on_stream(self._stream)
-        torch.cuda.current_stream(self.tensor.device).synchronize()
 
     @property
     def _stream(self) -> int:

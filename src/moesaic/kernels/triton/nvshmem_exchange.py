@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from moesaic.kernels.exchange import (
+    ALIGNMENT,
     ANSWER_WORD,
     ANSWERS,
     PE,
@@ -36,14 +37,13 @@ from moesaic.kernels.exchange import (
     Exchange,
 )
 from moesaic.kernels.triton import nvshmem
-from moesaic.kernels.triton.exchange import SUPPORTED, WIDE, collect
+from moesaic.kernels.triton.exchange import WIDE, collect
 from moesaic.kernels.triton.launching import block, launch
 
-__all__ = ["SUPPORTED", "collect", "dispatch", "post", "wait"]
+__all__ = ["collect", "dispatch", "post", "wait"]
 SCAN = 64
 """Rows whose experts a program reads at a time."""
-ALIGNMENT = tl.constexpr(256)
-"""Rows begin at a multiple of so many bytes behind their request."""
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
 _PE, _THERE, _THERE_WORD = tl.constexpr(PE), tl.constexpr(THERE), tl.constexpr(THERE_WORD)
 _REQUEST, _ANSWERS = tl.constexpr(REQUEST), tl.constexpr(ANSWERS)
 _REQUEST_WORD, _ANSWER_WORD = tl.constexpr(REQUEST_WORD), tl.constexpr(ANSWER_WORD)
@@ -53,7 +53,7 @@ _HEADER, _TOLD, _DOUBT = tl.constexpr(TOLD_HEADER), tl.constexpr(TOLD_ANSWER), t
 @triton.jit
 def _rows_at(pairs, rows, WORDS: tl.constexpr):
     """Bytes from the begin of a request to its rows."""
-    return tl.cdiv(4 * (WORDS + 2 * pairs + rows), ALIGNMENT) * ALIGNMENT
+    return tl.cdiv(4 * (WORDS + 2 * pairs + rows), _ALIGNMENT) * _ALIGNMENT
 
 
 @triton.jit
