@@ -11,11 +11,11 @@ import numpy as np
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.placement import Placement
+from moesaic.jobs.profiling.options import ProfileOptions
+from moesaic.jobs.profiling.run import Gatherer
 from moesaic.models import files
 from moesaic.models.registry import routed_model
-from moesaic.profiling.options import ProfileOptions
-from moesaic.profiling.run import Gatherer
-from moesaic.sim.scenario import Scenario, parse
+from moesaic.planning.sim.scenario import Scenario, parse
 
 MODEL = "demo"
 URGENCY = 0.1

@@ -16,7 +16,7 @@ from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.kvcache.images import ByteLines, Bytes, Written
+from moesaic.models.kvcache.images import ByteLines, Bytes, Written
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.transfer.receiving import KVReceiver
 from moesaic.runtime.transfer.sending import KVSender

@@ -35,8 +35,8 @@ from moesaic.models import files
 from moesaic.runtime.machine import cores
 from moesaic.server.chat_threads import ChatThreads
 from moesaic.server.service import CHATS_AT_ONCE
-from moesaic.templates.compiled import compiled, rendered
-from moesaic.templates.pool import Renderers
+from moesaic.text.templates.compiled import compiled, rendered
+from moesaic.text.templates.pool import Renderers
 
 Way = Callable[[], Awaitable[str]]
 MOST = 1 << 26

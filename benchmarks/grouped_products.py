@@ -82,7 +82,7 @@ class Stacked:
 
     def experts(self, product: Product, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """As `Kernels.experts` [n, k, h], with another grouped product. Nothing is read back."""
-        from moesaic.kernels.triton.experts import grouped  # Triton is there, or `table.pick` has refused
+        from moesaic.gpu.triton.experts import grouped  # Triton is there, or `table.pick` has refused
 
         ids, (tokens, top_k), width = expert_ids.reshape(-1), expert_ids.shape, self.down.shape[2]
         order = grouped(ids, len(self.down))[0].long()

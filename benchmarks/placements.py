@@ -51,13 +51,13 @@ from rich.console import Console
 from moesaic.config import ModelConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile, Routes
+from moesaic.jobs.profiling import run as profiling
+from moesaic.jobs.profiling.options import ProfileOptions
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
 from moesaic.policy.placement import held_out
 from moesaic.policy.placement.locality import balancedness, homes_of, request_level, token_level
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.profiling import run as profiling
-from moesaic.profiling.options import ProfileOptions
 
 KINDS = ("made-up", "uniform")
 BOUND = "bound"

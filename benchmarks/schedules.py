@@ -26,9 +26,9 @@ from typing import Any
 
 from moesaic.core import paced
 from moesaic.cost.sizes import KNOWN, ModelSizes
-from moesaic.sim import durations
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.scenario import parse
+from moesaic.planning.sim import durations
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.scenario import parse
 
 HERE = Path(__file__).parent
 CELLS: dict[str, Any] = tomllib.loads((HERE / "schedules.toml").read_text(encoding="utf-8"))

@@ -48,6 +48,7 @@ from agreement_cases import (
     prompts,
 )
 
+from moesaic.cluster.launch import Launched, launch
 from moesaic.commands.plan import find_model
 from moesaic.config import (
     CacheConfig,
@@ -57,9 +58,8 @@ from moesaic.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from moesaic.launch import Launched, launch
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.front import items
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.front import items
 
 LATE = 0.02
 """Share of late runs from which a measurement says nothing."""

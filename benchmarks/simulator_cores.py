@@ -38,12 +38,12 @@ from rich.table import Table
 from moesaic import LLM, SamplingParams
 from moesaic.commands.plan import find_model
 from moesaic.config import ClusterConfig
+from moesaic.jobs.profiling.options import ProfileOptions
+from moesaic.jobs.profiling.run import Gatherer
 from moesaic.models import files
 from moesaic.models.registry import routed_model
-from moesaic.profiling.options import ProfileOptions
-from moesaic.profiling.run import Gatherer
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.scenario import parse
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.scenario import parse
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 """Requests at once of the rank that is measured. Each step has a row of each."""

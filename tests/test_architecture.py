@@ -27,13 +27,13 @@ EDGES: dict[str, tuple[str, ...]] = {
     "kernels": ("core",),
     "models": ("core", "kernels", "config.environment"),  # digests are kept in the user's cache folder
     # The spec says how wide a token's keys and values are. A block attends over what its layer keeps.
-    "kvcache": ("core", "kernels", "models.block", "models.spec"),
+    "models.kvcache": ("core", "kernels", "models.block", "models.spec"),
     "transport": ("core",),
     "trace": ("config", "core"),
-    "collectives": ("core", "transport", "policy.placement.shuffle"),
+    "experts.collectives": ("core", "transport", "policy.placement.shuffle"),
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
-        *("config", "core", "cost.curves", "kernels", "logs", "models", "policy.fleet.replicas"),
+        *("config", "core", "cost.curves", "kernels", "trace.logs", "models", "policy.fleet.replicas"),
         "policy.fleet.relays",  # which server of another host passes rows on
         "offload.pool",  # a server with more experts than memory
         "policy.scheduling.microqueue",
@@ -41,16 +41,133 @@ EDGES: dict[str, tuple[str, ...]] = {
         "policy.scheduling.schedulers.server_setup",
         *("policy.scheduling.step_barrier", "trace", "transport"),
     ),
-    "offload": ("core", "kernels", "kvcache", "models", "policy.offloading", "policy.scheduling.kvblocks"),
+    "offload": (
+        "core",
+        "kernels",
+        "models.kvcache",
+        "models",
+        "policy.offloading",
+        "policy.scheduling.kvblocks",
+    ),
     # reads memory and disk, and multiplies, by what the engine does it with
-    "hardware": ("core", "cost", "kernels", "offload.arena", "offload.reading", "runtime.machine"),
+    "planning.hardware": ("core", "cost", "kernels", "offload.arena", "offload.reading", "runtime.machine"),
+    # what only a GPU runs
+    "gpu": (),
+    "gpu.exchange": (
+        "config",
+        "core.errors",
+        "core.experts",
+        "core.messages",
+        "core.metrics",
+        "core.tokens",
+        "experts.client",
+        "experts.connector",
+        "experts.remote",
+        "experts.wire",
+        "gpu.graphs.graphs",
+        "gpu.ipc.device_calls",
+        "gpu.ipc.device_heap",
+        "gpu.ipc.device_sharing",
+        "gpu.nvshmem.job",
+        "gpu.nvshmem.nvshmem_mailbox",
+        "gpu.nvshmem.symmetric_heap",
+        "kernels.moving",
+        "kernels.table",
+        "policy.fleet.replicas",
+        "runtime.context",
+        "runtime.step.eager",
+        "runtime.step.running_step",
+        "runtime.step.stages",
+        "transport.address",
+        "transport.authentication",
+        "transport.calls",
+        "transport.listening",
+        "transport.sealed_socket",
+    ),
+    "gpu.graphs": (
+        "core.tokens",
+        "experts.client",
+        "gpu.exchange.exchange_launches",
+        "kernels.batch",
+        "kernels.moving",
+        "kernels.table",
+        "models.spec",
+        "runtime.step.recordings",
+        "runtime.step.running_step",
+        "runtime.step.stages",
+    ),
+    "gpu.hardware": ("planning.hardware.timing",),
+    "gpu.ipc": (
+        "core.errors",
+        "core.tokens",
+        "experts.client",
+        "experts.wire",
+        "kernels.moving",
+        "kernels.pointers",
+        "transport.address",
+        "transport.calls",
+        "transport.shm",
+    ),
+    "gpu.nvshmem": (
+        "cluster.member",
+        "cluster.members",
+        "config",
+        "core.errors",
+        "core.experts",
+        "core.messages",
+        "core.tokens",
+        "experts.wire",
+        "gpu.exchange.exchange_launches",
+        "gpu.exchange.lifeline",
+        "gpu.exchange.mailbox_answerer",
+        "gpu.exchange.server_mailbox",
+        "gpu.ipc.device_calls",
+        "gpu.ipc.device_sharing",
+        "kernels.moving",
+        "kernels.pointers",
+        "transport.calls",
+        "transport.listening",
+        "transport.words",
+    ),
+    "gpu.ranks": (
+        "core.errors",
+        "core.tokens",
+        "experts.collectives.group",
+        "gpu.graphs.graph_inputs",
+        "kernels.batch",
+        "kernels.moving",
+        "kernels.table",
+        "models.block",
+        "models.kvcache.memory",
+        "models.model",
+        "runtime.group.arrays",
+        "runtime.group.exchanges",
+        "runtime.group.rows",
+        "runtime.group.sharded",
+        "runtime.step.running_step",
+        "runtime.step.stages",
+    ),
+    "gpu.triton": (
+        "core",
+        "gpu.exchange.exchange_launches",
+        "gpu.nvshmem.symmetric_heap",
+        "kernels",
+    ),
     # programs
     "runtime": (
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
-        *("experts.exchange", "experts.nvshmem_job", "experts.nvshmem_mailbox", "experts.server_mailbox"),
-        "experts.device_rows",  # the memory of a worker's GPU that expert servers read
         *("cost.curves", "experts.measuring", "experts.observer", "experts.pacing", "experts.remote"),
-        *("kernels", "kvcache", "collectives", "logs", "models", "offload", "policy", "structured", "trace"),
+        *(
+            "kernels",
+            "models.kvcache",
+            "experts.collectives",
+            "trace.logs",
+            "models",
+            "offload",
+            "policy",
+            "text.structured",
+            "trace",
+        ),
         "transport",
     ),
     "cluster": (
@@ -63,52 +180,69 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("trace.parts", "transport"),
         # placements from live routing: the verdict, what a process is asked, and what it answers
         *("policy.placement.locality", "policy.placement.online", "policy.placement.online_solution"),
-        *("solving.job", "trace.live_routing"),
-        *("joining.options", "joining.watcher"),  # what a process of another host is started with
-        "joining.enlisting",  # the instruction sets of this host
-        "kernels.nvshmem_package",  # whether it is installed
+        *("cluster.solving.job", "trace.live_routing"),
+        *(
+            "cluster.joining.options",
+            "cluster.joining.watcher",
+        ),  # what a process of another host is started with
+        "cluster.joining.enlisting",  # the instruction sets of this host
         "models.fingerprint",  # whether a process that joins has the same checkpoint
     ),
     # joins a cluster as one role or the other
-    "joining": (
-        *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "logs"),
-        "kernels.nvshmem_package",
+    "cluster.joining": (
+        *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "trace.logs"),
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
         *("runtime.process", "runtime.keeping", "runtime.group.other_host"),
     ),
-    "solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
-    "templates": ("config", "core"),
-    "parsers": ("core",),  # answers of models: pure, text in and events out
-    "tiktoken_model": ("core",),
-    "gguf_tokenizer": (
+    "cluster.solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
+    "text.templates": ("config", "core"),
+    "text.parsers": ("core",),  # answers of models: pure, text in and events out
+    "text.tiktoken_model": ("core",),
+    "text.gguf_tokenizer": (
         "core",
         "models.gguf",
-        "tiktoken_model",
+        "text.tiktoken_model",
     ),  # the metadata of a GGUF file has the tokenizer
-    "tokenizer": ("core", "gguf_tokenizer", "models.gguf.header", "templates", "tiktoken_model"),
-    "detokenizer": ("tokenizer",),
-    "stop_strings": (),
-    "bad_words": ("core", "tokenizer"),
+    "text.tokenizer": (
+        "core",
+        "text.gguf_tokenizer",
+        "models.gguf.header",
+        "text.templates",
+        "text.tiktoken_model",
+    ),
+    "text.detokenizer": ("text.tokenizer",),
+    "text.stop_strings": (),
+    "text.bad_words": ("core", "text.tokenizer"),
     # Workers are known through a transport only.
     # the tokens that an answer of a certain form may have: masks for a worker, a grammar for an engine
-    "structured": ("core", "logs", "tokenizer"),
+    "text.structured": ("core", "trace.logs", "text.tokenizer"),
     "engine": (
-        *("bad_words", "core", "detokenizer", "stop_strings", "structured.grammar", "tokenizer"),
+        *(
+            "text.bad_words",
+            "core",
+            "text.detokenizer",
+            "text.stop_strings",
+            "text.structured.grammar",
+            "text.tokenizer",
+        ),
         "transport.base",
     ),
-    "server": ("config", "core", "engine", "logs", "parsers", "structured.grammar"),
-    "client": ("core",),
-    "bench": ("client", "config", "core", "llm", "trace.parts"),
+    "server": ("config", "core", "engine", "trace.logs", "text.parsers", "text.structured.grammar"),
+    "server.client": ("core",),
+    "jobs.bench": ("server.client", "config", "core", "llm", "trace.parts"),
     # the stages of a worker's step, layer by layer, beside another implementation
-    "verify": ("core", "kernels", "models", "runtime.step.one_prompt"),
+    "jobs.verify": ("core", "kernels", "models", "runtime.step.one_prompt"),
     # the same stages over prompts, to round experts by their inputs and to measure the result
-    "quantizing": (
-        *("config", "core", "kernels", "models", "profiling.prompts", "runtime.machine"),
-        *("runtime.step.one_prompt", "tokenizer"),
+    "jobs.quantizing": (
+        *("config", "core", "kernels", "models", "jobs.profiling.prompts", "runtime.machine"),
+        *("runtime.step.one_prompt", "text.tokenizer"),
     ),
     # from a job and a machine to a worker's settings, before there is a worker
     "planning": (
-        *("bench.lengths", "sim"),  # deployments are searched in virtual time, for recorded requests too
+        *(
+            "jobs.bench.lengths",
+            "planning.sim",
+        ),  # deployments are searched in virtual time, for recorded requests too
         *("config", "core", "cost", "models.files", "models.registry", "models.shard", "policy.offloading"),
         "kernels.table",  # the type in which experts are computed depends on the kernels
         *("models.conversion", "models.headers"),  # how many bytes of the files an expert has
@@ -117,18 +251,28 @@ EDGES: dict[str, tuple[str, ...]] = {
     # published results, computed again
     "papers": ("core", "cost", "policy.offloading"),
     # the HTTP API's own code in this process, in front of workers; how long a file's requests are
-    "batch": (
-        *("", "client", "cluster", "config", "core", "engine", "launch", "models.files", "planning"),
-        *("parsers.table", "server", "tokenizer", "trace.options"),
+    "jobs.batch": (
+        *(
+            "",
+            "server.client",
+            "cluster",
+            "config",
+            "core",
+            "engine",
+            "cluster.launch",
+            "models.files",
+            "planning",
+        ),
+        *("text.parsers.table", "server", "text.tokenizer", "trace.options"),
     ),
     # the engine in this process, and what its gates chose
-    "profiling": (
-        *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "tokenizer"),
+    "jobs.profiling": (
+        *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "text.tokenizer"),
     ),
     # a cluster in virtual time: the engine's policies, and neither a model nor a process
-    "sim": (
+    "planning.sim": (
         *(
-            "bench.lengths",
+            "jobs.bench.lengths",
             "cluster.autoscaling",
             "cluster.balancing",
             "config",
@@ -139,40 +283,57 @@ EDGES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "config": ("core",),
-    "logs": (),  # the form of log lines, and the request that they belong to
-    "testing": ("core", "tokenizer"),
+    "jobs": (),
+    "text": (),
+    "trace.logs": (),  # the form of log lines, and the request that they belong to
+    "testing": ("core", "text.tokenizer"),
     # these join the rest: an engine and its worker, here or in another process, and the command line
-    "launch": (
-        *("cluster", "config", "core", "engine", "models.files", "models.fingerprint", "tokenizer"),
+    "cluster.launch": (
+        *("cluster", "config", "core", "engine", "models.files", "models.fingerprint", "text.tokenizer"),
         *("policy.fleet.devices", "trace.live_routing", "trace.options"),
         *("trace.parts", "trace.routing", "transport.base"),
     ),
     "llm": (
-        *("config", "core", "engine", "models.files", "runtime", "structured.grammar", "tokenizer"),
+        *("config", "core", "engine", "models.files", "runtime", "text.structured.grammar", "text.tokenizer"),
         "transport.local",
     ),
-    "__main__": ("cli",),
-    "cli": (
-        *("", "batch.options", "bench.options", "commands", "config", "core", "profiling.options"),
-        *("quantizing.options", "trace.options"),
+    "__main__": ("commands.cli",),
+    "commands.cli": (
+        *(
+            "",
+            "jobs.batch.options",
+            "jobs.bench.options",
+            "commands",
+            "config",
+            "core",
+            "jobs.profiling.options",
+        ),
+        *("jobs.quantizing.options", "trace.options"),
     ),
     "commands": (
         *(
             "",
-            "batch",
-            "bench",
-            "client",
+            "jobs.batch",
+            "jobs.bench",
+            "server.client",
             "config",
             "core",
-            "joining",
+            "cluster.joining",
             "kernels.table",
-            "launch",
-            "logs",
+            "cluster.launch",
+            "trace.logs",
         ),
-        *("cluster.numa", "models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
-        *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
-        *("quantizing", "sim"),
-        *("runtime.machine", "server", "verify"),
+        *(
+            "cluster.numa",
+            "models.compressing",
+            "models.files",
+            "text.parsers.table",
+            "planning",
+            "text.tokenizer",
+        ),
+        *("cost", "planning.hardware", "papers", "policy.offloading", "policy.placement", "jobs.profiling"),
+        *("jobs.quantizing", "planning.sim"),
+        *("runtime.machine", "server", "jobs.verify"),
         # what the loader says about a model before it is loaded
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),
         *("experts.measuring", "policy.scheduling.minimum_batch"),  # which rows run alone on this machine
@@ -185,13 +346,74 @@ EDGES: dict[str, tuple[str, ...]] = {
 }
 """Room -> what it may import beside itself. "a.b" allows that one module, "" the package's own names."""
 
+GPU_EDGES: dict[str, tuple[str, ...]] = {
+    "cluster": (
+        "gpu.nvshmem.package",
+        "gpu.nvshmem.places",
+    ),
+    "cluster.joining": ("gpu.nvshmem.package",),
+    "commands": ("gpu.hardware",),
+    "experts": (
+        "gpu.exchange.exchange_launches",
+        "gpu.exchange.mailbox_answerer",
+        "gpu.ipc.device_calls",
+        "gpu.ipc.device_heap",
+        "gpu.ipc.device_rows",
+        "gpu.ipc.device_sharing",
+        "gpu.nvshmem.answerer",
+        "gpu.nvshmem.job",
+        "gpu.nvshmem.package",
+        "gpu.nvshmem.symmetric_heap",
+    ),
+    "kernels": (
+        "gpu.exchange.exchange_launches",
+        "gpu.triton.exchange",
+        "gpu.triton.graphs",
+        "gpu.triton.launching",
+        "gpu.triton.nvshmem_exchange",
+        "gpu.triton.operations",
+    ),
+    "planning.hardware": ("gpu.hardware",),
+    "runtime": (
+        "gpu.exchange.exchange_launches",
+        "gpu.exchange.exchanged_step",
+        "gpu.exchange.full_graphs",
+        "gpu.graphs.graph_inputs",
+        "gpu.graphs.graphs",
+        "gpu.ipc.device_rows",
+        "gpu.ipc.device_sharing",
+        "gpu.nvshmem.package",
+        "gpu.ranks.recorded_attention",
+        "gpu.ranks.recorded_rank",
+    ),
+    "transport": (
+        "gpu.exchange.lifeline",
+        "gpu.exchange.mailbox",
+        "gpu.ipc.device_calls",
+        "gpu.ipc.device_heap",
+    ),
+}
+"""Rooms that import what only a GPU runs, beside what EDGES allows."""
+for _room, _modules in GPU_EDGES.items():
+    EDGES[_room] += _modules
+
 TORCH_ROOMS = (
-    *("kernels", "models", "kvcache", "runtime", "experts", "offload", "hardware", "verify"),
-    "quantizing",
-    "structured.constraints",  # masks change the sampler's logits
+    *(
+        "kernels",
+        "models",
+        "models.kvcache",
+        "runtime",
+        "experts",
+        "offload",
+        "planning.hardware",
+        "jobs.verify",
+    ),
+    "jobs.quantizing",
+    *("gpu.exchange", "gpu.graphs", "gpu.hardware", "gpu.ipc", "gpu.nvshmem", "gpu.ranks", "gpu.triton"),
+    "text.structured.constraints",  # masks change the sampler's logits
 )
 HOMES: dict[str, tuple[str, ...]] = {
-    "numpy": tuple(room for room in EDGES if room not in ("cli", "commands", "config", "")),
+    "numpy": tuple(room for room in EDGES if room not in ("commands.cli", "commands", "config", "")),
     "scipy": (
         "policy.offloading.flexgen",
         "policy.placement.solvers",
@@ -200,13 +422,13 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": (
         *(*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
         "commands.schedule_curves",  # and multiplies with this machine's kernels
-        "profiling.sglang_files",  # SGLang records routing with torch.save
+        "jobs.profiling.sglang_files",  # SGLang records routing with torch.save
     ),
     "safetensors": ("models.opened",),
     "huggingface_hub": ("models.hub",),
-    "tokenizers": ("tokenizer", "gguf_tokenizer", "tiktoken_model"),
-    "transformers": ("verify.reference",),
-    "jinja2": ("templates.compiled", "templates.process"),  # never in the process of the server
+    "tokenizers": ("text.tokenizer", "text.gguf_tokenizer", "text.tiktoken_model"),
+    "transformers": ("jobs.verify.reference",),
+    "jinja2": ("text.templates.compiled", "text.templates.process"),  # never in the process of the server
     "msgspec": ("transport",),
     "cryptography": ("transport.sealing",),
     "fastapi": ("server",),
@@ -214,12 +436,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("server",),
     "pydantic": ("server",),
     "prometheus_client": ("server", "commands.top_view"),
-    "httpx": ("client",),
-    "rich": ("commands", "bench", "batch"),
-    "cyclopts": ("cli", "commands"),
+    "httpx": ("server.client",),
+    "rich": ("commands", "jobs.bench", "jobs.batch"),
+    "cyclopts": ("commands.cli", "commands"),
     "yaml": ("commands.yaml_settings",),
-    "llguidance": ("structured",),
-    "triton": ("kernels.triton",),
+    "llguidance": ("text.structured",),
+    "triton": ("gpu.triton",),
     "opentelemetry": ("server.otlp",),
     "ray": ("cluster.ray_launcher",),
 }
@@ -230,14 +452,14 @@ PUBLIC = ("", "testing")
 SUBJECTS = ("scheduling", "placement", "offloading", "fleet")
 """Of policy. None of them imports another."""
 
-PURE_ROOMS = ("core", "cost", "policy", "parsers")
+PURE_ROOMS = ("core", "cost", "policy", "text.parsers")
 IMPURE = (
     *("torch", "asyncio", "threading", "multiprocessing", "concurrent", "socket", "selectors", "subprocess"),
     *("time", "os", "queue", "secrets"),
 )
 LATE_IMPORTS = {
     "__main__": "Ctrl-C while modules load ends the command quietly, too",
-    "cli": "what a command does is imported when it is called, so that --help answers at once",
+    "commands.cli": "what a command does is imported when it is called, so that --help answers at once",
     "commands.plan": "only --hardware this needs torch, which takes seconds to import",
     "commands.place": "only --model needs torch, which takes seconds to import",
     "commands.groups": "as in cli",
@@ -246,11 +468,11 @@ LATE_IMPORTS = {
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "kernels.table": "Triton is imported for --kernels triton only, and need not be installed",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
-    "joining.__main__": "only a worker needs torch, which takes seconds to import",
-    "launch": "Ray is needed for --distributed-executor-backend ray only, and need not be installed",
+    "cluster.joining.__main__": "only a worker needs torch, which takes seconds to import",
+    "cluster.launch": "Ray is needed for --distributed-executor-backend ray only, and need not be installed",
     "models.hub": "the hub's library is needed for hub ids only and takes a second to import",
-    "verify.reference": "transformers need not be installed",
-    "templates.__main__": "its parent says where modules are found",
+    "jobs.verify.reference": "transformers need not be installed",
+    "text.templates.__main__": "its parent says where modules are found",
     "policy.offloading.flexgen": "only FlexGen's search needs SciPy, which takes half a second to import",
     "policy.placement.solvers": "only MoETuner imports SciPy's optimisers with it",
     "policy.placement.solvers.affinity": "a server that never solves a placement needs no SciPy",
@@ -268,7 +490,7 @@ NAMES = ("utils", "util", "common", "helpers", "manager", "misc")
 RULES: dict[str, Callable[[list[Module]], list[str]]] = {
     "rooms import only what the table of edges allows": lambda m: rules.crossings(m, EDGES),
     "no subject of policy imports another": lambda m: rules.entangled(m, "policy", SUBJECTS),
-    "each foreign library has one home": lambda m: rules.homeless(m, HOMES),
+    "each foreign library has one home": lambda m: rules.homeless(m, HOMES, EDGES),
     "nouns, prices and decisions are pure": lambda m: rules.impure(m, PURE_ROOMS, IMPURE),
     "no import cycles": rules.cycles,
     "every module is reached by a command or a public name": lambda m: rules.unreached(m, PUBLIC),
@@ -278,7 +500,7 @@ RULES: dict[str, Callable[[list[Module]], list[str]]] = {
     "the environment is read in config only": lambda m: rules.environment_readers(m, "config.environment"),
     "every function has a return type": rules.untyped,
     "nothing is named after nothing": lambda m: rules.drawers(m, NAMES),
-    "files and functions stay small": lambda m: rules.oversized(m, LONGER_FILES, 400, 50),
+    "files and functions stay small": lambda m: rules.oversized(m, LONGER_FILES, 600, 50),
 }
 
 VIOLATIONS = [
@@ -314,7 +536,7 @@ VIOLATIONS = [
     ("every function has a return type", "engine", "class A:\n    def f(self): ..."),
     ("nothing is named after nothing", "core.utils", ""),
     ("nothing is named after nothing", "core.x", "class BlockManager: ..."),
-    ("files and functions stay small", "core.x", "\n" * 401),
+    ("files and functions stay small", "core.x", "\n" * 601),
     ("files and functions stay small", "core.x", "def f() -> None:\n" + "    g()\n" * 50),
 ]
 
@@ -386,11 +608,11 @@ HEAVY = ("torch", "transformers", "fastapi", "huggingface_hub")
     ("module", "banned"),
     [
         ("moesaic", (*HEAVY, "numpy", "rich")),
-        ("moesaic.cli", (*HEAVY, "rich.progress")),
+        ("moesaic.commands.cli", (*HEAVY, "rich.progress")),
         pytest.param("moesaic.commands.serve", HEAVY[:3], marks=pytest.mark.slow),
         pytest.param("moesaic.server.app, moesaic.server.run", HEAVY[:2], marks=pytest.mark.slow),
         pytest.param("moesaic.engine", (*HEAVY, "jinja2"), marks=pytest.mark.slow),
-        ("moesaic.templates.process", (*HEAVY, "numpy", "tokenizers", "pydantic", "socket", "asyncio")),
+        ("moesaic.text.templates.process", (*HEAVY, "numpy", "tokenizers", "pydantic", "socket", "asyncio")),
     ],
 )
 def test_import_stays_light(module: str, banned: tuple[str, ...]) -> None:

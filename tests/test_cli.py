@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 import moesaic
-from moesaic import cli
-from moesaic.commands import doctor, flag_groups, machine, suggestions, usage
+from moesaic.commands import cli, doctor, flag_groups, machine, suggestions, usage
 from moesaic.commands.announce import capacity_line, requests_of_maximum_length
 from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
@@ -484,7 +483,7 @@ def test_the_flag_about_special_tokens_arrives(
         seen.append(settings["special_tokens_in_content"])
         raise ConfigError("enough")
 
-    for module in ("moesaic.commands.serve", "moesaic.batch.local"):
+    for module in ("moesaic.commands.serve", "moesaic.jobs.batch.local"):
         monkeypatch.setattr(f"{module}.launch", launch)
     (tmp_path / "in").write_text(
         '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'

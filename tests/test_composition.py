@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic import SamplingParams, cli
+from moesaic import SamplingParams
+from moesaic.cluster.joining import standby
 from moesaic.cluster.supervisor import Supervisor
+from moesaic.commands import cli
 from moesaic.core.errors import ConfigError
-from moesaic.joining import standby
-from moesaic.kernels import nvshmem_package
+from moesaic.gpu.nvshmem import package as nvshmem_package
 from moesaic.testing import byte_tokenizer
 from tests.commands.test_run_batch_offload import MACHINE, SIZES, answers, ask
 from tests.support import model_configs, pairs, quantizers, ray_nodes, tiny_models

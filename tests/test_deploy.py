@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from moesaic import cli
-from moesaic.commands import join, serve
+from moesaic.commands import cli, join, serve
 from moesaic.commands.flag_groups import GROUPS
 from moesaic.commands.options import Join
 from moesaic.config.values import MetricsPrefix

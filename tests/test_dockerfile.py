@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from moesaic import cli
-from moesaic.commands import serve
+from moesaic.commands import cli, serve
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "deploy" / "Dockerfile"

@@ -13,7 +13,7 @@ from moesaic.core.errors import EngineDeadError, OverloadedError, RequestError
 from moesaic.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
 from moesaic.engine import Engine
 from moesaic.testing import byte_tokenizer
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from moesaic.transport.codec import encode
 from moesaic.transport.local import LocalConnection, local_pair
 from tests.support import fake_worker

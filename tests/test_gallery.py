@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scripts import gallery, page_pictures
 
-from moesaic import cli
+from moesaic.commands import cli
 from tests.support import browser, hosts
 
 ROOT = Path(__file__).parent.parent

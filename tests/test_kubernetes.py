@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 import moesaic
-from moesaic import LLM, SamplingParams, cli
-from moesaic.commands import join, serve
+from moesaic import LLM, SamplingParams
+from moesaic.commands import cli, join, serve
 from moesaic.commands.options import Join
 from moesaic.server.guard import OPEN_PATHS
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moesaic import LLM, SamplingParams, cli
+from moesaic import LLM, SamplingParams
+from moesaic.commands import cli
 from moesaic.core.errors import CheckpointError
 from moesaic.core.request import FinishReason
 from moesaic.llm import Completion

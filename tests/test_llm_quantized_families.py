@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic import LLM, SamplingParams, cli
+from moesaic import LLM, SamplingParams
+from moesaic.commands import cli
 from moesaic.core.errors import ConnectionLost
 from moesaic.kernels import table
 from moesaic.models import files

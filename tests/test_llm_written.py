@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moesaic import LLM
+from moesaic.jobs.quantizing.options import QuantizeOptions
+from moesaic.jobs.quantizing.run import run
 from moesaic.kernels import table
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.quantizing.options import QuantizeOptions
-from moesaic.quantizing.run import run
 from moesaic.testing import byte_tokenizer
 from tests.models.test_quantized import CASES
 from tests.support import model_configs, pairs, tiny_models

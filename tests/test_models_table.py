@@ -10,7 +10,7 @@ import pytest
 from scripts import models_table
 from scripts.models_table import MEASURED, ROOT, ROWS, Row
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.kernels import table
 
 FP8 = {

@@ -16,8 +16,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import PassStats
 from moesaic.core.profile import Profile, Routes
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
-from moesaic.kvcache.paged import bytes_per_token
 from moesaic.models import registry
+from moesaic.models.kvcache.paged import bytes_per_token
 from moesaic.offload.weights import Streamed
 from moesaic.planning import USABLE, Job, Planned, longest_request, plan
 from moesaic.policy.offloading.footprint import Footprint

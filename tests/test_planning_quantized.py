@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.commands.plan import find_model
 from moesaic.commands.plan import plan as plan_command
 from moesaic.commands.plan_options import Plan

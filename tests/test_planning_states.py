@@ -11,8 +11,8 @@ import torch
 from moesaic import LLM, SamplingParams
 from moesaic.config import ModelConfig, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.kvcache.states import state_bytes
 from moesaic.models import registry
+from moesaic.models.kvcache.states import state_bytes
 from moesaic.planning import plan
 from moesaic.testing import byte_tokenizer
 from tests.support import model_configs, tiny_models

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic import cli
+from moesaic.commands import cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

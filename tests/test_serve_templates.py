@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 import moesaic
-from moesaic import LLM, cli
+from moesaic import LLM
+from moesaic.commands import cli
 from moesaic.core.errors import RequestError
 from moesaic.server.service import CHATS_AT_ONCE
 from tests.support.processes import all_children, gone

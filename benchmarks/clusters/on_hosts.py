@@ -28,8 +28,8 @@ from tests.support.joined_cluster import SERVER, WORKER, JoinedCluster, joined_c
 from moesaic import SamplingParams
 from moesaic.commands.plan import find_model
 from moesaic.core.errors import ConfigError
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.scenario import parse
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.scenario import parse
 
 MODEL = "demo"
 PROMPT, ANSWER, SEATS = 8, 16, 64

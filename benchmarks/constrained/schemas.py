@@ -18,7 +18,7 @@ from rich.table import Table
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
 from moesaic.core.errors import RequestError
 from moesaic.core.request import FinishReason
-from moesaic.structured.grammar import check
+from moesaic.text.structured.grammar import check
 
 PROMPT = "{"
 VALUES = ("const", "default", "enum", "examples")

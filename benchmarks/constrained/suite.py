@@ -14,9 +14,9 @@ from rich.table import Table
 
 from moesaic.core.errors import RequestError
 from moesaic.core.structured import StructuredOutputsParams
-from moesaic.structured.grammar import check, grammar_of
-from moesaic.structured.token_filter import GrammarFilter
-from moesaic.structured.vocabulary import Vocabulary
+from moesaic.text.structured.grammar import check, grammar_of
+from moesaic.text.structured.token_filter import GrammarFilter
+from moesaic.text.structured.vocabulary import Vocabulary
 
 END, WIDTH = 256, 257
 BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset({END}))

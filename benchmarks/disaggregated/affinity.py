@@ -33,11 +33,11 @@ from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.profile import Profile, Routes
+from moesaic.jobs.profiling import prompts as profiled
 from moesaic.models import files
 from moesaic.policy.placement import redundancy
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.profiling import prompts as profiled
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 
 RANKS = 2
 VANILLA = "vanilla"

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from disaggregated.serving import Served, percentile
-from moesaic.bench.arrivals import arrival_times
-from moesaic.bench.lengths import TraceRow, read_trace
+from moesaic.cluster.launch import launch
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.metrics import TransferStats
-from moesaic.launch import launch
+from moesaic.jobs.bench.arrivals import arrival_times
+from moesaic.jobs.bench.lengths import TraceRow, read_trace
 
 FEWEST = 8
 """Requests of a run at least."""

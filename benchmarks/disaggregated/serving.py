@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from moesaic import SamplingParams
+from moesaic.cluster.launch import Launched, launch
 from moesaic.cluster.router import Router
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertServerStats, WorkerStats
 from moesaic.core.placement import Placement
 from moesaic.kernels import table
-from moesaic.launch import Launched, launch
 from moesaic.models import files, registry
 
 SETTLE = 0.3

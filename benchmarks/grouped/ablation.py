@@ -21,11 +21,11 @@ from rich.table import Table
 from grouped import processes
 from grouped.exchange import CASES, BatchOrder, Exchange, Variant
 from grouped.processes import Call, slowest, task_folder, timed
-from moesaic.collectives.group import Group
-from moesaic.collectives.one_shot import OneShotGroup
-from moesaic.collectives.packets import Packet
 from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.one_shot import OneShotGroup
+from moesaic.experts.collectives.packets import Packet
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.runtime.group.experts import GroupCounts

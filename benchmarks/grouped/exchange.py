@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from moesaic.collectives.group import Group
-from moesaic.collectives.packets import FloatArray, Outgoing, Packet
-from moesaic.collectives.routing import Route, combine_pairs
 from moesaic.core.tokens import IntArray
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.packets import FloatArray, Outgoing, Packet
+from moesaic.experts.collectives.routing import Route, combine_pairs
 from moesaic.policy.placement.shuffle import Shuffle, plan
 from moesaic.runtime.group.forecast import NO_TOKENS, RowAssignment
 from moesaic.transport.peers import Peers

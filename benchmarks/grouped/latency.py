@@ -18,9 +18,9 @@ from rich.table import Table
 
 from grouped import processes, routes
 from grouped.processes import Call, slowest, task_folder, timed
-from moesaic.collectives.group import Group
-from moesaic.collectives.one_shot import OneShotGroup
-from moesaic.collectives.routing import Route, combine_pairs, dispatch
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.one_shot import OneShotGroup
+from moesaic.experts.collectives.routing import Route, combine_pairs, dispatch
 from moesaic.transport.peers import Peers
 
 DENSE = ("all-reduce", "reduce-scatter", "all-gather")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.collectives.group import equal_sizes
 from moesaic.core.tokens import IntArray
+from moesaic.experts.collectives.group import equal_sizes
 
 FLOAT = 4
 

@@ -24,11 +24,11 @@ from rich.table import Table
 from moesaic.config import ClusterConfig
 from moesaic.core.metrics import GroupStats, WorkerStats
 from moesaic.core.profile import Profile
+from moesaic.jobs.profiling.prompts import read
 from moesaic.models import files
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.profiling.prompts import read
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 
 ALONE = "one process"
 SHUFFLED = "shuffled"

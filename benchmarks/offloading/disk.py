@@ -93,7 +93,7 @@ def _batch(text: str) -> int | str:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The results of all runs, and their medians."""
     from moesaic.config import parse_bytes
-    from moesaic.tokenizer import Tokenizer
+    from moesaic.text.tokenizer import Tokenizer
 
     cap = parse_bytes("--cap", arguments.cap)
     limit = None if arguments.no_limit else cap + parse_bytes("--libraries", arguments.libraries)

@@ -18,17 +18,17 @@ from moesaic.cost import ops
 from moesaic.cost.hardware import Hardware, Level, Link, Processor
 from moesaic.cost.roofline import seconds
 from moesaic.cost.sizes import ModelSizes
-from moesaic.hardware import memory, products
-from moesaic.hardware.timing import Stopwatch
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models import registry
+from moesaic.models.kvcache.paged import PagedKV
 from moesaic.offload import link as links
 from moesaic.offload.caches import MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.parts import Part
+from moesaic.planning.hardware import memory, products
+from moesaic.planning.hardware.timing import Stopwatch
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 from moesaic.runtime import memory_levels
 from moesaic.runtime.machine import allowed_cpus, available_memory

@@ -55,9 +55,9 @@ from figures import Figure, Row, main
 from moesaic.cost import ops, roofline
 from moesaic.cost.machines import MACHINES
 from moesaic.cost.sizes import KNOWN, GroupedQuery
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.figures import Figures
-from moesaic.sim.scenario import parse
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.figures import Figures
+from moesaic.planning.sim.scenario import parse
 
 HERE = Path(__file__).parent
 MODEL = KNOWN["mixtral-8x7b"]

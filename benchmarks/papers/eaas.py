@@ -48,9 +48,9 @@ from typing import Any
 from figures import Figure, Row, main
 
 from moesaic.cost.sizes import KNOWN
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.figures import Figures
-from moesaic.sim.scenario import parse
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.figures import Figures
+from moesaic.planning.sim.scenario import parse
 
 LAYERS = 8
 MODEL = replace(KNOWN["deepseek-v3"], layers=LAYERS, moe_layers=LAYERS)

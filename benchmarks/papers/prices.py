@@ -2,7 +2,7 @@
 
 Volumes for each rank, of B rows of S bytes on G ranks (Speculative MoE, section 3.2): reduce-scatter or
 all-gather (G - 1) B S / G, all-reduce twice that, all-to-all k (1 - local) B S / G. The collectives of
-`moesaic.collectives` send these bytes, which tests/collectives checks.
+`moesaic.experts.collectives` send these bytes, which tests/experts/collectives checks.
 
     ds-moe     all-reduce, two all-to-alls, all-gather
     shuffled   shuffled reduce-scatter, two all-to-alls, shuffled all-gather

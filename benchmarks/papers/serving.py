@@ -45,14 +45,14 @@ from moesaic.core.profile import Routes as Recorded
 from moesaic.core.tokens import IntArray
 from moesaic.cost.machines import MACHINES
 from moesaic.cost.sizes import KNOWN, ModelSizes
+from moesaic.planning.sim import durations
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.routes import Routes, Rows
+from moesaic.planning.sim.scenario import parse
 from moesaic.policy.placement import held_out
 from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.policy.placement.locality import homes_of, measure, request_owners
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.sim import durations
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.routes import Routes, Rows
-from moesaic.sim.scenario import parse
 
 RANKS, LAYERS = 8, 2
 STATED = 400.0

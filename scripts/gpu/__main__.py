@@ -12,7 +12,7 @@ The parts, in this order:
   by rows and format;
 - speed: prefill and decode with CUDA graphs and without, beside transformers, and beside vLLM and SGLang
   where they can be imported here or by an interpreter that --pythons names;
-- tests: `pytest tests/device`, and those of the Triton kernels;
+- tests: `pytest tests/gpu`, and those of the Triton kernels;
 - larger than GPU memory: `serve --fast-memory` by schedules, beside the same model in memory;
 - processes: a worker and an expert server, on the CPU and on the GPU;
 - several GPUs: ranks that exchange rows by NCCL or through RAM, workers and servers.

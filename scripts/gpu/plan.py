@@ -15,7 +15,7 @@ TOTAL = 575
 """Seconds that all parts may take. Those that come late get what is left."""
 LARGE = "qwen3-moe-0.96b"
 """The checkpoint of `benchmarks/make_checkpoint.py` whose speed is measured on a GPU."""
-TESTS = ("tests/kernels/triton", "tests/device", "tests/test_llm_triton.py")
+TESTS = ("tests/gpu/triton", "tests/gpu", "tests/gpu/test_llm_triton.py")
 Found = dict[str, Any]
 
 

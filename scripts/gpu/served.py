@@ -24,7 +24,7 @@ import torch
 from scripts.gpu.plan import LARGE, ROOT, Found, Work, checkpoint
 
 from moesaic.commands import hardware
-from moesaic.hardware import file
+from moesaic.planning.hardware import file
 
 MACHINE, FILE = "the machine's memories and link", "machine.toml"
 IN_MEMORY = "in memory, one process"

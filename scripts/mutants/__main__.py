@@ -3,7 +3,7 @@
     python -m scripts.mutants --count 30                 thirty mutants, the tests of `make check`
     python -m scripts.mutants --count 30 --tier test     the tests of `make test`; hours
     python -m scripts.mutants --count 30 --list          what would be changed
-    python -m scripts.mutants --only src/moesaic/kvcache mutants of these files
+    python -m scripts.mutants --only src/moesaic/models/kvcache mutants of these files
     python -m scripts.mutants --root ../older            another tree's package with that tree's tests
     python -m scripts.mutants --near --tier test         only tests in the files nearest to each mutant
     python -m scripts.mutants --also-in ../older         mutants that can be made in the other tree too

@@ -6,7 +6,7 @@ from __future__ import annotations
 def main() -> int:
     """Run this process's command line. Returns the exit code."""
     try:
-        from moesaic import cli
+        from moesaic.commands import cli
 
         return cli.main()
     except KeyboardInterrupt:

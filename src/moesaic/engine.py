@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from moesaic.bad_words import BadWords, check_some_token_is_left
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, EngineDeadError, OverloadedError, RequestError
 from moesaic.core.metrics import WorkerStats
@@ -24,10 +23,11 @@ from moesaic.core.request import (
     TokenRoute,
 )
 from moesaic.core.worker_info import WorkerInfo
-from moesaic.detokenizer import IncrementalDecoder
-from moesaic.stop_strings import Search, StopStrings
-from moesaic.structured.grammar import grammar_of
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.bad_words import BadWords, check_some_token_is_left
+from moesaic.text.detokenizer import IncrementalDecoder
+from moesaic.text.stop_strings import Search, StopStrings
+from moesaic.text.structured.grammar import grammar_of
+from moesaic.text.tokenizer import Tokenizer
 from moesaic.transport.base import Connection
 
 MOST_BYTES = 1 << 27

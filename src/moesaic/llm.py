@@ -22,8 +22,8 @@ from moesaic.models import files
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.worker import Journal
-from moesaic.structured.grammar import check
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.structured.grammar import check
+from moesaic.text.tokenizer import Tokenizer
 from moesaic.transport.local import local_pair
 
 Prompt = str | list[int] | Mapping[str, Any]

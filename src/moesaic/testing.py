@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from moesaic.tokenizer import byte_level_alphabet
+from moesaic.text.tokenizer import byte_level_alphabet
 
 
 def byte_tokenizer(path: Path, special: Sequence[str] = (), **config: object) -> None:

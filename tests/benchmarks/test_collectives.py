@@ -13,12 +13,12 @@ from grouped import ablation, latency, routes, serve
 from grouped.exchange import CASES, BatchOrder, Exchange, Variant
 from grouped.processes import slowest
 
-from moesaic.collectives.group import Traffic
-from moesaic.collectives.one_shot import OneShotGroup
-from moesaic.collectives.packets import FloatArray, Packet, metadata_bytes
 from moesaic.core.metrics import ExpertStats, GroupStats, WorkerStats
 from moesaic.core.profile import Profile, Routes
 from moesaic.core.tokens import IntArray
+from moesaic.experts.collectives.group import Traffic
+from moesaic.experts.collectives.one_shot import OneShotGroup
+from moesaic.experts.collectives.packets import FloatArray, Packet, metadata_bytes
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers.tokens import labelled
 from moesaic.runtime.group.experts import GroupCounts

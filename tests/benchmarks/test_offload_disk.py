@@ -13,8 +13,8 @@ import pytest
 from offloading import contenders, disk, ours
 
 from moesaic.cost.machines import MACHINES
-from moesaic.hardware import file
 from moesaic.kernels import table
+from moesaic.planning.hardware import file
 
 from .conftest import FOLDER
 

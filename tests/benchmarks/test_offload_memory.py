@@ -16,8 +16,8 @@ from offloading import memory
 from rich.console import Console
 
 from moesaic.cost.machines import MACHINES
-from moesaic.hardware import file
 from moesaic.kernels import table
+from moesaic.planning.hardware import file
 
 MIB = 1 << 20
 

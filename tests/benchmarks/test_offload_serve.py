@@ -13,8 +13,8 @@ from offloading import serve
 from rich.console import Console
 
 from moesaic.cost.machines import MACHINES
-from moesaic.hardware import file
 from moesaic.kernels import table
+from moesaic.planning.hardware import file
 
 
 def test_no_two_prompts_begin_alike() -> None:

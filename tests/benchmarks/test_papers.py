@@ -10,7 +10,7 @@ import pytest
 from moesaic.core.profile import Routes
 from moesaic.cost.machines import MACHINES
 from moesaic.cost.sizes import KNOWN
-from moesaic.sim.routes import rows_of
+from moesaic.planning.sim.routes import rows_of
 
 from .conftest import FOLDER
 

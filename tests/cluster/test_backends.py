@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from moesaic.cluster.launch import launch
 from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.launch import launch
 from moesaic.trace.options import RecordConfig
 
 RAY = {"distributed_executor_backend": "ray"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moesaic.cluster.launch import launch
 from moesaic.cluster.local import spawn_server
 from moesaic.cluster.member import Member, RestartRule, Role
 from moesaic.cluster.members import Members
@@ -25,7 +26,6 @@ from moesaic.config import (
     gpus,
 )
 from moesaic.core.errors import ConfigError
-from moesaic.launch import launch
 from moesaic.transport.local import local_pair
 from tests.cluster.test_changes import LAYOUT, FakeProcess
 from tests.support.gpu_sanitizer import sanitized

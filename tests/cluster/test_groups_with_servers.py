@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.cluster.launch import launch
 from moesaic.config import ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.profile import Profile
-from moesaic.launch import launch
 from moesaic.testing import byte_tokenizer
 from moesaic.trace.options import RecordConfig
 from tests.cluster.test_groups import alone, same, soon

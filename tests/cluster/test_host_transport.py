@@ -20,7 +20,7 @@ from moesaic.config import (
     WorkerConfig,
 )
 from moesaic.core.errors import ConfigError
-from moesaic.kernels import nvshmem_package
+from moesaic.gpu.nvshmem import package as nvshmem_package
 from moesaic.transport.listening import kind_of
 from tests.support.cluster_driver import cluster
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from moesaic.batch.local import serving
 from moesaic.cluster import joined_launcher
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.joined_launcher import JoinedLauncher
@@ -18,6 +17,7 @@ from moesaic.cluster.member import Member, Role
 from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.jobs.batch.local import serving
 from tests.support.hosts import soon
 
 WORKER = WorkerConfig(ModelConfig("m", device="cpu"))

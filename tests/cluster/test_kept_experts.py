@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from moesaic.cluster.joining import loop, server
+from moesaic.cluster.joining.options import JoinOptions, OnJoined
 from moesaic.experts.keeping import KeptExperts
 from moesaic.experts.store import Store
-from moesaic.joining import loop, server
-from moesaic.joining.options import JoinOptions, OnJoined
 from moesaic.transport.secret import read_secret
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import Cluster, cluster

@@ -10,12 +10,12 @@ from typing import cast
 import pytest
 
 from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.joining.options import JoinOptions
 from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.member import Member, Role
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.joining.options import JoinOptions
 from moesaic.transport.stream import StreamConnection, stream_pair
 
 JOINING = JoinOptions("tcp:127.0.0.1:1", "attention-worker", model="/m", ticket="t")

@@ -14,6 +14,7 @@ import pytest
 from moesaic.cluster.dispatching import Ranked, dispatch_of
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.scaling import Changes
+from moesaic.cluster.solving.job import Job
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
@@ -23,7 +24,6 @@ from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.policy.placement.online import Forecast, Traffic, Verdict
 from moesaic.policy.placement.online_solution import Fleet
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.solving.job import Job
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
 from tests.cluster.test_identity import workload

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from moesaic.cluster.joining import enlisting
+from moesaic.cluster.joining.options import JoinOptions
 from moesaic.core import messages
 from moesaic.core.experts import ExpertLayout
-from moesaic.joining import enlisting
-from moesaic.joining.options import JoinOptions
 from moesaic.transport.stream import StreamConnection
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import Cluster, cluster

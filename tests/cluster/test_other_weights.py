@@ -78,7 +78,7 @@ PRETENDING = """
 import sys
 from moesaic.models import fingerprint
 fingerprint.of = lambda path: {same!r}
-from moesaic.cli import main
+from moesaic.commands.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -167,7 +167,7 @@ def test_a_rank_is_refused_if_the_files_change_while_a_group_starts(tmp_path: Pa
     stamp = fingerprint.stamp(path)
     without_down_projections(path)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("moesaic.launch.fingerprint.stamp", lambda path: stamp)
+        patched.setattr("moesaic.cluster.launch.fingerprint.stamp", lambda path: stamp)
         with (
             pytest.raises(ConnectionLost, match="the files changed since they were first read"),
             cluster(model=str(path), attention_workers=1, expert_servers=0, tensor_parallel_size=2),

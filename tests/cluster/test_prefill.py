@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.cluster.launch import launch
 from moesaic.cluster.member import RestartRule
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.request import RequestOutput
 from moesaic.core.structured import StructuredOutputsParams
-from moesaic.launch import launch
 from moesaic.testing import byte_tokenizer
 from tests.cluster.test_groups import same
 from tests.cluster.test_identity import alone

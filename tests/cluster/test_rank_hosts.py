@@ -118,7 +118,7 @@ def test_a_worker_that_is_removed_frees_its_hosts(members: Members) -> None:
 def test_ranks_compute_with_the_instruction_set_of_this_host(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moesaic.joining.enlisting.instruction_sets", lambda: ("avx512", "avx2"))
+    monkeypatch.setattr("moesaic.cluster.joining.enlisting.instruction_sets", lambda: ("avx512", "avx2"))
 
     def other(*sets: str) -> str | None:
         process = RemoteProcess(None, "10.0.0.2:1", Role.RANKS, instruction_sets=sets)  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from moesaic.cluster.join_listener import MAX_PENDING
+from moesaic.cluster.joining import enlisting
+from moesaic.cluster.joining.options import JoinOptions
 from moesaic.core import messages
-from moesaic.joining import enlisting
-from moesaic.joining.options import JoinOptions
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import MAGIC, NONCE
 from moesaic.transport.wakeup import Wakeup

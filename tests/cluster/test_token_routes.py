@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.cluster.launch import launch
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.request import RequestOutput, TokenRoute
-from moesaic.launch import launch
 from moesaic.trace.parts import collecting
 from tests.support import trace_reader
 from tests.support.cluster_driver import PATIENCE, Cluster

@@ -231,8 +231,8 @@ from pathlib import Path
 from moesaic.transport import host
 
 host.this_host = lambda: "another boot:1"  # before any other module takes it from there
-from moesaic.joining.options import JoinOptions
-from moesaic.joining.server import serve_once
+from moesaic.cluster.joining.options import JoinOptions
+from moesaic.cluster.joining.server import serve_once
 from moesaic.transport.secret import read_secret
 
 secret = read_secret(Path(sys.argv[2]), "secret")

@@ -19,10 +19,10 @@ from tests.support.processes import all_children, gone
 from tests.support.terminal import Terminal
 from tests.test_serve import COMMAND
 
-from moesaic import cli
-from moesaic.client import Chunk, Client, Usage
+from moesaic.commands import cli
 from moesaic.commands.chat import Screen, read_message
 from moesaic.commands.conversation import Answer, Conversation
+from moesaic.server.client import Chunk, Client, Usage
 
 CHAT = (sys.executable, "-m", "moesaic", "chat")
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from moesaic import cli
-from moesaic.commands import join, serve
+from moesaic.commands import cli, join, serve
 from moesaic.transport.secret import read_secret
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests.support import model_configs, tiny_models
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.models import files
 from moesaic.models.checkpoint import SINGLE
 from moesaic.models.compressing import Sizes

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from tests.support import pairs
 
-from moesaic import cli
-from moesaic.commands import descriptors
+from moesaic.commands import cli, descriptors
 from moesaic.core.errors import ConfigError
 
 LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'

@@ -9,7 +9,7 @@ from tests.commands.test_doctor_model import a_machine, examined, machine
 from tests.models.test_gguf import MIXES, WIDE
 from tests.support import gguf_files, model_configs, tiny_models
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.config import ModelConfig
 from moesaic.kernels import table
 from moesaic.runtime.model_loading import load_model as load

@@ -17,7 +17,7 @@ from tests.models.test_quantized import CASES
 from tests.support import model_configs, quantizers, tiny_models
 from tests.support.fake_hub import hub
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import OF_EXPERTS

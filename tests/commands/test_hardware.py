@@ -10,16 +10,16 @@ import torch
 from tests.models.test_quantized import CASES, FORMATS
 from tests.support import model_configs, quantizers, tiny_models
 
-from moesaic import cli
-from moesaic.commands import hardware, hardware_report
+from moesaic.commands import cli, hardware, hardware_report
 from moesaic.commands.options import MeasureHardware
 from moesaic.commands.plan import find_hardware
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import QUANT_METHOD
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
-from moesaic.hardware import cuda, measure
-from moesaic.hardware.measure import FULL, SHORT, Effort
+from moesaic.gpu import hardware as cuda
 from moesaic.models.headers import Headers
+from moesaic.planning.hardware import measure
+from moesaic.planning.hardware.measure import FULL, SHORT, Effort
 
 DISK = [
     {"repeated": False, "block_kib": 8192, "readers": 1, "gib": 0.5},

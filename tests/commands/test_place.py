@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.commands.options import Place, SolverName
 from moesaic.commands.place import save
 from moesaic.core.errors import ConfigError

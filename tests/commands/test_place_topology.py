@@ -11,7 +11,7 @@ import pytest
 from tests.policy.placement.solvers.test_priced import QUICK, pairs_of_topics
 from tests.support.planted_profiles import noise
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.core.placement import Placement
 from moesaic.policy.placement.solvers import priced
 

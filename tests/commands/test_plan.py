@@ -8,8 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from moesaic import cli
-from moesaic.commands import plan_picture
+from moesaic.commands import cli, plan_picture
 from moesaic.commands.plan import find_hardware, find_model, plan
 from moesaic.commands.plan_options import Plan
 from moesaic.commands.plan_report import Report, as_json, as_text

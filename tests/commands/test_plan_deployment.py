@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.planning.deployment import search, trials
 
 CLUSTER = """

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moesaic import LLM, cli
+from moesaic import LLM
+from moesaic.commands import cli
 from moesaic.commands.program import program
 from moesaic.commands.progress import progress
 from moesaic.core.profile import Profile
+from moesaic.jobs.profiling import run
 from moesaic.models import files
 from moesaic.models.registry import routed_model
-from moesaic.profiling import run
 
 TEXTS = {
     "code": ["def add(a, b):\n    return a + b", "for i in range(10):", "import numpy as np"],

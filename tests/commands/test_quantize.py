@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.models import files
 
 COMMAND = [sys.executable, "-m", "moesaic", "quantize", "demo"]

@@ -19,7 +19,7 @@ from tests.support import model_configs, quantizers, tiny_models
 from tests.support.fake_batch_server import line, results
 from tests.support.processes import children
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.cost.hardware import GIB
 from moesaic.kernels import table
 from moesaic.testing import byte_tokenizer

@@ -23,7 +23,8 @@ from tests.support import model_configs, pairs, tiny_models
 from tests.support.processes import all_children, children
 from tests.test_serve import Server, idle, start
 
-from moesaic import LLM, SamplingParams, cli
+from moesaic import LLM, SamplingParams
+from moesaic.commands import cli
 from moesaic.kernels import table
 from moesaic.testing import byte_tokenizer
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from moesaic import cli
-from moesaic.commands import serve, yaml_settings
+from moesaic.commands import cli, serve, yaml_settings
 from moesaic.config import ClusterConfig, ServerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 

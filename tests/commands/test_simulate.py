@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic import cli
-from moesaic.sim.trace import Trace
+from moesaic.commands import cli
+from moesaic.planning.sim.trace import Trace
 
 SCENARIO = """
 model = "demo"

@@ -19,7 +19,7 @@ from tests.server.conftest import NO_TLS
 from tests.support.terminal import Terminal
 from tests.test_serve import COMMAND
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.commands.top_view import Sample, draw, read_metrics, view
 from moesaic.core.cluster_status import ClusterCounters, ClusterStatus, Failure, ProcessStatus
 from moesaic.core.metrics import ExpertServerStats

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.support import browser
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.commands.trace import page, read, sums
 from moesaic.core.errors import ConfigError
 from moesaic.trace.parts import part_of

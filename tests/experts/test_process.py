@@ -21,10 +21,10 @@ from moesaic.core.metrics import ResidencyStats
 from moesaic.experts import process
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.keeping import KeptExperts
-from moesaic.experts.nvshmem_job import SECOND
 from moesaic.experts.process import _policy, _scheduler, _start_rule
-from moesaic.kernels import symmetric_heap
-from moesaic.kernels.symmetric_heap import SymmetricHeap
+from moesaic.gpu.nvshmem import symmetric_heap
+from moesaic.gpu.nvshmem.job import SECOND
+from moesaic.gpu.nvshmem.symmetric_heap import SymmetricHeap
 from moesaic.models import files
 from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
 from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves

@@ -23,7 +23,7 @@ from moesaic.models.headers import INDEX, SINGLE, Headers
 from moesaic.models.shard import Shard
 from moesaic.models.spec import KVLayout
 from moesaic.testing import byte_tokenizer
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 
 CASES = ("mixtral-linear", "qwen3-llama3-tied", "deepseek-full")
 

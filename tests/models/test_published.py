@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moesaic.cost.reading import read as read_sizes
-from moesaic.kvcache.states import state_bytes
+from moesaic.models.kvcache.states import state_bytes
 from moesaic.models.registry import read_spec
 
 GENERIC = {

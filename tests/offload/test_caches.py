@@ -6,8 +6,8 @@ import torch
 from tests.core.test_tokens import batch
 
 from moesaic.kernels import table
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Projected
+from moesaic.models.kvcache.paged import PagedKV
 from moesaic.models.spec import KVLayout
 from moesaic.offload.caches import MovingCache, ResidentCache
 from moesaic.offload.link import Link

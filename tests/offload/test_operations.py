@@ -13,8 +13,8 @@ from tests.core.test_tokens import batch
 from tests.support import model_configs, tiny_models
 
 from moesaic.kernels import table
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models import registry
+from moesaic.models.kvcache.paged import PagedKV
 from moesaic.models.model import Model
 from moesaic.offload.caches import ResidentCache
 from moesaic.offload.link import Link

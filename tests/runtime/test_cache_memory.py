@@ -56,6 +56,6 @@ def test_memory_that_runs_out_is_told_in_one_line(monkeypatch: pytest.MonkeyPatc
     def full(*given: object, **named: object) -> None:
         raise MemoryError("Unable to allocate 1.00 TiB. More words")
 
-    monkeypatch.setattr("moesaic.kvcache.memory.PagedKV", full)
+    monkeypatch.setattr("moesaic.models.kvcache.memory.PagedKV", full)
     said = refused("demo", kv_cache_memory="8MiB")
     assert said.startswith("--kv-cache-memory: got '8MiB'; allowed: less, or a smaller model")

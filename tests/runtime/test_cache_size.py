@@ -1,7 +1,7 @@
 """Which pool a worker gets."""
 
 from moesaic.config import CacheConfig
-from moesaic.kvcache.memory import CacheSize
+from moesaic.models.kvcache.memory import CacheSize
 from moesaic.offload.padding import PaddedBlocks
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.stateblocks import StateBlocks

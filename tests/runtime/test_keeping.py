@@ -14,8 +14,8 @@ from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import Request
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files
+from moesaic.models.kvcache.paged import PagedKV
 from moesaic.runtime import in_memory
 from moesaic.runtime.keeping import KeptModel
 from moesaic.runtime.model_loading import LoadedModel

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device.test_offload import STAYS
+from tests.gpu.test_offload import STAYS
 from tests.support import pairs
 
 from moesaic import LLM

@@ -13,13 +13,13 @@ from tests.support.cluster_driver import Cluster
 from transformers import AutoModelForCausalLM
 
 from moesaic import LLM, SamplingParams
+from moesaic.cluster.launch import launch
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.profile import Profile, Routes, SmallArray
 from moesaic.core.request import Request
 from moesaic.core.routing import ENDED, Assembly, RoutedModel, Rows, draw, joined
 from moesaic.core.tokens import TokenBatch
-from moesaic.launch import launch
 from moesaic.models import files
 from moesaic.models.registry import routed_model
 from moesaic.policy.scheduling.schedulers.actions import Admit, Release, StepPlan

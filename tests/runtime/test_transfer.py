@@ -15,7 +15,7 @@ from moesaic.core.endpoint import Endpoint
 from moesaic.core.metrics import TransferStats
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.kvcache.images import Bytes, Written
+from moesaic.models.kvcache.images import Bytes, Written
 from moesaic.policy.scheduling.schedulers.actions import Restore, StepPlan
 from moesaic.runtime.transfer import sending
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader

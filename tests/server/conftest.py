@@ -25,7 +25,7 @@ from moesaic.server.run import serve
 from moesaic.server.service import Cluster, Service
 from moesaic.server.unknown_fields import UnknownFields
 from moesaic.testing import byte_tokenizer
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from tests.support.fake_worker import FakeWorker, engine_and_worker, make_tokenizer
 
 MODEL = "org/fake-moe"

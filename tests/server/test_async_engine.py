@@ -14,7 +14,7 @@ from moesaic.core.errors import EngineDeadError, OverloadedError, RequestError
 from moesaic.core.request import RequestOutput, SamplingParams
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.errors import NotServingError
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from tests.support.fake_worker import FakeWorker, byte_ids, engine_and_worker
 
 pytestmark = pytest.mark.anyio

@@ -19,10 +19,10 @@ import pytest
 from moesaic.core.errors import OverloadedError, RendererError
 from moesaic.server.chat_threads import ChatThreads
 from moesaic.server.service import CHATS_AT_ONCE
-from moesaic.templates.pool import AT_ONCE
-from moesaic.templates.renderer import Limits, Renderer
 from moesaic.testing import byte_tokenizer
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.templates.pool import AT_ONCE
+from moesaic.text.templates.renderer import Limits, Renderer
+from moesaic.text.tokenizer import Tokenizer
 from tests.support.raw_http import connect, post
 
 from .conftest import PATIENCE, Launch, Live, launched

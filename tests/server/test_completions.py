@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.server.logprobs import CompletionLogprobsWriter
 from moesaic.server.prompts import Prompt
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from tests.support.fake_worker import BOS, EOS
 
 from .conftest import MODEL, Launch, Live

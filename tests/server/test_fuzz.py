@@ -11,7 +11,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import positive_data_acceptance
 from schemathesis.schemas import BaseSchema
 
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from tests.support.fake_cluster import FakeCluster
 
 from .conftest import MODEL, Live, launched

@@ -13,7 +13,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.server.app import create_app
 from moesaic.server.request_trace import Tracing
 from moesaic.server.service import Service
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
 from tests.support.fake_worker import engine_and_worker
 

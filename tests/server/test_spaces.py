@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, normalizers
 
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from tests.support.fake_worker import BOS, EOS, TEMPLATE
 
 from .conftest import MODEL, Live, launched

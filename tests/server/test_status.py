@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from moesaic.core.errors import ConfigError
 from moesaic.server.guard import OPEN_PATHS
 from moesaic.server.service import Service
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from tests.support.fake_worker import engine_and_worker
 
 from .conftest import MODEL, NO_TLS, Launch, Live

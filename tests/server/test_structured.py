@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moesaic.core.structured import StructuredOutputsParams
-from moesaic.structured.grammar import grammar_of
+from moesaic.text.structured.grammar import grammar_of
 
 from .conftest import MODEL, Live
 

@@ -10,13 +10,13 @@ from typing import Any
 import openai
 import pytest
 
-from moesaic.parsers.table import formats_of
 from moesaic.server.requests import Message, Tool
 from moesaic.server.tools import dumped, further_fields
-from moesaic.templates.compiled import compiled, rendered
 from moesaic.testing import byte_tokenizer
-from moesaic.tokenizer import Tokenizer
-from tests.parsers.answers import BERN, CALL, COMPLETE, TOOLS
+from moesaic.text.parsers.table import formats_of
+from moesaic.text.templates.compiled import compiled, rendered
+from moesaic.text.tokenizer import Tokenizer
+from tests.text.parsers.answers import BERN, CALL, COMPLETE, TOOLS
 
 from .conftest import MODEL, Live, launched
 

@@ -42,10 +42,6 @@ class Module:
         """The name within the package: "core.request", and "" for the package itself."""
         return self.name.partition(".")[2]
 
-    @property
-    def room(self) -> str:
-        return self.inner.partition(".")[0]
-
     @cached_property
     def nodes(self) -> list[ast.AST]:
         """All nodes of the module's syntax tree."""
@@ -107,22 +103,35 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
+def room_of(inner: str, rooms: Iterable[str]) -> str | None:
+    """The room in which a module lies: the longest of `rooms` that holds it, or None.
+
+    Example: with the rooms "cluster" and "cluster.joining", "cluster.joining.loop" is in "cluster.joining".
+    """
+    return max((room for room in rooms if within(inner, [room])), key=len, default=None)
+
+
+def in_places(inner: str, places: Iterable[str], rooms: Iterable[str]) -> bool:
+    """Whether a module lies in one of `places` without being in a room of its own there."""
+    room = room_of(inner, rooms)
+    return any(within(inner, [place]) and room_of(place, rooms) == room for place in places)
+
+
 def crossings(modules: Sequence[Module], allowed: Mapping[str, Sequence[str]]) -> list[str]:
     """Imports between rooms that the table does not allow, and rooms that it does not know."""
     known = names(modules)
     found = []
     for module in modules:
-        if module.room not in allowed:
-            found.append(
-                f"{module.name}: the room {module.room!r} is not in EDGES: say there what it may import"
-            )
+        room = room_of(module.inner, allowed)
+        if room is None:
+            found.append(f"{module.name} is in no room of EDGES: say there what it may import")
             continue
         for item in module.imports(known):
             root, _, inner = item.target.partition(".")
-            if root == PACKAGE and not within(inner, [module.room, *allowed[module.room]]):
-                may = ", ".join(allowed[module.room]) or "nothing of ours"
+            if root == PACKAGE and not in_places(inner, [room, *allowed[room]], allowed):
+                may = ", ".join(allowed[room]) or "nothing of ours"
                 found.append(
-                    f"{module.name}:{item.line} imports {item.target}; {module.room or PACKAGE!r} may import "
+                    f"{module.name}:{item.line} imports {item.target}; {room or PACKAGE!r} may import "
                     f"{may}: move the code, or argue for an edge"
                 )
     return found
@@ -133,7 +142,7 @@ def entangled(modules: Sequence[Module], room: str, subjects: Sequence[str]) -> 
     known = names(modules)
     found = []
     for module in modules:
-        if module.room != room or module.inner == room:
+        if not within(module.inner, [room]) or module.inner == room:
             continue
         mine = module.inner.split(".")[1]
         if mine not in subjects:
@@ -167,8 +176,11 @@ def unreached(modules: Sequence[Module], public: Sequence[str]) -> list[str]:
     ]
 
 
-def homeless(modules: Sequence[Module], homes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Foreign libraries imported outside of their homes, or without one."""
+def homeless(
+    modules: Sequence[Module], homes: Mapping[str, Sequence[str]], rooms: Iterable[str]
+) -> list[str]:
+    """Foreign libraries imported outside of their homes, or without one. A home holds no other room."""
+    rooms = list(rooms)
     found = []
     for module in modules:
         for item in module.imports():
@@ -177,7 +189,7 @@ def homeless(modules: Sequence[Module], homes: Mapping[str, Sequence[str]]) -> l
                 continue
             if library not in homes:
                 found.append(f"{module.name}:{item.line} imports {library}: give it a home in HOMES")
-            elif not within(module.inner, homes[library]):
+            elif not in_places(module.inner, homes[library], rooms):
                 places = ", ".join(homes[library])
                 found.append(
                     f"{module.name}:{item.line} imports {library}, whose home is {places}: go through it"
@@ -188,7 +200,7 @@ def homeless(modules: Sequence[Module], homes: Mapping[str, Sequence[str]]) -> l
 def impure(modules: Sequence[Module], rooms: Sequence[str], banned: Iterable[str]) -> list[str]:
     """Clocks, threads, I/O and global randomness in rooms that must be pure."""
     found = []
-    for module in (module for module in modules if module.room in rooms):
+    for module in (module for module in modules if within(module.inner, rooms)):
         where = [
             (item.line, f"imports {item.target}") for item in module.imports() if within(item.target, banned)
         ]

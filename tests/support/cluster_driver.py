@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from moesaic import SamplingParams
+from moesaic.cluster.launch import Launched, launch
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import (
@@ -23,7 +24,6 @@ from moesaic.config import (
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import TokenLogprob
-from moesaic.launch import Launched, launch
 from moesaic.trace.options import RecordConfig
 
 PATIENCE = 120.0

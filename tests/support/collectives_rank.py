@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.core.errors import ConnectionLost
+from moesaic.experts.collectives.one_shot import OneShotGroup
 from moesaic.transport.gathering import gather
 from tests.support import collectives_scenarios
 

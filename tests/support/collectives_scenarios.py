@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.collectives.group import Group
-from moesaic.collectives.packets import FloatArray
-from moesaic.collectives.routing import Route, combine_pairs, combine_sums, dispatch
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.packets import FloatArray
+from moesaic.experts.collectives.routing import Route, combine_pairs, combine_sums, dispatch
 
 WIDTH, ROWS, TOP_K, EXPERTS = 8, 24, 3, 12
 Outcome = dict[str, np.ndarray[Any, Any]]

@@ -25,13 +25,8 @@ from triton.runtime import driver
 
 from moesaic.core.experts import Activation
 from moesaic.core.stored import QUANTIZED, row_bytes
-from moesaic.kernels import table
-from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.exchange import ADDRESSES, LEAST_SLOTS, Exchange
-from moesaic.kernels.gating import Gating
-from moesaic.kernels.matrix import QuantizedMatrix
-from moesaic.kernels.states import StateSizes
-from moesaic.kernels.triton import (
+from moesaic.gpu.exchange.exchange_launches import ADDRESSES, LEAST_SLOTS, Exchange
+from moesaic.gpu.triton import (
     attention,
     cache,
     convolution,
@@ -45,6 +40,11 @@ from moesaic.kernels.triton import (
     nvshmem_exchange,
     rows,
 )
+from moesaic.kernels import table
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
+from moesaic.kernels.matrix import QuantizedMatrix
+from moesaic.kernels.states import StateSizes
 from moesaic.kernels.weights import ExpertWeights
 from tests.support import delta_steps, paged_steps
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from moesaic.cluster.launch import Launched, launch
 from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import ClusterConfig, WorkerConfig
-from moesaic.launch import Launched, launch
 
 PATIENCE = 240.0
 """Seconds after which a test counts as hanging, also on a busy machine."""
@@ -38,7 +38,7 @@ class OtherHosts:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Inside, clusters of `run-batch` have these hosts."""
-        with patch("moesaic.batch.local.launch", self._launch):
+        with patch("moesaic.jobs.batch.local.launch", self._launch):
             yield
 
     @contextmanager

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moesaic.batch.local import Served
-from moesaic.client import Client
+from moesaic.jobs.batch.local import Served
+from moesaic.server.client import Client
 
 Answer = tuple[int, dict[str, Any], dict[str, str]]
 

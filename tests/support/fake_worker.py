@@ -22,7 +22,7 @@ from moesaic.core.worker_info import WorkerInfo
 from moesaic.engine import Engine
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.testing import byte_tokenizer
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from moesaic.transport.local import LocalConnection, local_pair
 
 BOS, EOS, VOCAB = 256, 257, 258

@@ -115,7 +115,7 @@ class Forking:
         with (
             patch("moesaic.cluster.launcher.spawn_worker", self._spawn_worker),
             patch("moesaic.cluster.launcher.spawn_server", self._spawn_server),
-            patch("moesaic.launch.spawn_worker", self._spawn_worker),
+            patch("moesaic.cluster.launch.spawn_worker", self._spawn_worker),
             patch("moesaic.runtime.group.launcher.spawn_rank", self._spawn_rank),
         ):
             yield

@@ -14,7 +14,7 @@ from scripts.gpu import child, identity, kernels, served
 from scripts.gpu.parts import PARTS
 
 from moesaic.commands import bench_kernels
-from moesaic.hardware import roofline
+from moesaic.planning.hardware import roofline
 from tests.support.gpu_process import take_device
 
 SMALL: tuple[tuple[ModuleType, dict[str, Any]], ...] = (

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch._ops import OpOverload
 
-from moesaic.kernels.triton import launching
+from moesaic.gpu.triton import launching
 from tests.support.gpu_sanitizer import (
     CPU,
     DEVICE,

@@ -218,9 +218,9 @@ def _scalar(one: Any) -> int:
 def nvshmem(late: float = LATE, seed: int = 0) -> Iterator[NvshmemByTcp]:
     """Within it this process may join a job on the device. Gives its SymmetricJobs."""
     jobs = NvshmemByTcp(late, seed)
-    taken: list[tuple[str, Any]] = [("moesaic.kernels.symmetric_heap.jobs", lambda device: jobs)]
+    taken: list[tuple[str, Any]] = [("moesaic.gpu.nvshmem.symmetric_heap.jobs", lambda device: jobs)]
     taken += [(f"moesaic.{name}.check_installed", lambda: None) for name in CHECKS]
-    taken += [(f"moesaic.kernels.triton.nvshmem.{name}", call) for name, call in CALLS.items()]
+    taken += [(f"moesaic.gpu.triton.nvshmem.{name}", call) for name, call in CALLS.items()]
     with contextlib.ExitStack() as patches:
         for name, value in taken:
             patches.enter_context(mock.patch(name, value))
@@ -231,7 +231,7 @@ def nvshmem(late: float = LATE, seed: int = 0) -> Iterator[NvshmemByTcp]:
 
 
 CALLS = {"put_signal": put_signal, "at_least": at_least}
-CHECKS = ("kernels.symmetric_heap", "cluster.host_transport", "joining.enlisting")
+CHECKS = ("gpu.nvshmem.symmetric_heap", "cluster.host_transport", "cluster.joining.enlisting")
 """Modules that ask whether NVSHMEM is installed."""
 
 

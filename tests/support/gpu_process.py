@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from moesaic import cli
 from moesaic.cluster import launcher, local
+from moesaic.commands import cli
 from moesaic.config import WorkerConfig
 
 NAME = "tests.support.gpu_process"
@@ -34,7 +34,7 @@ def main() -> int:
             return cli.main()
     if "--connection-fd" not in sys.argv and "--rank" not in sys.argv:
         with (
-            patch("moesaic.launch.spawn_worker", _worker),
+            patch("moesaic.cluster.launch.spawn_worker", _worker),
             patch.object(launcher, "spawn_worker", _worker),
             patch.object(launcher, "spawn_server", gpu_server_process.started),
             patch("moesaic.cluster.host_transport.check_installed"),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from moesaic.core.errors import ConfigError, DamagedMessage
-from moesaic.kernels.device_sharing import BLOCK
+from moesaic.gpu.ipc.device_sharing import BLOCK
 from tests.support.gpu_sanitizer import STREAM, OnDevice
 
 MAGIC = b"a file of the tests:"
@@ -124,8 +124,8 @@ def shared_memory() -> Iterator[FileSharing]:
     """Within it processes on the device share memory by files. Gives their FileSharing."""
     files = FileSharing()
     with (
-        mock.patch("moesaic.kernels.device_sharing.sharing", return_value=files),
-        mock.patch("moesaic.kernels.device_sharing.check_installed"),
+        mock.patch("moesaic.gpu.ipc.device_sharing.sharing", return_value=files),
+        mock.patch("moesaic.gpu.ipc.device_sharing.check_installed"),
     ):
         try:
             yield files

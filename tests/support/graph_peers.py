@@ -15,12 +15,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from moesaic.collectives.group import Group
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost
+from moesaic.experts.collectives.group import Group
 from moesaic.kernels import table
-from moesaic.runtime.group.device_rows import DeviceRows
 from moesaic.runtime.group.rows import HostRows, RowCollectives
+from moesaic.runtime.group.tensor_rows import DeviceRows
 from tests.support.gpu_graphs import CAPTURED, Graph
 from tests.support.gpu_sanitizer import in_thread, numbers_of
 from tests.support.thread_peers import Sent, ThreadPeers, nothing_sent

@@ -11,8 +11,8 @@ from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width
 from moesaic.kernels.states import CHUNK
-from moesaic.kvcache.states import StateCache
 from moesaic.models.block import Gated, Projected
+from moesaic.models.kvcache.states import StateCache
 from moesaic.models.model import Model
 
 SEATS = 100

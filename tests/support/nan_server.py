@@ -67,7 +67,7 @@ def main() -> int:
     else:
         spoil()
     if sys.argv[1:2] == ["join"]:
-        from moesaic.cli import main as command
+        from moesaic.commands.cli import main as command
 
         return command(sys.argv[1:])
     from moesaic.experts.__main__ import main as server

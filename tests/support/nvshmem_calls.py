@@ -10,7 +10,7 @@ from unittest import mock
 import triton
 import triton.language as tl
 
-from moesaic.kernels.triton import nvshmem
+from moesaic.gpu.triton import nvshmem
 
 Put = Callable[[int, int, int, int, int, int], None]
 """As `nvshmem.put_signal`."""

@@ -29,7 +29,7 @@ def command(pid: int) -> str:
 def joining(address: str) -> list[int]:
     """Ids of the processes of this machine that were started to join a cluster."""
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if "moesaic.joining" in command(pid) and address in command(pid)]
+    return [pid for pid in pids if "moesaic.cluster.joining" in command(pid) and address in command(pid)]
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from moesaic.core.paced import LinkModel
+from moesaic.planning.sim.client import SimulatedExperts
+from moesaic.planning.sim.connection import AtBarrier, Call, Connection, Hello, Submission
+from moesaic.planning.sim.device import Device, Stream
+from moesaic.planning.sim.server import SimulatedServer
+from moesaic.planning.sim.timeline import Timeline
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.schedulers.expert_server import Run
-from moesaic.sim.client import SimulatedExperts
-from moesaic.sim.connection import AtBarrier, Call, Connection, Hello, Submission
-from moesaic.sim.device import Device, Stream
-from moesaic.sim.server import SimulatedServer
-from moesaic.sim.timeline import Timeline
 from tests.support.recorded_cluster import RecordedService
 
 EARLIER = 1e-8

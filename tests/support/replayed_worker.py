@@ -13,6 +13,11 @@ import numpy as np
 
 from moesaic.core.messages import Cancel, Submit
 from moesaic.core.tokens import IntArray
+from moesaic.planning.sim.device import Device
+from moesaic.planning.sim.executor import SimulatedExecutor
+from moesaic.planning.sim.routes import Routes
+from moesaic.planning.sim.timeline import Timeline
+from moesaic.planning.sim.worker import SimulatedWorker
 from moesaic.policy.scheduling.schedulers.actions import (
     Admit,
     Arrived,
@@ -28,11 +33,6 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepDone,
     StepPlan,
 )
-from moesaic.sim.device import Device
-from moesaic.sim.executor import SimulatedExecutor
-from moesaic.sim.routes import Routes
-from moesaic.sim.timeline import Timeline
-from moesaic.sim.worker import SimulatedWorker
 from tests.support.recorded_cluster import Journal
 
 EARLIER = 1e-8

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.core.errors import ConnectionLost
-from moesaic.runtime.group.device_rows import DeviceRows
+from moesaic.experts.collectives.one_shot import OneShotGroup
+from moesaic.runtime.group.tensor_rows import DeviceRows
 from moesaic.runtime.group.torch_peers import TorchPeers
 from moesaic.transport.gathering import gather
 from tests.support import row_scenarios

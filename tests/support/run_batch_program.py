@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moesaic.batch.options import RunBatch
-from moesaic.batch.run import run, run_with
-from moesaic.batch.show import print_summary
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.jobs.batch.options import RunBatch
+from moesaic.jobs.batch.run import run, run_with
+from moesaic.jobs.batch.show import print_summary
 from tests.support.fake_batch_server import FakeServer
 
 

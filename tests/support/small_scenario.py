@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moesaic.cost.sizes import GroupedQuery, ModelSizes
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.scenario import Scenario, parse
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.scenario import Scenario, parse
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 4, 16, 8, 2
 MODEL = ModelSizes("small", LAYERS, HIDDEN, 64, GroupedQuery(2, 1, 8), LAYERS, EXPERTS, TOP_K, 32)

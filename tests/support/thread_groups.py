@@ -9,10 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 from moesaic import LLM
-from moesaic.collectives.group import Group
-from moesaic.collectives.one_shot import OneShotGroup, local_group
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.one_shot import OneShotGroup, local_group
 from moesaic.runtime.group.build_rank import follower
 from moesaic.runtime.group.launcher import of_rank
 from moesaic.transport.peers import HALF_BYTES

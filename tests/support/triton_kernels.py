@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from moesaic.gpu.triton import operations
+from moesaic.gpu.triton.launching import INTERPRETED, Launches
 from moesaic.kernels import table
-from moesaic.kernels.triton import operations
-from moesaic.kernels.triton.launching import INTERPRETED, Launches
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TRITON = table.pick(DEVICE, "triton")

@@ -18,9 +18,9 @@ from tests.support import trace_reader
 from tests.support.cluster_driver import Cluster
 from tests.support.trace_reader import Row, Span
 
-from moesaic import cli
+from moesaic.cluster.launch import launch
+from moesaic.commands import cli
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from moesaic.launch import launch
 from moesaic.trace.parts import folder_of
 
 pytestmark = pytest.mark.usefixtures("quick_workers")

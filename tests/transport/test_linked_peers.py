@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tests.support.linked_ends import PATIENCE, SECRET, linked
 
-from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.experts.collectives.one_shot import OneShotGroup
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Terms, prove_as_client
 from moesaic.transport.gathering import gather

@@ -32,6 +32,7 @@ from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
 from moesaic.cluster.scaling import COUNTED, Change, Changes, Joined
+from moesaic.cluster.solving.job import Job
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -43,7 +44,6 @@ from moesaic.policy.placement.locality import Rule
 from moesaic.policy.placement.online import Traffic, judge
 from moesaic.policy.placement.online_solution import Fleet, Solution
 from moesaic.policy.placement.spreading import exposed
-from moesaic.solving.job import Job
 
 LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 5.0

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from moesaic.config import ClusterConfig, HostTransport, Transport, WorkerConfig, ucx_tls
 from moesaic.core.errors import ConfigError
-from moesaic.kernels.nvshmem_package import check_installed
+from moesaic.gpu.nvshmem.package import check_installed
 from moesaic.transport.nixl_link import check_nixl
 
 LOG = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import cast
 
 from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.joining import enlisting
 from moesaic.cluster.member import Member
 from moesaic.config.values import KernelName
-from moesaic.joining import enlisting
 
 
 def in_use(members: Iterable[Member]) -> KernelName | None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import cast
 
 from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.joining.options import JoinOptions
 from moesaic.cluster.launched_process import LaunchedProcess, Settings
 from moesaic.cluster.member import Member, Role
 from moesaic.config import ExpertServerConfig, KernelName, WorkerConfig
-from moesaic.joining.options import JoinOptions
 from moesaic.models import fingerprint
 
 POLL_SECONDS = 0.1

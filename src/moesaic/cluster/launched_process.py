@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.joining.options import JoinOptions
 from moesaic.cluster.member import Member
 from moesaic.config import ExpertServerConfig, KernelName, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.joining.options import JoinOptions
 from moesaic.transport.awaited import AwaitedConnection
 from moesaic.transport.host import this_host
 

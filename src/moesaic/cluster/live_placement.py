@@ -1,6 +1,6 @@
 """Solves the placement and the dispatch tables anew from live routing (`--rebalance routing`).
 
-A thread writes down what was recorded and waits for a process that solves it (`moesaic.solving`). The
+A thread writes down what was recorded and waits for a process that solves it (`moesaic.cluster.solving`). The
 supervisor's thread asks `take` for the result, lets the policy judge it, and makes the change. So no request
 and no restart ever waits for a solver.
 """
@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moesaic.cluster.dispatching import tables_of
+from moesaic.cluster.solving.job import Job, read
 from moesaic.config import ClusterConfig, worker_environment
 from moesaic.core.cluster_status import PlacementSolve
 from moesaic.core.errors import MoesaicError
@@ -26,7 +27,6 @@ from moesaic.core.profile import Profile
 from moesaic.core.tables import Tables
 from moesaic.policy.placement.online import SolveRule, Traffic, Verdict
 from moesaic.policy.placement.online_solution import Solution
-from moesaic.solving.job import Job, read
 from moesaic.trace.live_routing import LiveRouting
 
 LOG = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class LivePlacement:
     def _solve(self, job: Job, folder: Path) -> Solution | str:
         """The answer of a process, or why there is none."""
         job.save(folder)
-        command = [sys.executable, "-m", "moesaic.solving", str(folder), str(SECONDS)]
+        command = [sys.executable, "-m", "moesaic.cluster.solving", str(folder), str(SECONDS)]
         process = self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,  # its end ends the process, too

@@ -30,12 +30,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.joining.options import JoinOptions
+from moesaic.cluster.joining.watcher import ProcessWatcher
 from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.member import Member, Role
 from moesaic.config import ClusterConfig, ExpertServerConfig, KernelName, WorkerConfig
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.joining.options import JoinOptions
-from moesaic.joining.watcher import ProcessWatcher
 from moesaic.models import fingerprint
 from moesaic.policy.fleet.nodes import Resources, has, no_room, preferred, threads_that_fit
 from moesaic.transport import address as addresses

@@ -32,7 +32,6 @@ from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.newcomers import Newcomers
-from moesaic.cluster.nvshmem_places import NvshmemPlaces
 from moesaic.cluster.placing import FirstPlacement, read_placement
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.recovery import recover
@@ -49,6 +48,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.placement import Placement
+from moesaic.gpu.nvshmem.places import NvshmemPlaces
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
 

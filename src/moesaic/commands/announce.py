@@ -21,7 +21,7 @@ from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.messages import Loading, Message, Ready
 from moesaic.core.worker_info import WorkerInfo
-from moesaic.parsers.table import Formats
+from moesaic.text.parsers.table import Formats
 
 
 class Announcer:

@@ -19,12 +19,13 @@ from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import COMPRESSED, is_packed
 from moesaic.cost.sizes import ModelSizes
-from moesaic.hardware import cuda, memory, roofline
-from moesaic.hardware.operations import Sizes
-from moesaic.hardware.roofline import Roofs, Speed
-from moesaic.hardware.timing import Stopwatch
+from moesaic.gpu import hardware as cuda
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
+from moesaic.planning.hardware import memory, roofline
+from moesaic.planning.hardware.operations import Sizes
+from moesaic.planning.hardware.roofline import Roofs, Speed
+from moesaic.planning.hardware.timing import Stopwatch
 from moesaic.runtime.machine import available_memory, cores
 
 USUAL = ("bfloat16", "int8", "int4")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from moesaic.bench import serve as bench_serve
-from moesaic.bench.options import ServeBench
-from moesaic.bench.report import print_report
+from moesaic.jobs.bench import serve as bench_serve
+from moesaic.jobs.bench.options import ServeBench
+from moesaic.jobs.bench.report import print_report
 
 
 def run(options: ServeBench, as_json: bool) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from moesaic.bench import throughput
-from moesaic.bench.options import ThroughputBench
 from moesaic.commands.tracing import announced
 from moesaic.config import WorkerConfig
+from moesaic.jobs.bench import throughput
+from moesaic.jobs.bench.options import ThroughputBench
 
 
 def run(options: ThroughputBench, worker: WorkerConfig, as_json: bool) -> int:

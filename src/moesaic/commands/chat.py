@@ -12,12 +12,12 @@ from typing import TextIO
 
 from rich.console import Console
 
-from moesaic import logs
-from moesaic.client import Chunk, Client
 from moesaic.commands.client_options import Chat
 from moesaic.commands.conversation import Answer, Conversation
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
+from moesaic.server.client import Chunk, Client
+from moesaic.trace import logs
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 PROMPT, MORE = ">>> ", "... "
@@ -102,7 +102,7 @@ async def _opened(options: Chat) -> AsyncIterator[Conversation]:
             name = options.model or await _first_model(client)
             yield Conversation(client, name, options.system_prompt, fields)
         return
-    from moesaic.batch.local import serving  # slow imports, which a server elsewhere does not need
+    from moesaic.jobs.batch.local import serving  # slow imports, which a server elsewhere does not need
 
     model = ModelConfig(options.target, max_model_len=options.max_model_len, threads=options.threads)
     worker = WorkerConfig(model, CacheConfig(), SchedulerConfig(max_num_seqs=1), log_level="warning")

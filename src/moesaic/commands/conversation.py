@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from moesaic.client import Chunk, Client, Usage
+from moesaic.server.client import Chunk, Client, Usage
 
 
 @dataclass

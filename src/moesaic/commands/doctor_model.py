@@ -43,7 +43,7 @@ from moesaic.planning.sizes import (
 )
 from moesaic.runtime.cache_size import AUTO_SHARE, AUTO_SHARE_CUDA
 from moesaic.runtime.offloaded import paged_layout
-from moesaic.tokenizer import Tokenizer, check_files
+from moesaic.text.tokenizer import Tokenizer, check_files
 
 UNKNOWN_MODEL = "MODEL"
 """Stands in a command for the directory of a model of which only a config.json was given."""

@@ -10,7 +10,6 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands.flags import FLAT, Output
 from moesaic.commands.import_options import ImportProfile
 from moesaic.commands.options import InitCluster, KernelsBench, MeasureHardware, ShowProfile
@@ -22,7 +21,8 @@ from moesaic.config import (
     WorkerConfig,
     api_key,
 )
-from moesaic.profiling.options import ProfileOptions
+from moesaic.jobs.bench.options import ServeBench, ThroughputBench
+from moesaic.jobs.profiling.options import ProfileOptions
 
 bench = App(
     name="bench",

@@ -18,10 +18,11 @@ from moesaic.config import Device, ModelConfig
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.core.stored import COMPRESSED, is_packed
 from moesaic.cost.hardware import Hardware
-from moesaic.hardware import cuda, file
-from moesaic.hardware.measure import FULL, SHORT, Converting, Effort, Measuring
+from moesaic.gpu import hardware as cuda
 from moesaic.kernels import table
 from moesaic.models.files import gguf_at, is_gguf
+from moesaic.planning.hardware import file
+from moesaic.planning.hardware.measure import FULL, SHORT, Converting, Effort, Measuring
 from moesaic.planning.sizes import by_config, has_weights, of_checkpoint
 from moesaic.runtime import offloaded
 

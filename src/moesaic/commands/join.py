@@ -7,13 +7,13 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from moesaic import logs
+from moesaic.cluster.joining import child, enlisting, server
+from moesaic.cluster.joining.loop import join
+from moesaic.cluster.joining.options import JoinOptions
 from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
-from moesaic.joining import child, enlisting, server
-from moesaic.joining.loop import join
-from moesaic.joining.options import JoinOptions
+from moesaic.trace import logs
 from moesaic.transport.secret import read_secret
 
 

@@ -17,7 +17,7 @@ from moesaic.cost.sizes import KNOWN
 from moesaic.planning.deployment.search import Deployments
 from moesaic.planning.deployment.serving import commands, notes, per_host
 from moesaic.planning.deployment.trials import Trial
-from moesaic.sim.figures import Spread
+from moesaic.planning.sim.figures import Spread
 
 
 def as_json(plan: Deployments, options: Plan) -> str:

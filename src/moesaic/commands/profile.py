@@ -9,9 +9,9 @@ from rich.table import Table
 
 from moesaic.commands.progress import progress
 from moesaic.config import ModelConfig
-from moesaic.profiling import run as profiling
-from moesaic.profiling.options import ProfileOptions
-from moesaic.profiling.run import Report
+from moesaic.jobs.profiling import run as profiling
+from moesaic.jobs.profiling.options import ProfileOptions
+from moesaic.jobs.profiling.run import Report
 
 
 def run(options: ProfileOptions, model: ModelConfig, as_json: bool) -> int:

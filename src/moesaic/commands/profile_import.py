@@ -10,8 +10,8 @@ from rich.table import Table
 from moesaic.commands.import_options import ImportProfile
 from moesaic.commands.progress import progress
 from moesaic.commands.writable import require_writable
-from moesaic.profiling import importing
-from moesaic.profiling.importing import Report
+from moesaic.jobs.profiling import importing
+from moesaic.jobs.profiling.importing import Report
 
 
 def run(options: ImportProfile, as_json: bool) -> int:

@@ -14,9 +14,9 @@ from rich.table import Table
 from moesaic.commands.progress import progress
 from moesaic.commands.units import in_bytes
 from moesaic.core.errors import ConfigError
-from moesaic.quantizing import run as quantizing
-from moesaic.quantizing.options import QuantizeOptions
-from moesaic.quantizing.run import Cost
+from moesaic.jobs.quantizing import run as quantizing
+from moesaic.jobs.quantizing.options import QuantizeOptions
+from moesaic.jobs.quantizing.run import Cost
 
 NAMED = 8
 """Experts with few tokens that are named; --json has all."""

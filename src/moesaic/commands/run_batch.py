@@ -8,21 +8,21 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from moesaic import logs
-from moesaic.batch import lengths
-from moesaic.batch import run as batch
-from moesaic.batch.options import RunBatch
-from moesaic.batch.output import answered
-from moesaic.batch.show import Summary, print_summary
 from moesaic.commands import descriptors, larger_than_memory, offload_report
 from moesaic.commands.starting import without_plan
 from moesaic.commands.tracing import announced, announced_routing
 from moesaic.config import ClusterConfig, LogLevel, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
+from moesaic.jobs.batch import lengths
+from moesaic.jobs.batch import run as batch
+from moesaic.jobs.batch.options import RunBatch
+from moesaic.jobs.batch.output import answered
+from moesaic.jobs.batch.show import Summary, print_summary
 from moesaic.models import files
 from moesaic.planning import Planned, longest_request, plan
 from moesaic.runtime.offloaded import paged_layout
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
+from moesaic.trace import logs
 from moesaic.trace.options import RecordConfig
 
 HERE = ("input_file", "output_file", "max_in_flight", "base_url", "api_key")

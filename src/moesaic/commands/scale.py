@@ -6,10 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-from moesaic.client import Client
 from moesaic.commands.options import Scale
 from moesaic.commands.processes import as_lines
 from moesaic.core.errors import ConfigError
+from moesaic.server.client import Client
 
 
 def run(options: Scale, as_json: bool) -> int:

@@ -9,8 +9,8 @@ import torch
 from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
-from moesaic.hardware.products import random
 from moesaic.kernels import table
+from moesaic.planning.hardware.products import random
 from moesaic.policy.scheduling.minimum_batch import MOST, Decisions, cpu_curves
 
 MODEL = "Qwen3-30B-A3B"

@@ -13,7 +13,8 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
 
-from moesaic import __version__, logs
+from moesaic import __version__
+from moesaic.cluster.launch import Launched, launch
 from moesaic.commands import standing_by
 from moesaic.commands.announce import Announcer
 from moesaic.commands.starting import without_plan
@@ -29,10 +30,10 @@ from moesaic.config import (
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import ConfigError, EngineDeadError, MoesaicError
 from moesaic.core.messages import Message
-from moesaic.launch import Launched, launch
-from moesaic.parsers.table import check_parsers, formats_of
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
+from moesaic.text.parsers.table import check_parsers, formats_of
+from moesaic.trace import logs
 from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
 

@@ -11,9 +11,9 @@ from moesaic.commands.simulate_options import Simulate
 from moesaic.commands.writable import require_writable
 from moesaic.core.errors import ConfigError
 from moesaic.cost.sizes import KNOWN
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.scenario import Scenario, load
-from moesaic.sim.trace import Trace
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.scenario import Scenario, load
+from moesaic.planning.sim.trace import Trace
 
 
 def run(options: Simulate, json: bool) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.commands.panels import Line, Panel, bars, lines, page
-from moesaic.sim.figures import Figures
+from moesaic.planning.sim.figures import Figures
 
 OVER_TIME = "Of all requests together, with the warm-up."
 QUEUED = "Waiting: not admitted yet. Running: they hold cache blocks of an attention worker."

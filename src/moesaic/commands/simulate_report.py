@@ -11,7 +11,7 @@ from rich.table import Table
 from moesaic.commands.processes import in_text
 from moesaic.commands.tables import numbers, pairs
 from moesaic.commands.units import in_bytes
-from moesaic.sim.figures import Figures, Spread
+from moesaic.planning.sim.figures import Figures, Spread
 
 ROWS = 16
 """Maximum number of devices that are listed one by one."""

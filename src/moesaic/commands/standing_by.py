@@ -7,11 +7,11 @@ import json
 from contextlib import closing
 from pathlib import Path
 
+from moesaic.cluster.joining import standby
+from moesaic.cluster.launch import check
 from moesaic.config import ClusterConfig, ServerConfig, WorkerConfig
-from moesaic.joining import standby
-from moesaic.launch import check
 from moesaic.server.listener import bind
-from moesaic.tokenizer import Tokenizer
+from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace.options import RecordConfig
 from moesaic.transport.secret import read_secret
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from moesaic.client import ApiError, Client
 from moesaic.commands.client_options import Top
 from moesaic.commands.top_view import Sample, View, draw, read_metrics, view
 from moesaic.core.errors import ConnectionLost
+from moesaic.server.client import ApiError, Client
 
 STATUS = "/v1/fault_tolerance/status"
 SECONDS = 10.0

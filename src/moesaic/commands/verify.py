@@ -13,11 +13,11 @@ from rich.table import Table
 
 from moesaic.commands.model_options import PROMPT, Verify
 from moesaic.commands.progress import progress
+from moesaic.jobs.verify.compare import Verdict, verify
 from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.runtime.machine import cores
-from moesaic.tokenizer import Tokenizer
-from moesaic.verify.compare import Verdict, verify
+from moesaic.text.tokenizer import Tokenizer
 
 DEQUANTISED = {
     "moesaic": "The checkpoint is quantised, or a GGUF file. transformers computed in float32 with the "

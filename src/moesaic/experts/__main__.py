@@ -9,11 +9,11 @@ import signal
 import socket
 import traceback
 
-from moesaic import logs
 from moesaic.config import ExpertServerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.experts.process import serve
+from moesaic.trace import logs
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 

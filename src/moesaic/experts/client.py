@@ -20,10 +20,10 @@ import torch
 from moesaic.core.experts import Directory
 from moesaic.core.messages import FaultyServer, JoinNvshmem
 from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.gpu.ipc.device_heap import Place
 from moesaic.kernels.moving import arrays
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.transport.device_heap import Place
 
 
 @dataclass(frozen=True)

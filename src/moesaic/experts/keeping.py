@@ -9,7 +9,7 @@ from collections.abc import Callable
 from moesaic.config import ExpertServerConfig
 from moesaic.core.metrics import ResidencyStats
 from moesaic.experts.backend import ExpertBackend
-from moesaic.kernels.nvshmem_package import Membership
+from moesaic.gpu.nvshmem.package import Membership
 
 LOG = logging.getLogger(__name__)
 

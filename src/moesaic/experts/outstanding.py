@@ -14,10 +14,10 @@ from moesaic.core.experts import ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts.client import RequestHandle
+from moesaic.gpu.ipc.device_heap import Place
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import Replicas, ReplicaStats
 from moesaic.transport.calls import Call, Caller
-from moesaic.transport.device_heap import Place
 
 if TYPE_CHECKING:
     from moesaic.experts.relaying import RelayedCall

@@ -19,10 +19,10 @@ from moesaic.experts.outstanding import (
     every_pair,
 )
 from moesaic.experts.relaying import RelayedPart, Relaying, Shares
+from moesaic.gpu.ipc.device_calls import DeviceCaller
+from moesaic.gpu.ipc.device_heap import Place
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
 from moesaic.transport.calls import Call, Caller
-from moesaic.transport.device_calls import DeviceCaller
-from moesaic.transport.device_heap import Place
 
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
 

@@ -25,12 +25,12 @@ from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
 from moesaic.experts.keeping import KeptExperts, Loaded
-from moesaic.experts.mailbox_answerer import MailboxAnswerer
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
-from moesaic.kernels.nvshmem_package import Membership
+from moesaic.gpu.exchange.mailbox_answerer import MailboxAnswerer
+from moesaic.gpu.nvshmem.package import Membership
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
 from moesaic.policy.scheduling.microqueue import QueuePolicy
@@ -45,8 +45,8 @@ from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
 if TYPE_CHECKING:
-    from moesaic.experts.device_rows import ServerRows
-    from moesaic.experts.nvshmem_job import NvshmemJob
+    from moesaic.gpu.ipc.device_rows import ServerRows
+    from moesaic.gpu.nvshmem.job import NvshmemJob
 
 REPORT_SECONDS = 0.2
 ATTENTION = 4.0
@@ -137,9 +137,9 @@ def _job(config: ExpertServerConfig, process: Membership) -> NvshmemJob | None:
         return None
     import torch
 
-    from moesaic.experts.nvshmem_job import NvshmemJob
-    from moesaic.kernels import symmetric_heap
-    from moesaic.kernels.exchange import MOST_ROWS
+    from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
+    from moesaic.gpu.nvshmem import symmetric_heap
+    from moesaic.gpu.nvshmem.job import NvshmemJob
 
     jobs = symmetric_heap.jobs(torch.device(config.device))
     return NvshmemJob(jobs, config.layout, MOST_ROWS, process)
@@ -154,9 +154,9 @@ def _listener(
         return Listener(config.address, secret, remote=remote, one_sided=config.transport == "nixl"), None
     import torch
 
-    from moesaic.experts.device_rows import ServerRows
-    from moesaic.experts.nvshmem_answerer import Inbox
-    from moesaic.kernels import device_sharing
+    from moesaic.gpu.ipc import device_sharing
+    from moesaic.gpu.ipc.device_rows import ServerRows
+    from moesaic.gpu.nvshmem.answerer import Inbox
 
     device = torch.device(config.device)
     if job is not None:

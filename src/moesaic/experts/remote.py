@@ -24,7 +24,6 @@ from moesaic.experts.answer_check import Check, WrongAnswer
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
-from moesaic.experts.device_rows import WorkerRows
 from moesaic.experts.observer import ClientObserver, Routes, UnobservedClient
 from moesaic.experts.outstanding import (
     AnswerMemory,
@@ -37,6 +36,7 @@ from moesaic.experts.outstanding import (
 )
 from moesaic.experts.posting import Arrivals, Sender
 from moesaic.experts.relaying import Relaying, open_calls
+from moesaic.gpu.ipc.device_rows import WorkerRows
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.relays import needing, waited_for

@@ -23,16 +23,16 @@ from moesaic.experts.backend import CallPairs, ExpertBackend
 from moesaic.experts.observer import ServerObserver, UnobservedServer
 from moesaic.experts.relay import Answering, Relay
 from moesaic.experts.workers import Workers
+from moesaic.gpu.ipc.device_calls import DeviceIncoming
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.transport.calls import Answerer, Incoming
-from moesaic.transport.device_calls import DeviceIncoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait, yield_core
 from moesaic.transport.wakeup import Wakeup
 
 if TYPE_CHECKING:
-    from moesaic.experts.device_rows import ServerRows, SharedCall
+    from moesaic.gpu.ipc.device_rows import ServerRows, SharedCall
 
 LOG = logging.getLogger(__name__)
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)

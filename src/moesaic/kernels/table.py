@@ -11,8 +11,8 @@ import torch
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.gpu.exchange.exchange_launches import ExchangeOperations
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.exchange import ExchangeOperations
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.reference import attention, collectives, delta, dense, experts, gate
@@ -295,10 +295,10 @@ def pick(device: str, wanted: str = "auto") -> Kernels:
 def _triton(kind: str) -> Kernels:
     """Raises ConfigError without Triton, and on a CPU outside of Triton's interpreter."""
     try:
-        from moesaic.kernels.triton import exchange, nvshmem_exchange
-        from moesaic.kernels.triton.graphs import GraphRecorder
-        from moesaic.kernels.triton.launching import INTERPRETED
-        from moesaic.kernels.triton.operations import OPERATIONS
+        from moesaic.gpu.triton import exchange, nvshmem_exchange
+        from moesaic.gpu.triton.graphs import GraphRecorder
+        from moesaic.gpu.triton.launching import INTERPRETED
+        from moesaic.gpu.triton.operations import OPERATIONS
     except ImportError as error:
         raise ConfigError(f"--kernels triton: {error}; pip install triton") from None
     if kind == "cpu" and not INTERPRETED:

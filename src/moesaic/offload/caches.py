@@ -12,8 +12,8 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Block
+from moesaic.models.kvcache.paged import PagedKV
 from moesaic.models.spec import KVLayout
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part

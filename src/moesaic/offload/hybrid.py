@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kvcache.states import StateCache
 from moesaic.models.block import Block
+from moesaic.models.kvcache.states import StateCache
 from moesaic.offload.caches import Cache
 from moesaic.offload.parts import Part
 

@@ -12,8 +12,8 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Gated, Projected
+from moesaic.models.kvcache.paged import PagedKV
 from moesaic.policy.offloading.microbatch import divide
 
 

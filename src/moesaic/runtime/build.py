@@ -13,10 +13,10 @@ from moesaic.core.worker_info import WorkerInfo
 from moesaic.experts.client import NoServers
 from moesaic.kernels.matrix import kind_of
 from moesaic.kernels.table import torch_code
-from moesaic.kvcache.memory import HybridMemory
-from moesaic.kvcache.paged import PagedKV, bytes_per_token
-from moesaic.kvcache.states import state_bytes
 from moesaic.models import files, fingerprint
+from moesaic.models.kvcache.memory import HybridMemory
+from moesaic.models.kvcache.paged import PagedKV, bytes_per_token
+from moesaic.models.kvcache.states import state_bytes
 from moesaic.runtime import in_memory, offloaded, out_of_memory
 from moesaic.runtime.cache_size import check_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
@@ -27,8 +27,8 @@ from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.runtime.transfer.receiving import KVReceiver
 from moesaic.runtime.transfer.sending import EARLY_BYTES, PIECE_BYTES, KVSender
 from moesaic.runtime.worker import Worker
-from moesaic.structured import vocabulary
-from moesaic.structured.constraints import Constraints
+from moesaic.text.structured import vocabulary
+from moesaic.text.structured.constraints import Constraints
 
 
 def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:

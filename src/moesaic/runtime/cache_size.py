@@ -6,10 +6,10 @@ import torch
 
 from moesaic.config import CacheConfig, WorkerConfig, parse_bytes
 from moesaic.core.errors import ConfigError
-from moesaic.kvcache.memory import CacheSize
-from moesaic.kvcache.paged import bytes_per_token
-from moesaic.kvcache.states import state_bytes
 from moesaic.models import files, registry
+from moesaic.models.kvcache.memory import CacheSize
+from moesaic.models.kvcache.paged import bytes_per_token
+from moesaic.models.kvcache.states import state_bytes
 from moesaic.models.shard import Shard
 from moesaic.models.spec import ModelSpec
 from moesaic.offload.padding import PaddedBlocks

@@ -13,9 +13,9 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.routing import RowSink
 from moesaic.experts.client import ExpertServers
-from moesaic.kvcache.images import CopiedMemory
-from moesaic.kvcache.memory import CacheSize, LayerMemory
 from moesaic.models.checkpoint import Progress
+from moesaic.models.kvcache.images import CopiedMemory
+from moesaic.models.kvcache.memory import CacheSize, LayerMemory
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.speculation import Speculation

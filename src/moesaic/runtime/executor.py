@@ -13,8 +13,7 @@ import torch
 from moesaic.core import messages
 from moesaic.core.request import NO_TOKEN, Request, TokenLogprob, TokenRoute
 from moesaic.experts.client import ExpertServers
-from moesaic.kvcache.memory import LayerMemory
-from moesaic.logs import of_request
+from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -41,7 +40,8 @@ from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Step, StepResult, StepRunner
 from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.transfer.pieces import Transfers
-from moesaic.structured.constraints import Constraints
+from moesaic.text.structured.constraints import Constraints
+from moesaic.trace.logs import of_request
 from moesaic.transport.base import Connection
 
 LOG = logging.getLogger(__name__)

@@ -17,11 +17,14 @@ from moesaic.core.metrics import ExpertStats
 from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connector import Connector, as_it_is
-from moesaic.experts.device_rows import WorkerRows
 from moesaic.experts.pacing import Pacing
 from moesaic.experts.remote import RemoteExperts
-from moesaic.kernels import device_sharing
-from moesaic.kvcache.memory import CacheSize, layer_memory
+from moesaic.gpu.exchange.exchanged_step import ExchangedRunner
+from moesaic.gpu.exchange.full_graphs import Asked, check_full_graphs, full_graphs
+from moesaic.gpu.graphs.graphs import GraphRunner
+from moesaic.gpu.ipc import device_sharing
+from moesaic.gpu.ipc.device_rows import WorkerRows
+from moesaic.models.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.minimum_batch import Decisions
@@ -35,7 +38,6 @@ from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.device_curves import curves_of
 from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
-from moesaic.runtime.full_graphs import Asked, check_full_graphs, full_graphs
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -47,8 +49,6 @@ from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.predicting import LayerPredictor
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
-from moesaic.runtime.step.exchanged import ExchangedRunner
-from moesaic.runtime.step.graphs import GraphRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner

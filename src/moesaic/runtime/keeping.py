@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from moesaic.kernels.nvshmem_package import Membership
+from moesaic.gpu.nvshmem.package import Membership
 from moesaic.runtime.machine import trim_freed_memory
 from moesaic.runtime.model_loading import LoadedModel
 

@@ -19,13 +19,13 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.offload import Offload
 from moesaic.kernels import table
-from moesaic.kvcache.memory import CacheSize, HybridMemory, LayerMemory
-from moesaic.kvcache.paged import PagedKV
-from moesaic.kvcache.split import SplitKV
-from moesaic.kvcache.states import StateCache
 from moesaic.models import files
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
+from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory
+from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.split import SplitKV
+from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import ModelSpec
 from moesaic.offload.arena import Arena
 from moesaic.offload.by_expert import StreamedByExpert

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.gpu.graphs.graphs import PredictionRunner
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.sampling.checking import Sampled
 from moesaic.runtime.step.eager import EagerRunner
-from moesaic.runtime.step.graphs import PredictionRunner
 from moesaic.runtime.step.running_step import Step, StepResult
 
 

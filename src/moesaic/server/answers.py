@@ -8,10 +8,10 @@ import uuid
 from dataclasses import dataclass, field
 
 from moesaic.core.request import FinishReason, RequestOutput
-from moesaic.parsers.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
-from moesaic.parsers.table import Formats
-from moesaic.parsers.values import Tools
 from moesaic.server.responses import CalledFunction, ChatDelta, ChatFinishReason, ChatMessage, ToolCall
+from moesaic.text.parsers.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from moesaic.text.parsers.table import Formats
+from moesaic.text.parsers.values import Tools
 
 _SHORT = 9
 """Letters and digits in the ids of Mistral's calls."""

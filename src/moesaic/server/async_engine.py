@@ -25,10 +25,10 @@ from moesaic.core.errors import (
 from moesaic.core.request import FinishReason, RequestOutput, SamplingParams
 from moesaic.core.worker_info import WorkerInfo
 from moesaic.engine import Engine
-from moesaic.logs import REQUEST, of_request
 from moesaic.server.errors import NotServingError
 from moesaic.server.meter import Meter
 from moesaic.server.request_trace import TRACE
+from moesaic.trace.logs import REQUEST, of_request
 
 LOG = logging.getLogger(__name__)
 

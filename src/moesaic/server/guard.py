@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moesaic.logs import REQUEST
 from moesaic.server import web_page
 from moesaic.server.errors import Problem, shown
 from moesaic.server.hosts import Hosts
+from moesaic.trace.logs import REQUEST
 
 MAX_BODY_BYTES = 32 * 2**20
 MANY_BODIES = 16

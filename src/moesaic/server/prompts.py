@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moesaic.core.errors import RequestError
-from moesaic.parsers.table import Formats
 from moesaic.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -18,6 +17,7 @@ from moesaic.server.requests import (
 )
 from moesaic.server.service import Service, Tokenizer
 from moesaic.server.tools import further_fields, require_roles, variables_of
+from moesaic.text.parsers.table import Formats
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesaic.core.request import SamplingParams
-from moesaic.logs import REQUEST
 from moesaic.server.meter import Times
+from moesaic.trace.logs import REQUEST
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",

@@ -15,12 +15,12 @@ from moesaic.core.cluster_status import ClusterLoad, ClusterStatus
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import SamplingParams
-from moesaic.parsers.table import AUTO, Formats, formats_of
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.chat_threads import IN_TOKENIZER, ChatThreads
 from moesaic.server.errors import UnknownModelError
 from moesaic.server.request_trace import TRACE
 from moesaic.server.unknown_fields import UnknownFields
+from moesaic.text.parsers.table import AUTO, Formats, formats_of
 
 CHATS_AT_ONCE = 4
 """Number of conversations that the chat template is applied to at a time."""
@@ -107,7 +107,7 @@ class Service:
     started: float = field(default_factory=time.time)
     """Time at which serving started, on the wall clock."""
     tool_call_parser: str = AUTO
-    """Name of the parser of tool calls. Names: see moesaic.parsers.table."""
+    """Name of the parser of tool calls. Names: see moesaic.text.parsers.table."""
     reasoning_parser: str = AUTO
     """Name of the parser of reasoning."""
     cluster: Cluster | None = None

@@ -13,7 +13,7 @@ from moesaic.core.request import SamplingParams
 from moesaic.core.structured import StructuredOutputsParams
 from moesaic.server.requests import Body, GenerationRequest, ResponseFormat
 from moesaic.server.service import Service
-from moesaic.structured.grammar import check
+from moesaic.text.structured.grammar import check
 
 LOG = logging.getLogger(__name__)
 _ROOT = "structured_outputs"

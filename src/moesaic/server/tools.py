@@ -10,8 +10,6 @@ from typing import Any
 from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.structured import StructuredOutputsParams
-from moesaic.parsers.table import Formats
-from moesaic.parsers.values import Tools
 from moesaic.server.answers import Reading
 from moesaic.server.requests import (
     ChatRequest,
@@ -24,7 +22,9 @@ from moesaic.server.requests import (
 )
 from moesaic.server.service import Service
 from moesaic.server.structured import named
-from moesaic.structured.grammar import check, json_rule
+from moesaic.text.parsers.table import Formats
+from moesaic.text.parsers.values import Tools
+from moesaic.text.structured.grammar import check, json_rule
 
 DEEPEST = 100
 """Maximum depth of lists and objects inside of one another, in schemas and in arguments."""

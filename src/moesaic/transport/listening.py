@@ -12,6 +12,10 @@ from pathlib import Path
 
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.gpu.exchange.lifeline import Lifeline
+from moesaic.gpu.exchange.mailbox import MailboxClient, MailboxServer, accept_mailbox, confirm, make_mailbox
+from moesaic.gpu.ipc.device_calls import DeviceAnswerer
+from moesaic.gpu.ipc.device_heap import SharedMemory
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import (
@@ -24,12 +28,8 @@ from moesaic.transport.authentication import (
     read_exactly,
 )
 from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, MIN_HEAP, Answerer, Caller
-from moesaic.transport.device_calls import DeviceAnswerer
-from moesaic.transport.device_heap import SharedMemory
 from moesaic.transport.host import advertised, this_host
 from moesaic.transport.host_watch import watch
-from moesaic.transport.lifeline import Lifeline
-from moesaic.transport.mailbox import MailboxClient, MailboxServer, accept_mailbox, confirm, make_mailbox
 from moesaic.transport.nixl_link import check_installed
 from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller, meet
 from moesaic.transport.sealed_socket import Wire, wire

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.core.errors import ConfigError
 from moesaic.core.paced import LinkModel
 from moesaic.planning.deployment import serving, spec

@@ -14,7 +14,7 @@ from moesaic.planning.deployment.estimate import Estimates
 from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.search import EQUAL
 from moesaic.planning.deployment.trials import Candidate, Simulator
-from moesaic.sim import routes
+from moesaic.planning.sim import routes
 from tests.support import small_plan
 from tests.support.small_scenario import EXPERTS, LAYERS, MODEL, TOP_K
 

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from moesaic import cli
+from moesaic.commands import cli
 from moesaic.config import ClusterConfig
 from moesaic.planning.deployment import serving
 from moesaic.planning.deployment.layouts import Layout

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tests.policy.placement.solvers.test_priced import QUICK, pairs_of_topics, two_level
 
+from moesaic.cluster.solving.job import Job, answer, read
 from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.policy.placement.online import Forecast, SolveRule, Traffic, judge
 from moesaic.policy.placement.online_solution import SHARE, Fleet, solve
 from moesaic.policy.placement.solvers import priced
 from moesaic.policy.placement.solvers.align import numbered_like
-from moesaic.solving.job import Job, answer, read
 
 GIB = 1 << 30
 QUIET = Forecast(local=0.5, remote_bytes=0.0, critical=20.0, balancedness=0.5)

@@ -12,11 +12,11 @@ import pytest
 from tests.support.group_placements import write
 from tests.support.thread_groups import group_of_threads
 
-from moesaic.collectives.one_shot import local_group
 from moesaic.config import ModelConfig, ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
+from moesaic.experts.collectives.one_shot import local_group
 from moesaic.models import files, registry
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, equal_owners, placed

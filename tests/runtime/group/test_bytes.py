@@ -13,13 +13,13 @@ from tests.support.group_placements import recorded, write
 from tests.support.thread_groups import Threads, group_of_threads
 
 from moesaic import SamplingParams
-from moesaic.collectives.group import Traffic
-from moesaic.collectives.packets import metadata_bytes
 from moesaic.core.metrics import GroupStats
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
+from moesaic.experts.collectives.group import Traffic
+from moesaic.experts.collectives.packets import metadata_bytes
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.shuffle import Align, Shuffle, plan
 from moesaic.testing import byte_tokenizer

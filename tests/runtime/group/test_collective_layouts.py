@@ -16,9 +16,9 @@ from tests.support.thread_groups import group_of_threads
 from moesaic import SamplingParams
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
-from moesaic.kvcache.paged import bytes_per_token
 from moesaic.llm import Completion
 from moesaic.models import registry
+from moesaic.models.kvcache.paged import bytes_per_token
 from moesaic.models.shard import Shard
 from moesaic.testing import byte_tokenizer
 

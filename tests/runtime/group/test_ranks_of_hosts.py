@@ -9,8 +9,8 @@ from tests.support.group_placements import recorded, write
 from tests.support.thread_groups import group_of_threads
 
 from moesaic import LLM, SamplingParams
-from moesaic.collectives.group import Traffic
 from moesaic.core.errors import ConfigError
+from moesaic.experts.collectives.group import Traffic
 from moesaic.runtime.group.meeting import RankPlace
 
 PROMPTS = [[5, 9, 300, 7, 1, 44], [12, 13]]

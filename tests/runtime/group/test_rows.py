@@ -14,16 +14,16 @@ from typing import IO
 import numpy as np
 import pytest
 import torch
-from tests.collectives.test_death import PATIENCE, line
+from tests.experts.collectives.test_death import PATIENCE, line
 from tests.support import row_scenarios
 from tests.support.collectives_scenarios import Outcome
 
-from moesaic.collectives.group import Group
-from moesaic.collectives.one_shot import local_group
 from moesaic.config import one_gpu, worker_environment
 from moesaic.core.errors import ConnectionLost
-from moesaic.runtime.group.device_rows import DeviceRows
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.one_shot import local_group
 from moesaic.runtime.group.rows import HostRows, RowCollectives
+from moesaic.runtime.group.tensor_rows import DeviceRows
 from moesaic.runtime.group.torch_peers import TorchPeers
 
 CPU = torch.device("cpu")

@@ -12,15 +12,15 @@ import pytest
 import torch
 from tests.support.paged_steps import tokens
 
-from moesaic.collectives.one_shot import local_group
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.experts.collectives.one_shot import local_group
+from moesaic.gpu.graphs.graph_inputs import unrecorded
+from moesaic.gpu.ranks.recorded_attention import AttentionRecordings
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.runtime.group import shared_attention
 from moesaic.runtime.group.arrays import pack
-from moesaic.runtime.group.recorded_attention import AttentionRecordings
 from moesaic.runtime.group.rows import HostRows
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
-from moesaic.runtime.step.graph_inputs import unrecorded
 
 WIDTH = 4
 BLOCKS = [10.0, 20.0]

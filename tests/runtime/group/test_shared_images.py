@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from moesaic.collectives.group import Group
-from moesaic.collectives.one_shot import local_group
 from moesaic.core.errors import ConnectionLost
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.one_shot import local_group
 from moesaic.kernels.states import StateSizes
 from moesaic.kernels.table import REFERENCE
-from moesaic.kvcache.memory import HybridMemory
-from moesaic.kvcache.paged import PagedKV
-from moesaic.kvcache.states import StateCache
+from moesaic.models.kvcache.memory import HybridMemory
+from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import KVLayout
 from moesaic.runtime.group import shared_images
 from moesaic.runtime.group.shared_images import GroupMemory, next_message

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.bench.lengths import TraceRow, read_trace
 from moesaic.core.errors import ConfigError
-from moesaic.sim.fields import read
-from moesaic.sim.scenario import ObjectivesTable, RoutingTable, WorkloadTable
+from moesaic.jobs.bench.lengths import TraceRow, read_trace
+from moesaic.planning.sim.fields import read
+from moesaic.planning.sim.scenario import ObjectivesTable, RoutingTable, WorkloadTable
 
 FLAG, SLO = "--workload", "--slo"
 ROWS = 100_000

@@ -12,7 +12,7 @@ from moesaic.core.curves import Curve
 from moesaic.core.paced import LinkModel, PacedDevices
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment.layouts import Layout, attention_model
-from moesaic.sim.durations import of_machine
+from moesaic.planning.sim.durations import of_machine
 
 NUMBER_BYTES = 4
 """Bytes of one number of a row between a worker and a server: moesaic sends float32."""

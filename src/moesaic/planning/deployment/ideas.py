@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from moesaic.planning.deployment.estimate import Estimate
 from moesaic.planning.deployment.layouts import Layout, memory
 from moesaic.planning.deployment.trials import Candidate, OutOfTime, Simulator, Trial
+from moesaic.planning.sim.scenario import Fault
 from moesaic.policy.offloading import planner
 from moesaic.policy.offloading.policies import Workload
-from moesaic.sim.scenario import Fault
 
 WORTH = 1.02
 """Ratio of good tokens/s from which an idea is worth it."""

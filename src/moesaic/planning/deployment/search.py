@@ -26,8 +26,8 @@ from moesaic.planning.deployment.ideas import Verdict
 from moesaic.planning.deployment.layouts import Layout, every, memory
 from moesaic.planning.deployment.spec import FLAG, ClusterSpec
 from moesaic.planning.deployment.trials import Candidate, OutOfTime, Simulator, Trial
-from moesaic.sim.scenario import ObjectivesTable, Scenario
-from moesaic.sim.shape import Shape
+from moesaic.planning.sim.scenario import ObjectivesTable, Scenario
+from moesaic.planning.sim.shape import Shape
 
 FIRST, SECOND = 6, 2
 """Layouts of round 1, and of round 2."""

@@ -38,7 +38,7 @@ from moesaic.core.paced import LinkModel, PacedDevices
 from moesaic.core.topology import HostLink, pairs
 from moesaic.cost.hardware import Hardware, from_tables
 from moesaic.cost.machines import MACHINES
-from moesaic.sim.fields import names, number, read, setting, text, whole
+from moesaic.planning.sim.fields import names, number, read, setting, text, whole
 
 FLAG = "--cluster"
 SHORT = re.compile(

@@ -16,9 +16,9 @@ from moesaic.planning.deployment.estimate import Estimate
 from moesaic.planning.deployment.hosts import topology
 from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.spec import ClusterSpec
-from moesaic.sim.cluster import SimulatedCluster
-from moesaic.sim.figures import Figures
-from moesaic.sim.scenario import (
+from moesaic.planning.sim.cluster import SimulatedCluster
+from moesaic.planning.sim.figures import Figures
+from moesaic.planning.sim.scenario import (
     Fault,
     ObjectivesTable,
     PlacementTable,
@@ -27,7 +27,7 @@ from moesaic.sim.scenario import (
     Servers,
     Workers,
 )
-from moesaic.sim.timeline import SAMPLE
+from moesaic.planning.sim.timeline import SAMPLE
 
 LAYERS = (8, 4, 2)
 """Numbers of layers that are simulated in place of all. The first whose events are few enough is taken."""

@@ -15,13 +15,13 @@ import time
 
 import torch
 
-from moesaic import logs
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
 from moesaic.runtime.group.build_rank import follower
 from moesaic.runtime.group.launcher import ALIVE, ALIVE_SECONDS
 from moesaic.runtime.group.meeting import RankPlace, meet
+from moesaic.trace import logs
 
 
 def main() -> int:

@@ -12,16 +12,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from moesaic.collectives.group import Group
 from moesaic.config import ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
+from moesaic.experts.collectives.group import Group
+from moesaic.gpu.ranks.recorded_attention import AttentionRecordings
+from moesaic.gpu.ranks.recorded_rank import RecordedRank
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.kvcache.memory import CacheSize, HybridMemory, LayerMemory, layer_memory
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, fingerprint, registry
 from moesaic.models.checkpoint import Progress
+from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory, layer_memory
+from moesaic.models.kvcache.paged import PagedKV
 from moesaic.models.shard import Shard
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import in_memory, memory_levels, offloaded, out_of_memory
@@ -40,8 +42,6 @@ from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
-from moesaic.runtime.group.recorded_attention import AttentionRecordings
-from moesaic.runtime.group.recorded_rank import RecordedRank
 from moesaic.runtime.group.row_backends import check_backend, connect
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel

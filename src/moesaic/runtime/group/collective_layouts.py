@@ -22,9 +22,9 @@ from typing import Protocol
 
 import torch
 
-from moesaic.collectives.group import equal_sizes
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.exchange import MOST_ROWS
+from moesaic.experts.collectives.group import equal_sizes
+from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
 from moesaic.kernels.moving import moved
 from moesaic.models.block import Block, Gated
 from moesaic.policy.placement.shuffle import Shuffle

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moesaic.collectives.group import equal_sizes
-from moesaic.collectives.routing import Route
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.exchange import MOST_ROWS
+from moesaic.experts.collectives.group import equal_sizes
+from moesaic.experts.collectives.routing import Route
+from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
 from moesaic.kernels.moving import arrays, moved
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights

@@ -7,9 +7,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from moesaic.collectives.group import Group
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
+from moesaic.experts.collectives.group import Group
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.shuffle import Align, Shuffle, plan
 from moesaic.runtime.group.arrays import to_host

@@ -20,10 +20,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
-from moesaic.collectives.group import Group
 from moesaic.config import WorkerConfig, one_gpu, worker_environment
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.core.messages import RanksMeet
+from moesaic.experts.collectives.group import Group
 from moesaic.runtime.machine import allowed_cpus, cores
 from moesaic.runtime.model_loading import gpus_of
 

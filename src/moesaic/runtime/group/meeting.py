@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from moesaic.collectives.group import Group
-from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.core.messages import RanksMeet
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.one_shot import OneShotGroup
 from moesaic.transport import address as addresses
 from moesaic.transport.gathering import gather
 from moesaic.transport.linking import Door, Place, link

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.collectives.group import Group
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
+from moesaic.experts.collectives.group import Group
 from moesaic.runtime.drafting import predicting
 from moesaic.runtime.model_loading import layout_of
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import distributed
 
-from moesaic.collectives.group import Group
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
+from moesaic.experts.collectives.group import Group
 from moesaic.kernels import table
-from moesaic.runtime.group.device_rows import DeviceRows
 from moesaic.runtime.group.rows import HostRows, RowCollectives
+from moesaic.runtime.group.tensor_rows import DeviceRows
 from moesaic.runtime.group.torch_peers import TorchPeers
 from moesaic.runtime.model_loading import device_of, gpus_of
 

@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from moesaic.collectives.group import Group, Traffic
-from moesaic.collectives.packets import FloatArray
-from moesaic.collectives.routing import Route, combine_pairs, dispatch
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import IntArray
+from moesaic.experts.collectives.group import Group, Traffic
+from moesaic.experts.collectives.packets import FloatArray
+from moesaic.experts.collectives.routing import Route, combine_pairs, dispatch
 from moesaic.runtime.group.arrays import to_device, to_host
 
 

@@ -20,7 +20,7 @@ from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.moving import moved
-from moesaic.kvcache.memory import LayerMemory
+from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.group.arrays import pack, unpack

@@ -22,21 +22,21 @@ import torch
 
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import GroupStats
-from moesaic.kernels.batch import AttentionBatch
-from moesaic.kvcache.memory import LayerMemory
-from moesaic.models.block import Block
-from moesaic.models.model import Model
-from moesaic.runtime.group.arrays import pack, to_device, unpack
-from moesaic.runtime.group.recorded_attention import (
+from moesaic.gpu.graphs.graph_inputs import Kind
+from moesaic.gpu.ranks.recorded_attention import (
     AttentionRecordings,
     RecordedAttention,
     Together,
     at_first,
     of_recordings,
 )
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.models.block import Block
+from moesaic.models.kvcache.memory import LayerMemory
+from moesaic.models.model import Model
+from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
-from moesaic.runtime.step.graph_inputs import Kind
 from moesaic.runtime.step.stages import Exchanges, until_output_projection
 
 _LAYER = struct.Struct("<q")

@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from moesaic.collectives.group import Group
-from moesaic.collectives.packets import FloatArray
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.tokens import IntArray
-from moesaic.kvcache.images import Bytes, CopiedMemory, Written
-from moesaic.kvcache.memory import HybridMemory, LayerMemory
-from moesaic.kvcache.paged import PagedKV
+from moesaic.experts.collectives.group import Group
+from moesaic.experts.collectives.packets import FloatArray
+from moesaic.models.kvcache.images import Bytes, CopiedMemory, Written
+from moesaic.models.kvcache.memory import HybridMemory, LayerMemory
+from moesaic.models.kvcache.paged import PagedKV
 
 _MARK = -(1 << 62)
 """The first number of a request. Nothing else that is announced begins with it."""

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from moesaic.collectives.group import Group
 from moesaic.core.errors import ConnectionLost
+from moesaic.experts.collectives.group import Group
 
 MEET_SECONDS = 120.0
 """Seconds that the ranks have to connect."""

@@ -24,7 +24,7 @@ from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.moving import moved
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
-from moesaic.structured.constraints import Constraint, Constraints
+from moesaic.text.structured.constraints import Constraint, Constraints
 
 LARGEST = 1e30
 """Largest logit that is sampled from. Divided by the smallest temperature it is still a finite float32."""

@@ -11,8 +11,8 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
-from moesaic.kvcache.memory import CacheSize, layer_memory
 from moesaic.models.block import Block, Gated
+from moesaic.models.kvcache.memory import CacheSize, layer_memory
 from moesaic.models.spec import ModelSpec
 from moesaic.runtime.step.stages import until_gate
 

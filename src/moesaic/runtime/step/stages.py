@@ -10,13 +10,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from moesaic.core.tokens import TokenBatch
+from moesaic.gpu.graphs.graph_inputs import Kind
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.moving import placed
 from moesaic.kernels.table import OperationRecorder, Recording
-from moesaic.kvcache.memory import LayerMemory
 from moesaic.models.block import Block, Gated
+from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
-from moesaic.runtime.step.graph_inputs import Kind
 from moesaic.runtime.step.running_step import Combine, PendingMerge, SharedRows, StepGenerator, StepResult
 
 Result = TypeVar("Result")

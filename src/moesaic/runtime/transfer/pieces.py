@@ -14,7 +14,7 @@ from moesaic.core import messages
 from moesaic.core.errors import DamagedMessage
 from moesaic.core.metrics import TransferStats
 from moesaic.core.request import Request
-from moesaic.kvcache.images import CopiedMemory
+from moesaic.models.kvcache.images import CopiedMemory
 from moesaic.policy.scheduling.schedulers.actions import Restore, StepPlan
 
 _HEADER = struct.Struct("<QQQQQQ")

@@ -20,7 +20,7 @@ from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.metrics import TransferStats
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray
-from moesaic.kvcache.images import Bytes, CopiedMemory
+from moesaic.models.kvcache.images import Bytes, CopiedMemory
 from moesaic.policy.scheduling.schedulers.actions import Restore
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers, parse
 from moesaic.transport.calls import Answerer, Incoming

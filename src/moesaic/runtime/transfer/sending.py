@@ -24,7 +24,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.messages import KVTarget
 from moesaic.core.metrics import TransferStats
 from moesaic.core.tokens import STATE_CHUNK, IntArray
-from moesaic.kvcache.images import Bytes, CopiedMemory
+from moesaic.models.kvcache.images import Bytes, CopiedMemory
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers
 from moesaic.transport.calls import HEAP_BYTES, Call, Caller

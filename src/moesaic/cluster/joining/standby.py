@@ -1,0 +1,106 @@
+"""Watches the `moesaic serve` of another host, and returns when that one is gone.
+
+The connection is like that of a process which joins: both ends prove that they know the secret, and both send
+signs of life. Nobody else is asked. So a standby that is cut off from the first host takes over, too. That
+costs no token, since each process belongs to the one `serve` that it is connected to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moesaic.cluster.joining import enlisting
+from moesaic.cluster.joining.options import JoinOptions
+from moesaic.core import messages
+from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.models import fingerprint
+from moesaic.policy.fleet.silence import RULE
+from moesaic.transport import address as addresses
+from moesaic.transport.authentication import Refused
+from moesaic.transport.host import this_host
+from moesaic.transport.stream import StreamConnection
+
+AGAIN_SECONDS = 1.0
+"""Seconds between two attempts to reach a first host that was not seen yet."""
+FIRST_WORD_SECONDS = 10.0
+
+
+def prepared(address: str, own: str, model: Path) -> str:
+    """The fingerprint of the checkpoint here.
+
+    address: of the cluster to watch. own: at which processes will join this host. Raises ConfigError for
+    addresses that cannot be used, so that this does not fail when it is time to take over.
+    """
+    addresses.parse(address)
+    with contextlib.closing(addresses.bind(addresses.parse(own))[0]):
+        return fingerprint.of(model)
+
+
+def watch(
+    address: str,
+    secret: bytes,
+    weights: str,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Returns once the cluster at `address`, which was there before, is gone without a word.
+
+    It waits for one that is not there yet, and for one that was shut down on purpose. weights: fingerprint of
+    the checkpoint here. say: called with each change, in words for people. Raises ConfigError if the cluster
+    serves another checkpoint, and Refused if it has another secret or version. A refusal is not
+    authenticated, so after the cluster was seen it counts as gone.
+    """
+    joining, seen = JoinOptions(address, "standby"), False
+    say(f"standing by for {address}")
+    while True:
+        try:
+            connection, _ = enlisting.connect(joining, secret, None, lambda: None, enlisting.DIAL_SECONDS)
+        except ConnectionLost as lost:
+            if isinstance(lost, Refused) and not seen:
+                raise
+            if seen:
+                say(f"{lost}: taking over")
+                return
+            sleep(AGAIN_SECONDS)
+            continue
+        with contextlib.closing(connection):
+            if not _is_the_cluster(connection, address, weights):
+                sleep(AGAIN_SECONDS)
+                continue
+            if not seen:
+                say(f"watching {address}")
+            seen = True
+            how = _end(connection)
+            if how is None:
+                seen = False
+                say(f"{address} was shut down: waiting for it")
+            elif connection.silence >= RULE.lost_supervisor:
+                say(f"{address}: {how}: taking over")
+                return
+
+
+def _is_the_cluster(connection: StreamConnection, address: str, weights: str) -> bool:
+    """Introduces this standby. Returns False if the connection ends before the answer."""
+    with contextlib.suppress(ConnectionLost):
+        connection.send(messages.Enlist("standby", host=this_host()))
+        answer = connection.receive(FIRST_WORD_SECONDS)
+        if isinstance(answer, messages.Enlisted):
+            other = fingerprint.difference(weights, answer.weights)
+            if other:
+                allowed = f"a cluster with the checkpoint of this host; that one has other {other}"
+                raise ConfigError.field("--standby-for", address, allowed)
+            return True
+    return False
+
+
+def _end(connection: StreamConnection) -> str | None:
+    """Waits for the end of the connection. Returns how it ended; None if the cluster was shut down."""
+    try:
+        while not isinstance(connection.receive(None), messages.Shutdown):
+            pass
+    except ConnectionLost as lost:
+        return str(lost)
+    return None

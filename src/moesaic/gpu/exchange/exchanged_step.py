@@ -1,0 +1,95 @@
+"""Decode steps that are one CUDA graph each, though their experts are on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.gpu.exchange.exchange import DeviceExchange
+from moesaic.gpu.graphs.graphs import GraphRunner
+from moesaic.kernels.moving import moved
+from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, Step, StepResult
+
+
+class ExchangedStep:
+    """A `Step` that waits for its graph. If a server is lost meanwhile, it is computed once more in parts.
+
+    Then the same rows write the same keys and values once more, at the same places.
+    """
+
+    def __init__(
+        self,
+        exchange: DeviceExchange,
+        graph: RunningStep,
+        in_parts: Callable[[], RunningStep],
+        rows: int,
+        told: bool = True,
+    ) -> None:
+        """in_parts: begins the same step in parts. told: whether the exchange is told the chosen experts."""
+        self._exchange, self._graph, self._in_parts = exchange, graph, in_parts
+        self._rows, self._told = rows, told
+        self._result: StepResult | None = None
+        """Of the graph, once it was launched."""
+        self._parts: RunningStep | None = None
+        """The step in parts, once the graph has failed."""
+
+    @property
+    def suspended(self) -> bool:
+        return self._result is not None if self._parts is None else self._parts.suspended
+
+    @property
+    def ready(self) -> bool:
+        if self._parts is not None:
+            return self._parts.ready
+        return self._result is None or self._exchange.ended()
+
+    def advance(self) -> StepResult | None:
+        """See `Step`."""
+        if self._parts is not None:
+            return self._parts.advance()
+        if self._result is None:
+            self._exchange.begin(self._rows)
+            self._result = self._graph.finish()  # it was launched, and nothing is computed yet
+            return None
+        if not self._exchange.ended():
+            return None
+        if self._exchange.failed:
+            self._parts = self._in_parts()
+            return self._parts.advance()
+        if self._told:
+            self._exchange.sent(self._result.expert_ids)
+        return self._result
+
+
+class ExchangedRunner:
+    """A `StepRunner` that replays a step as one graph where it may, and in parts otherwise."""
+
+    def __init__(self, exchange: DeviceExchange, graphs: GraphRunner, parts: SegmentRunner) -> None:
+        """graphs: its steps ask the exchange's experts. parts: its steps ask servers from the host."""
+        self._exchange, self._graphs, self._parts = exchange, graphs, parts
+
+    def begin(self, batch: TokenBatch) -> Step:
+        """See `StepRunner`."""
+        if not self._graphs.records(batch) or not self._exchange.ready():
+            return self._parts.begin(batch)
+        in_parts = partial(self._parts.begin, batch)
+        return ExchangedStep(self._exchange, self._graphs.begin(batch), in_parts, batch.num_rows)
+
+    def records(self, batch: TokenBatch) -> bool:
+        """Whether a step is one graph where it may be, and recorded parts otherwise."""
+        return self._graphs.records(batch)
+
+    def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> Step:
+        """See `PredictionRunner`."""
+        parts = self._parts
+        assert isinstance(parts, GraphRunner)
+        if not self._exchange.ready():
+            return parts.begin_prediction(batch, hidden, rows)
+        kept = hidden[moved(rows, hidden.device)]  # also for the parts
+        given = batch, kept, np.arange(len(rows))
+        graph, in_parts = self._graphs.begin_prediction(*given), partial(parts.begin_prediction, *given)
+        return ExchangedStep(self._exchange, graph, in_parts, batch.num_rows, told=False)

@@ -1,0 +1,108 @@
+"""The parts of a worker whose decode steps are one CUDA graph each, though its experts are on servers."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.metrics import ExpertStats
+from moesaic.experts.client import ExpertServers
+from moesaic.experts.remote import RemoteExperts
+from moesaic.gpu.exchange.exchange import DeviceExchange
+from moesaic.gpu.exchange.exchange_launches import MOST_ROWS, ExchangeOperations
+from moesaic.gpu.exchange.exchanged_step import ExchangedRunner
+from moesaic.gpu.exchange.server_mailbox import IpcDialer, MailboxDialer
+from moesaic.gpu.graphs.graphs import GraphRunner
+from moesaic.gpu.ipc import device_sharing
+from moesaic.gpu.ipc.device_sharing import DeviceSharing
+from moesaic.gpu.nvshmem import symmetric_heap
+from moesaic.gpu.nvshmem.job import NvshmemJob
+from moesaic.gpu.nvshmem.nvshmem_mailbox import NvshmemDialer
+from moesaic.kernels.table import Kernels
+from moesaic.policy.fleet.replicas import Replicas
+from moesaic.runtime.context import WorkerContext
+from moesaic.runtime.step.eager import EagerRunner
+from moesaic.runtime.step.running_step import SegmentRunner, StepRunner
+from moesaic.runtime.step.stages import BlockStages
+
+LOG = logging.getLogger(__name__)
+X86 = ("x86_64", "AMD64")
+"""Hosts whose CPUs see the writes of a device in their order."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What asks the expert servers."""
+
+    runner: StepRunner
+    servers: ExpertServers
+    stats: Callable[[], ExpertStats]
+
+
+def check_full_graphs(config: WorkerConfig) -> None:
+    """Raises ConfigError for settings that need expert servers, each with a GPU of its own."""
+    if not config.remote_experts:
+        raise ConfigError.field("--expert-servers", 0, "at least 1 with --cudagraph-mode full")
+    if config.transport not in ("cuda_ipc", "nvshmem"):
+        allowed = "cuda_ipc, nvshmem with --cudagraph-mode full"
+        raise ConfigError.field("--transport", config.transport, allowed)
+    if platform.machine() not in X86:
+        line = "--cudagraph-mode full: servers read what kernels post without the barriers of this host's CPU"
+        raise ConfigError(f"{line}, {platform.machine()}; allowed: piecewise")
+    if config.model.device != "cuda":
+        raise ConfigError.field("--device", config.model.device, "cuda with --cudagraph-mode full")
+    if config.beside:
+        raise ConfigError(
+            "--cudagraph-mode full: each process needs a GPU of its own, since a kernel that waits would "
+            f"keep others from theirs; {config.beside} other processes share this worker's; see --devices"
+        )
+
+
+def full_graphs(
+    context: WorkerContext,
+    stages: BlockStages,
+    layout: ExpertLayout,
+    remote: RemoteExperts,
+    replicas: Replicas,
+    parts: SegmentRunner,
+) -> Asked:
+    """parts: computes steps in parts, by `remote`. Raises ConfigError where kernels cannot ask servers."""
+    kernels, table_width = stages.model.kernels, -(-context.limits.max_model_len // stages.block_size)
+    if kernels.recorder is None or kernels.exchange is None:
+        raise ConfigError("--cudagraph-mode full: this Triton has no atomic loads; pip install -U triton")
+    if stages.model.spec.states is not None:
+        LOG.warning(
+            "--cudagraph-mode full: steps are computed in parts, since this model keeps states, which a step "
+            "that is computed once more would change twice"
+        )
+        return Asked(parts, remote, remote.stats)
+    sharing = device_sharing.sharing(stages.device)
+    operations, dialer = _by(context, kernels, layout, sharing, stages.device)
+    exchange = DeviceExchange(
+        remote, replicas, layout, sharing, operations, dialer, stages.device, MOST_ROWS, context.clock
+    )
+    eager = EagerRunner(stages, exchange.experts)
+    graphs = GraphRunner(eager, exchange.recorder(kernels.recorder), table_width, direct=True)
+    return Asked(ExchangedRunner(exchange, graphs, parts), exchange, exchange.stats)
+
+
+def _by(
+    context: WorkerContext,
+    kernels: Kernels,
+    layout: ExpertLayout,
+    sharing: DeviceSharing,
+    device: torch.device,
+) -> tuple[ExchangeOperations, MailboxDialer]:
+    """What the graphs ask servers by: NVSHMEM, or CUDA IPC."""
+    assert kernels.exchange is not None and kernels.nvshmem_exchange is not None
+    if context.config.transport == "nvshmem":
+        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_ROWS, context.kept.nvshmem)
+        return kernels.nvshmem_exchange, NvshmemDialer(job, sharing, device, layout.hidden)
+    return kernels.exchange, IpcDialer(sharing, MOST_ROWS, MOST_ROWS * layout.top_k, layout.hidden)

@@ -1,0 +1,1 @@
+"""Decode steps recorded as CUDA graphs."""

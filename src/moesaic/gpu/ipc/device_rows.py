@@ -1,0 +1,200 @@
+"""Rows that stay on the GPUs of attention workers and expert servers: what both ends do on their own GPU.
+
+A worker copies the hidden states of a request into memory that it exports, before it waits for the gate's
+choice: that is the one wait of a layer, and the copy is done then. Servers read rows there, and write answers
+into memory of their connection. No row goes to a host. See `transport.device_calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from moesaic.core.errors import MoesaicError
+from moesaic.core.tokens import IntArray
+from moesaic.experts import wire
+from moesaic.experts.client import ExpertRequest, RequestArrays
+from moesaic.gpu.ipc.device_calls import CallRows, Departures, DeviceCall, DeviceCaller, DeviceIncoming
+from moesaic.gpu.ipc.device_heap import DeviceHeap, Place
+from moesaic.gpu.ipc.device_sharing import DeviceSharing
+from moesaic.kernels.moving import arrays, moved
+from moesaic.transport.calls import Call, Caller
+
+if TYPE_CHECKING:
+    from moesaic.transport.shm import ShmCaller
+
+
+def _numbers(memory: torch.Tensor, width: int) -> torch.Tensor:
+    """Bytes as rows [n, h] of float32."""
+    return memory.view(torch.float32).view(-1, width)
+
+
+class WorkerRows:
+    """The memory of a worker's GPU that expert servers read and write."""
+
+    def __init__(self, device: torch.device, sharing: DeviceSharing) -> None:
+        self._device, self._sharing = device, sharing
+        self._hidden = DeviceHeap(sharing.export)
+        self._answers: list[DeviceHeap] = []
+        self.departures = Departures()
+        self.held = False
+        """Nothing is freed now: the driver would wait for a graph that waits for the host."""
+        self.answers = DeviceAnswers(device)
+        """Puts answers together."""
+
+    def connected(self, caller: Caller) -> Caller:
+        """The connection with memory for its answers. Any thread may call it.
+
+        Raises ConfigError if the server's process cannot be watched.
+        """
+        heap = DeviceHeap(self._sharing.export)
+        try:
+            made = DeviceCaller(cast("ShmCaller", caller), heap, self.departures)
+        except MoesaicError:
+            caller.close()
+            raise
+        self._answers.append(heap)
+        return made
+
+    def arrays(self, request: ExpertRequest) -> RequestArrays:
+        """The request with its rows in exported memory. The host waits for the GPU once."""
+        hidden = request.hidden
+        place = self._hidden.take(4 * hidden.numel())
+        rows = _numbers(place.tensor[: 4 * hidden.numel()], hidden.shape[1])
+        with torch.inference_mode():
+            rows.copy_(hidden, non_blocking=True)
+        ids, weights = arrays((request.expert_ids, request.weights))
+        assert ids is not None
+        for heap in (self._hidden, *self._answers):
+            heap.waited()
+        flat = None if weights is None else weights.reshape(-1)
+        return RequestArrays(rows, ids.reshape(-1), flat, request.expert_ids.shape[1], place)
+
+    def give_back(self, place: Place) -> None:
+        """No server needs the rows at this place any more."""
+        self._hidden.give_back(place)
+
+    def poll(self) -> None:
+        """Free the memory of connections that are gone."""
+        if len(self.departures) and not self.held:
+            self.departures.poll()
+            for heap in [heap for heap in self._answers if heap.closed]:
+                self._answers.remove(heap)  # in place: another thread adds connections
+
+    def close(self) -> None:
+        """Free all memory that no server has open. All connections are closed."""
+        self.departures.close()
+        if all(heap.closed for heap in self._answers):
+            self._hidden.close()
+
+
+class DeviceAnswers:
+    """The `AnswerMemory` of a worker whose answers are on its GPU. Torch keeps the memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def take(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AnswerMemory`."""
+        taken = torch.empty(rows, width, device=self._device)
+        return taken, taken
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Torch uses it again once nothing looks at it."""
+
+    def answer(self, call: Call, width: int) -> torch.Tensor:
+        """[rows, h] the answer of a call, in its own memory."""
+        assert isinstance(call, DeviceCall)
+        return _numbers(call.device_answer, width)
+
+    def put(self, out: torch.Tensor, lines: IntArray, rows: torch.Tensor, places: IntArray) -> None:
+        """out[lines] = rows[places], without waiting for the GPU."""
+        with torch.inference_mode():
+            mine = rows.index_select(0, moved(places, self._device))
+            out.index_copy_(0, moved(lines, self._device), mine)
+
+    def clear(self, out: torch.Tensor, lines: IntArray) -> None:
+        """out[lines] = 0, without waiting for the GPU."""
+        with torch.inference_mode():
+            out.index_fill_(0, moved(lines, self._device), 0.0)
+
+    def copy(self, out: torch.Tensor, answer: torch.Tensor) -> None:
+        """out[:] = answer, without waiting for the GPU."""
+        with torch.inference_mode():
+            out.copy_(answer, non_blocking=True)
+
+
+@dataclass
+class SharedCall:
+    """A call as the server computes it: everything is on the server's own GPU but `answer`."""
+
+    incoming: DeviceIncoming
+    request: wire.Request
+    hidden: torch.Tensor
+    """[m, h] the rows of the request, copied."""
+    rows: torch.Tensor
+    """[p, h] the results of its pairs."""
+    answer: torch.Tensor
+    """[p, h], or [m, h] with partial sums, in memory of the client's GPU."""
+    done: int = 0
+    """Pairs that were computed."""
+
+
+class ServerRows:
+    """What an expert server does with calls whose rows stay on GPUs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def take(
+        self, incoming: DeviceIncoming, shared: CallRows, request: wire.Request, width: int
+    ) -> SharedCall:
+        """A call that arrived. Its rows are read once, without waiting for the GPU."""
+        assert request.places is not None
+        with torch.inference_mode():
+            hidden = _numbers(shared.rows, width).index_select(0, moved(request.places, self._device))
+            rows = torch.empty(len(request.experts), width, device=self._device)
+            return SharedCall(incoming, request, hidden, rows, _numbers(shared.answer, width))
+
+    def finish(self, computed: Sequence[tuple[SharedCall, IntArray]]) -> None:
+        """Write the results of these pairs into answers, and wait for the GPU once.
+
+        With partial sums an answer is written with its last pair. Each row's byte says whether it is finite.
+        """
+        written: list[tuple[SharedCall, IntArray]] = []
+        finite: list[torch.Tensor] = []
+        with torch.inference_mode():
+            for call, pairs in computed:
+                call.done += len(pairs)
+                if call.request.weights is None:
+                    results, lines = call.rows.index_select(0, moved(pairs, self._device)), pairs
+                elif call.done == len(call.request.experts):
+                    results, lines = self._sums(call), np.arange(len(call.answer))
+                else:
+                    continue
+                call.answer.index_copy_(0, moved(lines, self._device), results)
+                finite.append(torch.isfinite(results).all(dim=1))
+                written.append((call, lines))
+            if not written:
+                return
+            flags, _ = arrays((torch.cat(finite).to(torch.uint8), None))
+        assert flags is not None
+        begin = 0
+        for call, lines in written:
+            np.frombuffer(call.incoming.answer, np.uint8)[lines] = flags[begin : begin + len(lines)]
+            begin += len(lines)
+
+    def _sums(self, call: SharedCall) -> torch.Tensor:
+        """[m, h] the weighted sums of a call's pairs, added up as a server on a CPU does."""
+        weights = call.request.weights
+        assert weights is not None
+        sums = torch.zeros_like(call.hidden)
+        weighted = call.rows * moved(np.array(weights), self._device)[:, None]
+        for these in call.request.turns:
+            place = moved(these, self._device)
+            sums.index_add_(0, moved(call.request.rows[these], self._device), weighted.index_select(0, place))
+        return sums

@@ -1,0 +1,1 @@
+"""Requests of kernels to expert servers of any host, through NVSHMEM."""

@@ -1,0 +1,148 @@
+"""The NVSHMEM job of a cluster: its attention workers, then its expert servers, and their memory.
+
+Each worker and each server have a channel to each other: a request with its rows goes into the memory of the
+server, and the answer rows into that of the worker. A process puts what it sends together in its own heap
+first, at the same place at which the other one gets it. So one layout serves both:
+
+    words of requests, words of answers      one for each channel, 128 bytes apart
+    requests                                 each with its rows behind it
+    answers
+
+The channel of a worker's heap has the number of the server, and that of a server's heap the number of the
+worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+
+from moesaic.core.errors import MoesaicError
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.messages import JoinNvshmem
+from moesaic.experts import wire
+from moesaic.gpu.exchange.exchange_launches import ALIGNMENT
+from moesaic.gpu.nvshmem.package import Membership
+from moesaic.gpu.nvshmem.symmetric_heap import SymmetricHeap, SymmetricJobs
+
+LOG = logging.getLogger(__name__)
+WORD = 128
+"""Bytes from one word to the next one: a cache line of a GPU."""
+SECOND = "this process was told to join an NVSHMEM job before, and joins no other one; start it anew for that"
+
+
+def aligned(size: int) -> int:
+    """`size`, rounded up to ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Where the channels of a heap are. All places are offsets in bytes."""
+
+    count: int
+    rows: int
+    """Most rows of a request."""
+    pairs: int
+    """Most pairs of a request, each with an answer row."""
+    hidden: int
+
+    @property
+    def request_bytes(self) -> int:
+        """Of the largest request without its rows."""
+        return wire.size(self.rows, self.pairs, self.hidden, False, on_device=True)
+
+    @property
+    def _request_room(self) -> int:
+        return aligned(self.request_bytes) + aligned(4 * self.rows * self.hidden)
+
+    @property
+    def _answer_room(self) -> int:
+        return aligned(4 * self.pairs * self.hidden)
+
+    def rows_at(self, rows: int, pairs: int) -> int:
+        """From the begin of a request to its rows."""
+        return aligned(wire.size(rows, pairs, self.hidden, False, on_device=True))
+
+    @property
+    def size(self) -> int:
+        """Of the heap."""
+        return self.answers(self.count)
+
+    def request_word(self, channel: int) -> int:
+        return WORD * channel
+
+    def answer_word(self, channel: int) -> int:
+        return WORD * (self.count + channel)
+
+    def request(self, channel: int) -> int:
+        return aligned(WORD * 2 * self.count) + channel * self._request_room
+
+    def answers(self, channel: int) -> int:
+        return self.request(self.count) + channel * self._answer_room
+
+
+def channels(layout: ExpertLayout, rows: int, place: JoinNvshmem) -> Channels:
+    """rows: most rows of a step."""
+    return Channels(max(place.workers, place.servers), rows, rows * layout.top_k, layout.hidden)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The place of this process in a job that was formed."""
+
+    heap: SymmetricHeap
+    channels: Channels
+    place: JoinNvshmem
+
+    @property
+    def own(self) -> int:
+        """The number of the own channel in heaps of the other side."""
+        return self.place.channel(self.place.pe)
+
+
+class NvshmemJob:
+    """Joins a job in the background, as that waits for all other processes."""
+
+    def __init__(
+        self, jobs: SymmetricJobs, layout: ExpertLayout, rows: int, process: Membership | None = None
+    ) -> None:
+        """rows: most rows of a step. process: of this process, which may have been in another cluster. None:
+        it was in none."""
+        self._jobs, self._layout, self._rows = jobs, layout, rows
+        self._process = Membership() if process is None else process
+        self.joined: Joined | None = None
+        """None until all processes have joined."""
+        if self._process.told:
+            LOG.warning(SECOND)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether this process was told to join no job so far."""
+        return not self._process.told
+
+    @cached_property
+    def unique_id(self) -> bytes:
+        """The name of a new job, of which this process can be PE 0. Empty: it can join none."""
+        return self._jobs.unique_id() if self.can_join else b""
+
+    def join(self, place: JoinNvshmem) -> None:
+        """Take this place. A process can be in one job only, so a further call is ignored."""
+        if not self.can_join:
+            LOG.warning(SECOND)
+            return
+        self._process.told = True
+        threading.Thread(target=self._join, args=(place,), name="joining NVSHMEM", daemon=True).start()
+
+    def _join(self, place: JoinNvshmem) -> None:
+        where = channels(self._layout, self._rows, place)
+        pes = place.workers + place.servers
+        try:
+            heap = self._jobs.join(place.unique_id, place.pe, pes, where.size)
+        except MoesaicError as error:
+            LOG.warning("%s; decode steps are computed in parts", error)
+            return
+        self.joined = Joined(heap, where, place)
+        LOG.info("PE %d of an NVSHMEM job of %d, with %d MiB", place.pe, pes, where.size >> 20)

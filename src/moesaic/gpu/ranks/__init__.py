@@ -1,0 +1,1 @@
+"""Steps of a tensor-parallel rank recorded as CUDA graphs."""

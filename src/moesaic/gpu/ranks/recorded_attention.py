@@ -1,0 +1,312 @@
+"""Shared attention in decode steps that are recorded as CUDA graphs.
+
+The first rank records a step as a single process does (`step/graphs.py`). Each of its recordings has a
+number. The other ranks have a recording of the same number: graphs of its layers' attention, for as many
+rows. Before the first rank replays a part of a step it announces whose attention is in it, and once the step.
+
+Where graphs can hold exchanges of rows (NCCL), a graph of another rank has the layers of one graph of the
+first rank, so both have the same exchanges. They are recorded at the same time, since NCCL may register the
+memory of both then. Elsewhere a graph of the first rank ends at each exchange. One of another rank has what
+is between the two exchanges of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.core.tokens import TokenBatch
+from moesaic.experts.collectives.group import Traffic
+from moesaic.gpu.graphs.graph_inputs import GraphInputs, Kind, unrecorded
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.table import OperationRecorder, Recording
+from moesaic.models.block import Block
+from moesaic.models.kvcache.memory import LayerMemory
+from moesaic.models.model import Model
+from moesaic.runtime.group.arrays import pack, unpack
+from moesaic.runtime.group.rows import RowCollectives
+from moesaic.runtime.step.running_step import SharedRows
+from moesaic.runtime.step.stages import until_output_projection
+
+Result = TypeVar("Result")
+_PREPARE, _TRY, _RECORD, _REPLAY = -1, -2, -3, -4
+"""The first number of a message to the other ranks, each of int64. The number of a recording follows.
+
+_PREPARE: its `Kind`, of a new recording. _TRY: a layer, whose launches run once without being recorded.
+_RECORD: the layers of a graph. _REPLAY: the first layer of a graph, and the step if it is a new one.
+"""
+
+
+class Together:
+    """The first rank's end of a group. It is closed after an error, in whose middle the others are."""
+
+    def __init__(self, rows: RowCollectives, why: Callable[[ConnectionLost], MoesaicError]) -> None:
+        """why: the error to raise where a rank is gone."""
+        self.rows, self._why = rows, why
+        self.made: list[Recording[Any]] = []
+        """Graphs that may hold exchanges."""
+        rows.when_closing(partial(_free, self.made))
+
+    def run(self, what: Callable[[], Result]) -> Result:
+        """What takes part in an exchange of the ranks."""
+        try:
+            return what()
+        except ConnectionLost as lost:
+            self.rows.close()
+            raise self._why(lost) from None
+        except BaseException:
+            self.rows.close()
+            raise
+
+    def announce(self, *numbers: int, step: bytes = b"") -> None:
+        """Send a message to the other ranks."""
+        self.rows.group.announce(np.array(numbers, np.int64).tobytes() + step)
+
+
+class RecordedAttention:
+    """On the first rank: the attention of one recorded step. See `step.graphs.RecordedHeads`."""
+
+    def __init__(self, together: Together, number: int, kind: Kind, hidden: torch.Tensor) -> None:
+        """hidden: [rows, h] on the device, for what is sent through the host. So no graph keeps that."""
+        self._together, self._number, self._leaving = together, number, hidden
+        self._tried = False
+        """Whether the step has run without being recorded."""
+        self._begun: list[int] = []
+        """Layers of the part that is made now, if graphs can hold their exchanges."""
+        self._layers: list[tuple[int, ...]] = []
+        """Of each part."""
+        self._step = b""
+        """That of the next replay, until the other ranks have it."""
+        together.run(partial(together.announce, _PREPARE, number, *kind))
+
+    def stages(
+        self,
+        block: Block,
+        layer: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        memory: LayerMemory,
+    ) -> Generator[SharedRows, torch.Tensor | None, torch.Tensor]:
+        """As `SharedAttention.stages`, while the step is recorded. The caller is in `Together.run`."""
+        together, rows, sizes = self._together, self._together.rows, self._at_first(len(hidden))
+        if not self._tried:
+            together.announce(_TRY, self._number, layer)
+        if rows.capturable:
+            self._begun.append(layer)
+            rows.all_gather(hidden, sizes)
+            addend = until_output_projection(block, layer, hidden, positions, attention, memory)
+            return rows.reduce_scatter(addend, sizes)
+        if self._tried:
+            together.announce(_RECORD, self._number, layer)
+        self._leaving.copy_(hidden)
+        yield SharedRows(partial(self._gather, layer))
+        self._leaving.copy_(until_output_projection(block, layer, hidden, positions, attention, memory))
+        summed = yield SharedRows(self._scatter, tuple(hidden.shape))
+        assert summed is not None
+        return summed
+
+    def unrecorded(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
+        """As `graph_inputs.unrecorded`, of the next part. The other ranks compute with this one."""
+        part = self._together.run(partial(unrecorded, step, given))
+        self._layers.append(tuple(self._begun))
+        self._begun.clear()
+        return part
+
+    def recorder(self, make: OperationRecorder) -> OperationRecorder:
+        """Records the parts that have run unrecorded, in their order. The other ranks record too."""
+        layers, self._tried = iter(self._layers), True
+
+        def recorded(step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
+            return self._together.run(partial(self._record, make, step, given, next(layers)))
+
+        return recorded
+
+    def begin(self, batch: TokenBatch) -> None:
+        """The step of the parts that are replayed from now on."""
+        self._step = pack(batch)
+
+    def announce(self, layer: int) -> None:
+        """The other ranks replay their graph that begins with this layer."""
+        step, self._step = self._step, b""
+        self._together.announce(_REPLAY, self._number, layer, step=step)
+
+    def _record(
+        self,
+        make: OperationRecorder,
+        step: Callable[[], Result],
+        given: torch.Tensor | None,
+        layers: tuple[int, ...],
+    ) -> Recording[Result]:
+        rows = self._together.rows
+        if layers:
+            self._together.announce(_RECORD, self._number, *layers)
+        before = rows.traffic
+        made = make(step, given)
+        if rows.capturable:
+            self._together.made.append(made)
+        announce = partial(self.announce, layers[0]) if layers else None
+        return _SharedPart(made, self._together, announce, rows.traffic.since(before))
+
+    def _gather(self, layer: int, count: int) -> None:
+        def run() -> None:
+            self.announce(layer)
+            self._together.rows.all_gather(self._leaving[:count], self._at_first(count))
+
+        self._together.run(run)
+
+    def _scatter(self, count: int) -> torch.Tensor:
+        rows, sizes = self._together.rows, self._at_first(count)
+        return self._together.run(partial(rows.reduce_scatter, self._leaving[:count], sizes))
+
+    def _at_first(self, count: int) -> list[int]:
+        return at_first(count, self._together.rows.group.size)
+
+
+@dataclass(frozen=True)
+class _SharedPart(Generic[Result]):
+    """A recorded part, whose graph may hold exchanges with the other ranks or run between two of them."""
+
+    inner: Recording[Result]
+    together: Together
+    announce: Callable[[], None] | None
+    """None: the graph holds no exchange."""
+    sent: Traffic
+    """What the graph sends to the other ranks."""
+
+    @property
+    def result(self) -> Result:
+        return self.inner.result
+
+    def run(self, given: torch.Tensor | None = None) -> Result:
+        """See `Recording`. The other ranks replay their graph too."""
+        return self.together.run(partial(self._run, given))
+
+    def free(self) -> None:
+        """See `Recording`."""
+        self.inner.free()
+
+    def _run(self, given: torch.Tensor | None) -> Result:
+        if self.announce is not None:
+            self.announce()
+        found = self.inner.run(given)
+        self.together.rows.replayed(self.sent)
+        return found
+
+
+@dataclass
+class _Step:
+    """A recording of another rank."""
+
+    inputs: GraphInputs
+    hidden: torch.Tensor
+    """[rows, h] what its graphs read and what they write, where they hold no exchange."""
+    graphs: dict[int, Recording[None]] = field(default_factory=dict)
+    """By their first layer."""
+    rows: int = 0
+    """Of the step that `inputs` has, without padding."""
+
+
+class AttentionRecordings:
+    """On any other rank: what it records and replays. One graph runs at a time, so all share their memory."""
+
+    def __init__(
+        self,
+        model: Model,
+        memory: LayerMemory,
+        device: torch.device,
+        block_size: int,
+        rows: RowCollectives,
+        recorder: OperationRecorder,
+        table_width: int,
+    ) -> None:
+        """table_width: KV blocks of the longest sequence."""
+        self._model, self._memory, self._rows = model, memory, rows
+        self._inputs = partial(GraphInputs, table_width=table_width, block_size=block_size, device=device)
+        self._nothing = torch.empty(0, model.spec.hidden_size, device=device)
+        self._recorder = recorder
+        self._steps: dict[int, _Step] = {}
+        self._made: list[Recording[Any]] = []
+        rows.when_closing(partial(_free, self._made))
+
+    def follow(self, message: bytes) -> None:
+        """Do what the first rank announces. Raises ConnectionLost for a damaged message."""
+        code, number, *rest = np.frombuffer(message[:24], np.int64).tolist()
+        if code == _PREPARE:
+            if len(message) != 40:
+                raise ConnectionLost(f"a recording's message of {len(message)} bytes")
+            rows, longest, several = np.frombuffer(message[16:], np.int64).tolist()
+            inputs = self._inputs(Kind(rows, longest, bool(several)))
+            hidden = torch.zeros(rows, self._nothing.shape[1], device=self._nothing.device)
+            self._steps[number] = _Step(inputs, hidden)
+            return
+        step = self._steps.get(number)
+        if step is None or not rest:
+            raise ConnectionLost(f"message {code} for the unknown recording {number}")
+        if code == _REPLAY:
+            self._replay(step, rest[0], message[24:])
+            return
+        layers, known = np.frombuffer(message[16:], np.int64).tolist(), self._model.spec
+        if min(layers) < 0 or max(layers) >= known.num_layers + known.predicting:
+            raise ConnectionLost(f"a recording of layers {layers}")
+        run = partial(self._attend, step, layers)
+        if code == _TRY:
+            run()
+        else:
+            step.graphs[rest[0]] = graph = self._recorder(run, step.hidden)
+            if self._rows.capturable:
+                self._made.append(graph)
+
+    def _attend(self, step: _Step, layers: Sequence[int]) -> None:
+        """What a graph has: these layers with their exchanges, or one without them."""
+        rows, inputs = self._rows, step.inputs
+        sizes = at_first(inputs.kind.rows, rows.group.size)
+        for layer in layers:
+            hidden = rows.all_gather(self._nothing, sizes) if rows.capturable else step.hidden
+            block = self._model.block(layer)
+            addend = until_output_projection(
+                block, layer, hidden, inputs.positions, inputs.attention, self._memory
+            )
+            if rows.capturable:
+                rows.reduce_scatter(addend, sizes)
+            else:
+                step.hidden.copy_(addend)
+
+    def _replay(self, step: _Step, layer: int, batch: bytes) -> None:
+        """batch: of the step, if it is a new one."""
+        if batch:
+            rows = unpack(batch)
+            step.inputs.fill(rows)
+            step.rows = rows.num_rows
+        graph = step.graphs.get(layer)
+        if graph is None or not step.rows:
+            raise ConnectionLost(f"rows for layer {layer}, which is not recorded")
+        if self._rows.capturable:
+            graph.run()
+            return
+        sizes = at_first(step.rows, self._rows.group.size)
+        graph.run(self._rows.all_gather(self._nothing, sizes))
+        self._rows.reduce_scatter(step.hidden[: step.rows], sizes)
+
+
+def of_recordings(message: bytes) -> bool:
+    """Whether `AttentionRecordings` follows this message."""
+    first = int.from_bytes(message[:8], "little", signed=True)
+    return len(message) >= 24 and len(message) % 8 == 0 and _REPLAY <= first <= _PREPARE
+
+
+def at_first(rows: int, ranks: int) -> list[int]:
+    """Rows of each rank where the first one has all of them."""
+    return [rows, *[0] * (ranks - 1)]
+
+
+def _free(made: list[Recording[Any]]) -> None:
+    """Destroy these recordings."""
+    while made:
+        made.pop().free()

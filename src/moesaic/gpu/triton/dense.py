@@ -1,0 +1,119 @@
+"""Products with quantised matrices, dequantised in registers. Float matrices are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from moesaic.gpu.triton.launching import block, launch
+from moesaic.gpu.triton.product import product
+from moesaic.gpu.triton.rows import silu_times
+from moesaic.gpu.triton.weights import step_of, weight_tile
+from moesaic.kernels.matrix import QuantizedMatrix, Weight
+from moesaic.kernels.reference import dense
+
+TILE_ROWS, MANY_ROWS = 16, 64
+"""Rows of a tile of few rows, and of MANY_ROWS rows or more."""
+TILE_COLUMNS = 64
+"""Columns of a tile."""
+
+
+@triton.jit
+def _linear(
+    rows,
+    weight,
+    bias,
+    out,
+    count,
+    columns,
+    size,
+    line,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    lines = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(0, size, STEP):
+        inner = step + tl.arange(0, STEP)
+        inside = (lines < count)[:, None] & (inner < size)[None, :]
+        part = tl.load(rows + lines[:, None].to(tl.int64) * size + inner[None, :], mask=inside, other=0.0)
+        total = product(part, weight_tile(weight, column, columns, step, size, line, KIND, STEP), total)
+    if BIASED:
+        total += tl.load(bias + column, mask=column < columns, other=0.0)[None, :]
+    to = out + lines[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(to, total, mask=(lines < count)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _numbers(weight, chosen, out, count, size, line, KIND: tl.constexpr, STEP: tl.constexpr):
+    lines = tl.load(chosen + tl.program_id(0) + tl.arange(0, 1))
+    step = tl.program_id(1) * STEP
+    numbers = weight_tile(weight, lines, count, step, size, line, KIND, STEP)
+    inner = step + tl.arange(0, STEP)
+    to = out + tl.program_id(0).to(tl.int64) * size + inner[None, :]
+    tl.store(to, numbers, mask=(inner < size)[None, :])
+
+
+def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `reference.dense.linear`."""
+    if not isinstance(weight, QuantizedMatrix):
+        return dense.linear(rows, weight, bias)
+    rows = rows.contiguous()
+    columns, size = weight.shape
+    out = rows.new_empty(len(rows), columns)
+    tile = MANY_ROWS if len(rows) >= MANY_ROWS else TILE_ROWS
+    launch(
+        _linear,
+        (triton.cdiv(len(rows), tile), triton.cdiv(columns, TILE_COLUMNS)),
+        rows,
+        weight.stored,
+        rows if bias is None else bias,
+        out,
+        len(rows),
+        columns,
+        size,
+        weight.stored.stride(0),
+        KIND=weight.kind,
+        BIASED=bias is not None,
+        ROWS=tile,
+        COLUMNS=TILE_COLUMNS,
+        STEP=step_of(weight.kind),
+    )
+    return out
+
+
+def linears(
+    rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """As `reference.dense.linears`."""
+    return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def gated_mlp(rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
+    """As `reference.dense.gated_mlp`."""
+    return linear(silu_times(linear(rows, gate), linear(rows, up)), down)
+
+
+def sigmoid_gate(rows: torch.Tensor, weight: Weight, values: torch.Tensor) -> torch.Tensor:
+    """As `reference.dense.sigmoid_gate`."""
+    return values * torch.sigmoid(linear(rows, weight))
+
+
+def embed(table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
+    """As `reference.dense.embed`."""
+    if not isinstance(table, QuantizedMatrix):
+        return dense.embed(table, token_ids)
+    count, size = table.shape
+    out = torch.empty(len(token_ids), size, device=table.device)
+    step = min(1024, block(size, least=16))
+    grid = len(token_ids), triton.cdiv(size, step)
+    lines = count, size, table.stored.stride(0)
+    launch(_numbers, grid, table.stored, token_ids, out, *lines, KIND=table.kind, STEP=step)
+    return out

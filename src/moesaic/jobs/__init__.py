@@ -1,0 +1,1 @@
+"""Work that a command does and ends: batches, benchmarks, profiles, quantised checkpoints, comparisons."""

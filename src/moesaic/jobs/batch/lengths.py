@@ -1,0 +1,135 @@
+"""Estimates the lengths of a batch file's requests before any of them runs. A plan is made for these
+lengths."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moesaic.core.errors import MoesaicError
+from moesaic.jobs.batch.lines import Job as Line
+from moesaic.jobs.batch.lines import Key, read
+from moesaic.planning import Job
+from moesaic.server.prompts import plain_messages
+from moesaic.server.requests import ChatRequest
+from moesaic.server.tools import variables_of
+from moesaic.text.parsers.table import formats_of
+from moesaic.text.tokenizer import Tokenizer
+
+SAMPLED = 2000
+"""Number of lines whose tokens are counted for the mean. The other lines are assumed to be alike."""
+LONGEST = 16
+"""Number of further lines, those that look longest, that are counted for the maximum."""
+UNLIMITED = 256
+"""Tokens that a request without a limit is assumed to generate. It may generate up to --max-model-len."""
+COMPLETION = 16
+"""The API's default limit of a completion."""
+_IN_PROMPT = ("messages", "tools", "reasoning_effort", "chat_template_kwargs")
+"""Fields of a chat on which its prompt depends."""
+
+NOTHING = Job(requests=1, prompt=1, generate=1, longest=2)
+"""The job of a file whose lines will all be refused. A worker has to run to refuse them."""
+
+
+def survey(
+    path: Path, tokenizer: Tokenizer, limit: int, done: Collection[Key] = (), pad: bool = False
+) -> Job | None:
+    """The lengths of a file's requests; None if all of them are done. Lines that will be refused do not
+    count.
+
+    limit: maximum tokens of a request, prompt and answer. done: lines that have results. pad: each prompt
+    is padded to the longest, and any request may have the longest answer.
+    """
+    counted: list[tuple[int, int]] = []
+    long: list[tuple[int, int, Line]] = []
+    requests, missing = 0, False
+    for line in read(path):
+        if line.key in done:
+            continue
+        missing = True
+        if not isinstance(line, Line):
+            continue
+        if len(counted) < SAMPLED:
+            found = _lengths(line, tokenizer, limit)
+            counted += found
+            requests += len(found) * _answers(line.body)
+            continue
+        requests += len(_prompts(line.body.get("prompt"))) * _answers(line.body)
+        if len(long) < LONGEST:
+            heapq.heappush(long, (_roughly(line.body), line.line, line))
+        else:
+            heapq.heappushpop(long, (_roughly(line.body), line.line, line))
+    if not counted:
+        return NOTHING if missing else None
+    most = counted + [pair for _, _, line in long for pair in _lengths(line, tokenizer, limit)]
+    prompts, generated = zip(*counted, strict=True)
+    job = Job(requests, _mean(prompts), _mean(generated), max(map(sum, most)))
+    return _padded(job, most) if pad else job
+
+
+def _padded(job: Job, counted: Sequence[tuple[int, int]]) -> Job:
+    prompt, answer = (max(each) for each in zip(*counted, strict=True))
+    return replace(job, padded=prompt, longest=prompt + answer)
+
+
+def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, int]]:
+    """(prompt tokens, maximum generated tokens) of each prompt in a line; empty if it will be refused."""
+    body = line.body
+    try:
+        asked = _asked(body)
+        most = None if asked is None else int(asked)
+        if "messages" in body:
+            default, found = UNLIMITED, [_of_chat(body, tokenizer)]
+        else:
+            default, found = COMPLETION, [_tokens(one, tokenizer) for one in _prompts(body.get("prompt"))]
+    except (MoesaicError, TypeError, ValueError, OverflowError):
+        return []
+    if most is None:  # a default is reduced to what the limit leaves; a requested length is not
+        return [(prompt, min(default, limit - prompt)) for prompt in found if 0 < prompt < limit]
+    return [(prompt, most) for prompt in found if prompt > 0 and most > 0 and prompt + most <= limit]
+
+
+def _of_chat(body: Mapping[str, Any], tokenizer: Tokenizer) -> int:
+    """The prompt tokens of a chat. Raises ValueError, TypeError or RequestError if it will be refused."""
+    chat = ChatRequest.model_validate({name: body[name] for name in _IN_PROMPT if name in body})
+    formats = formats_of(tokenizer.chat_template)
+    messages = plain_messages(chat.messages, formats)
+    return len(tokenizer.chat(messages, **variables_of(chat, formats)))
+
+
+def _asked(body: Mapping[str, Any]) -> Any:
+    """The limit that a body sets; None if it sets none."""
+    return body.get("max_completion_tokens") or body.get("max_tokens") or None
+
+
+def _roughly(body: Mapping[str, Any]) -> int:
+    """A rough length in characters, to find the longest requests."""
+    asked = _asked(body)
+    return len(str(body)) + (4 * asked if isinstance(asked, int) else 0)
+
+
+def _mean(counts: Sequence[int]) -> int:
+    """The mean, rounded up: a pass with room for the mean of all requests has room for all of them."""
+    return math.ceil(sum(counts) / len(counts))
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """One prompt, text or token ids, or several, as a list."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return list(prompt) if several else [prompt]
+
+
+def _tokens(prompt: Any, tokenizer: Tokenizer) -> int:
+    if not isinstance(prompt, str | list):
+        raise TypeError("a prompt is a text or a list of token ids")
+    return len(tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
+
+
+def _answers(body: Mapping[str, Any]) -> int:
+    """Number of answers to each prompt."""
+    wanted = body.get("n")
+    return wanted if isinstance(wanted, int) and wanted > 0 else 1

@@ -1,0 +1,176 @@
+"""Turns outcomes into figures. Pure functions. Metrics have vLLM's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moesaic.core.errors import ConfigError
+from moesaic.jobs.bench.load import Outcome
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A metric over all requests, in milliseconds. All values are 0 if there is no request."""
+
+    count: int
+    """Number of values: requests, or gaps for itl."""
+    mean: float
+    median: float
+    std: float
+    percentiles: dict[float, float]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a load."""
+
+    duration: float
+    """Seconds from the first request to the last answer."""
+    completed: int
+    failed: int
+    total_input: int
+    """Prompt tokens of the completed requests."""
+    total_output: int
+    """Generated tokens of the completed requests."""
+    good: int | None
+    """Completed requests that met every objective; None without objectives."""
+    spreads: dict[str, Spread] = field(default_factory=dict)
+
+    @property
+    def request_throughput(self) -> float:
+        """Completed requests per second."""
+        return self._per_second(self.completed)
+
+    @property
+    def request_goodput(self) -> float | None:
+        """Requests per second that met every objective."""
+        return None if self.good is None else self._per_second(self.good)
+
+    @property
+    def output_throughput(self) -> float:
+        """Generated tokens per second."""
+        return self._per_second(self.total_output)
+
+    @property
+    def total_token_throughput(self) -> float:
+        """Prompt and generated tokens per second."""
+        return self._per_second(self.total_input + self.total_output)
+
+    def _per_second(self, amount: int) -> float:
+        return amount / self.duration if self.duration > 0 else 0.0
+
+
+def summarise(
+    outcomes: Sequence[Outcome],
+    duration: float,
+    metrics: Sequence[str] = METRICS,
+    percentiles: Sequence[float] = (50.0, 90.0, 99.0),
+    objectives: Mapping[str, float] | None = None,
+) -> Summary:
+    """The figures of `outcomes`. objectives: metric -> maximum milliseconds of a good request."""
+    done = [outcome for outcome in outcomes if outcome.error is None]
+    goals = objectives or {}
+    return Summary(
+        duration=duration,
+        completed=len(done),
+        failed=len(outcomes) - len(done),
+        total_input=sum(outcome.prompt_tokens for outcome in done),
+        total_output=sum(outcome.output_tokens for outcome in done),
+        good=sum(is_good(outcome, goals) for outcome in done) if goals else None,
+        spreads={name: spread(samples(name, done), percentiles) for name in metrics},
+    )
+
+
+def samples(metric: str, outcomes: Sequence[Outcome]) -> list[float]:
+    """The metric's values in milliseconds: one for each request, or one for each gap for itl."""
+    match metric:
+        case "ttft":
+            values = [outcome.ttft for outcome in outcomes]
+        case "tpot":
+            values = [outcome.tpot for outcome in outcomes if outcome.output_tokens > 1]
+        case "itl":
+            values = [gap for outcome in outcomes for gap in outcome.gaps]
+        case _:
+            values = [outcome.latency for outcome in outcomes]
+    return [value * 1000 for value in values]
+
+
+def spread(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
+    """Mean, deviation and percentiles of the values."""
+    numbers = np.asarray(values or [0.0])
+    at = np.percentile(numbers, percentiles) if percentiles else []
+    return Spread(
+        len(values),
+        float(numbers.mean()),
+        float(np.median(numbers)),
+        float(numbers.std()),
+        {p: float(value) for p, value in zip(percentiles, at, strict=True)},
+    )
+
+
+def is_good(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
+    """True if the request met every objective. A request of one token has no tpot and cannot miss it."""
+    own = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}
+    return all(own[name] * 1000 <= most for name, most in objectives.items())
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """The metrics in the text. Example: 'ttft,tpot' -> ('ttft', 'tpot')."""
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    for name in names:
+        if name not in METRICS:
+            raise ConfigError.field("--percentile-metrics", name, ", ".join(METRICS))
+    return names
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """The percentiles in the text. Example: '50,99.9' -> (50.0, 99.9)."""
+    allowed = "numbers from 0 to 100, separated by commas"
+    try:
+        values = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ConfigError.field("--metric-percentiles", text, allowed) from error
+    if not all(0 <= value <= 100 for value in values):
+        raise ConfigError.field("--metric-percentiles", text, allowed)
+    return values
+
+
+def parse_goodput(entries: Sequence[str]) -> dict[str, float]:
+    """Metric -> maximum milliseconds.
+
+    Example: ('ttft:500 tpot:50',) or ('ttft:500', 'tpot:50') -> {'ttft': 500.0, 'tpot': 50.0}.
+    """
+    goals: dict[str, float] = {}
+    for entry in re.split(r"[,\s]+", " ".join(entries).strip()):
+        if not entry:
+            continue
+        match = re.fullmatch(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)", entry)
+        if match is None or match[1] in goals:
+            allowed = "ttft:MS, tpot:MS and e2el:MS, each at most once"
+            raise ConfigError.field("--goodput", entry, allowed)
+        goals[match[1]] = float(match[2])
+    return goals
+
+
+def parse_slo(text: str) -> float:
+    """The factor in the text. Each objective is the latency at light load times this factor.
+
+    Example: '5x-light' -> 5.0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)x-light", text)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError.field("--slo", text, "a factor of the light load's latency, such as 5x-light")
+    return float(match[1])

@@ -1,0 +1,148 @@
+"""The report of a benchmark: tables for people, vLLM's field names for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moesaic.jobs.bench.load import Outcome
+from moesaic.jobs.bench.measure import TITLES, Spread, Summary
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `moesaic bench serve`."""
+
+    model: str
+    base_url: str
+    endpoint: str
+    date: str
+    """When the benchmark ended."""
+    num_prompts: int
+    request_rate: float
+    burstiness: float
+    max_concurrency: int | None
+    seed: int
+    summary: Summary
+    max_concurrent_requests: int
+    """Maximum number of requests in flight at once."""
+    objectives: Mapping[str, float]
+    """Metric -> maximum milliseconds of a good request."""
+    light: Summary | None
+    """The light load from which the objectives were derived."""
+    outcomes: Sequence[Outcome]
+
+    def to_dict(self, detailed: bool = False) -> dict[str, Any]:
+        """The report with vLLM's names. detailed: include the measurements of each request."""
+        summary = self.summary
+        found: dict[str, Any] = {
+            "date": self.date,
+            "backend": "openai-chat" if "chat" in self.endpoint else "openai",
+            "endpoint": self.endpoint,
+            "base_url": self.base_url,
+            "model_id": self.model,
+            "num_prompts": self.num_prompts,
+            "request_rate": "inf" if math.isinf(self.request_rate) else self.request_rate,
+            "burstiness": self.burstiness,
+            "max_concurrency": self.max_concurrency,
+            "seed": self.seed,
+            "duration": summary.duration,
+            "completed": summary.completed,
+            "failed": summary.failed,
+            "total_input_tokens": summary.total_input,
+            "total_output_tokens": summary.total_output,
+            "request_throughput": summary.request_throughput,
+            "request_goodput": summary.request_goodput,
+            "output_throughput": summary.output_throughput,
+            "total_token_throughput": summary.total_token_throughput,
+            "max_concurrent_requests": self.max_concurrent_requests,
+            "slo_ms": dict(self.objectives) or None,
+            "light_load": None if self.light is None else dict(_flat(self.light)),
+            "errors": dict(self.errors()),
+        }
+        found |= dict(_flat(summary))
+        return found | (self._details() if detailed else {})
+
+    def to_json(self, detailed: bool = False) -> str:
+        return json.dumps(self.to_dict(detailed))
+
+    def errors(self) -> list[tuple[str, int]]:
+        """The most frequent errors, each with its count."""
+        found = Counter(outcome.error for outcome in self.outcomes if outcome.error is not None)
+        return [(message, count) for message, count in found.most_common(5)]
+
+    def _details(self) -> dict[str, Any]:
+        """Parallel lists with one entry for each request in order of arrival; times in seconds."""
+        return {
+            "start_times": [outcome.started for outcome in self.outcomes],
+            "input_lens": [outcome.prompt_tokens for outcome in self.outcomes],
+            "output_lens": [outcome.output_tokens for outcome in self.outcomes],
+            "ttfts": [outcome.ttft for outcome in self.outcomes],
+            "itls": [outcome.gaps for outcome in self.outcomes],
+            "latencies": [outcome.latency for outcome in self.outcomes],
+            "request_errors": [outcome.error for outcome in self.outcomes],
+        }
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print two tables: counts and throughput, then latencies."""
+    console.print(_totals(report))
+    console.print(_latencies(report.summary.spreads))
+    for message, count in report.errors():
+        console.print(f"{count} x {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def describe_light(light: Summary, objectives: Mapping[str, float]) -> str:
+    """One line: the latencies at light load and the objectives derived from them."""
+    measured = ", ".join(f"{name} {light.spreads[name].mean:.2f} ms" for name in objectives)
+    wanted = ", ".join(f"{name} <= {most:.2f} ms" for name, most in objectives.items())
+    return f"light load, {light.completed} requests one at a time: mean {measured}; good is {wanted}"
+
+
+def _totals(report: Report) -> Table:
+    summary = report.summary
+    table = Table(title=f"{report.model} at {report.base_url}{report.endpoint}", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("completed / failed", f"{summary.completed} / {summary.failed}")
+    table.add_row("duration (s)", f"{summary.duration:.2f}")
+    table.add_row("input / output tokens", f"{summary.total_input} / {summary.total_output}")
+    table.add_row("request throughput (req/s)", f"{summary.request_throughput:.2f}")
+    if summary.request_goodput is not None:
+        share = summary.good or 0
+        table.add_row("request goodput (req/s)", f"{summary.request_goodput:.2f}")
+        table.add_row("requests within objectives", f"{share} of {summary.completed + summary.failed}")
+    table.add_row("output throughput (tok/s)", f"{summary.output_throughput:.2f}")
+    table.add_row("total token throughput (tok/s)", f"{summary.total_token_throughput:.2f}")
+    table.add_row("peak concurrent requests", str(report.max_concurrent_requests))
+    return table
+
+
+def _latencies(spreads: Mapping[str, Spread]) -> Table:
+    caption = "; ".join(f"{name}: {TITLES[name]}" for name in spreads)
+    table = Table(title="milliseconds", caption=caption)
+    table.add_column("")
+    points = next(iter(spreads.values())).percentiles if spreads else {}
+    for heading in ("mean", "median", "std", *(f"p{point:g}" for point in points)):
+        table.add_column(heading, justify="right")
+    for name, spread in spreads.items():
+        cells = (spread.mean, spread.median, spread.std, *spread.percentiles.values())
+        table.add_row(name, *(f"{cell:.2f}" if spread.count else "-" for cell in cells))
+    return table
+
+
+def _flat(summary: Summary) -> Iterator[tuple[str, float]]:
+    """(name, value) pairs with vLLM's names: mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms, ..."""
+    for name, spread in summary.spreads.items():
+        yield f"mean_{name}_ms", spread.mean
+        yield f"median_{name}_ms", spread.median
+        yield f"std_{name}_ms", spread.std
+        for point, value in spread.percentiles.items():
+            yield f"p{point:g}_{name}_ms", value

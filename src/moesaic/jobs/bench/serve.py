@@ -1,0 +1,251 @@
+"""`moesaic bench serve`: makes the requests, sends them, and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.jobs.bench.load import Clock, Load, Outcome
+from moesaic.jobs.bench.measure import (
+    METRICS,
+    Summary,
+    parse_goodput,
+    parse_metrics,
+    parse_percentiles,
+    parse_slo,
+    summarise,
+)
+from moesaic.jobs.bench.options import ServeBench
+from moesaic.jobs.bench.plan import Plan, check_lengths, plan_serve
+from moesaic.jobs.bench.report import Report, describe_light
+from moesaic.jobs.bench.workload import POOL_TEXT, Item, token_pool
+from moesaic.server.client import Client
+
+LIGHT_METRICS = ("ttft", "tpot")
+"""Metrics that a multiple of the light load's latency bounds."""
+
+_SHOWN = 200
+"""Maximum number of characters of an unexpected answer that an error repeats."""
+
+
+class BenchError(MoesaicError):
+    """The benchmark cannot measure this server."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The options that are texts, parsed before anything is sent."""
+
+    metrics: tuple[str, ...]
+    percentiles: tuple[float, ...]
+    goodput: dict[str, float]
+    slo: float | None
+    extra: dict[str, object]
+
+
+def run(options: ServeBench, console: Console | None = None, clock: Clock = time.perf_counter) -> Report:
+    """Measure the server. Progress goes to `console` (stderr). Saves the report if the options say so.
+
+    Raises ConfigError for bad options; ConnectionLost, ApiError or BenchError if the server does not
+    answer.
+    """
+    report = asyncio.run(_run(options, console or Console(stderr=True), clock))
+    if options.save_result or options.result_filename is not None:
+        _save(report, options)
+    return report
+
+
+async def _run(options: ServeBench, console: Console, clock: Clock) -> Report:
+    wanted = _understood(options)
+    async with Client(
+        options.base_url, api_key=options.api_key, timeout=options.request_timeout, clock=clock
+    ) as client:
+        model, limit = await _served(client, options.model)
+        plan = plan_serve(options, await _alphabet(client, model, options))
+        if limit is not None:
+            check_lengths([*plan.warmup, *plan.light, *plan.load], limit)
+        body = _body_of(options, model, wanted.extra)
+        bench = _Bench(options, client, body, clock, console, wanted)
+        await bench.warm_up(plan.warmup)
+        light, objectives = await bench.objectives(plan.light)
+        return await bench.measure(model, plan, light, objectives)
+
+
+@dataclass
+class _Bench:
+    """The phases of a benchmark."""
+
+    options: ServeBench
+    client: Client
+    body: Callable[[Item], dict[str, object]]
+    clock: Clock
+    console: Console
+    wanted: _Wanted
+
+    async def warm_up(self, items: Sequence[Item]) -> None:
+        outcomes = await self._load().run(items, max_concurrency=1)
+        _require_success("warm-up", outcomes)
+
+    async def objectives(self, items: Sequence[Item]) -> tuple[Summary | None, dict[str, float]]:
+        """The light load's figures, and the objectives in milliseconds."""
+        if self.wanted.slo is None:
+            return None, self.wanted.goodput
+        begun = self.clock()
+        outcomes = await self._load().run(items, max_concurrency=1)
+        _require_success("light load", outcomes)
+        light = summarise(outcomes, self.clock() - begun, METRICS, self.wanted.percentiles)
+        goals = {name: self.wanted.slo * light.spreads[name].mean for name in LIGHT_METRICS}
+        # answers of one token have no tpot, so it gets no objective
+        goals = {name: most for name, most in goals.items() if most > 0}
+        self._say(describe_light(light, goals))
+        return light, goals
+
+    async def measure(
+        self, model: str, plan: Plan, light: Summary | None, objectives: dict[str, float]
+    ) -> Report:
+        options = self.options
+        with _progress(self.console, len(plan.load), self.clock) as show:
+            load = self._load(show)
+            begun = self.clock()
+            outcomes = await load.run(plan.load, options.max_concurrency)
+            duration = self.clock() - begun
+        return Report(
+            model=model,
+            base_url=self.client.base_url,
+            endpoint=options.endpoint,
+            date=datetime.now().astimezone().isoformat(timespec="seconds"),
+            num_prompts=len(plan.load),
+            request_rate=options.request_rate,
+            burstiness=options.burstiness,
+            max_concurrency=options.max_concurrency,
+            seed=options.seed,
+            summary=summarise(outcomes, duration, self.wanted.metrics, self.wanted.percentiles, objectives),
+            max_concurrent_requests=load.peak,
+            objectives=objectives,
+            light=light,
+            outcomes=outcomes,
+        )
+
+    def _load(self, show: Callable[[Outcome], None] = lambda outcome: None) -> Load:
+        return Load(self.client, self.options.endpoint, self.body, self.clock, asyncio.sleep, show)
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _understood(options: ServeBench) -> _Wanted:
+    return _Wanted(
+        metrics=parse_metrics(options.percentile_metrics),
+        percentiles=parse_percentiles(options.metric_percentiles),
+        goodput=parse_goodput(options.goodput),
+        slo=None if options.slo is None else parse_slo(options.slo),
+        extra=_json_object("--extra-body", options.extra_body),
+    )
+
+
+def _json_object(flag: str, text: str | None) -> dict[str, object]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError.field(flag, text, f"a JSON object ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError.field(flag, text, "a JSON object")
+    return value
+
+
+async def _served(client: Client, name: str | None) -> tuple[str, int | None]:
+    """The model, and the maximum length of a request if the server states one."""
+    cards = {str(card.get("id")): card for card in await client.models()}
+    if name is None and not cards:
+        raise BenchError(f"{client.base_url} serves no model")
+    chosen = next(iter(cards)) if name is None else name
+    limit = cards.get(chosen, {}).get("max_model_len")
+    return chosen, limit if isinstance(limit, int) else None
+
+
+async def _alphabet(client: Client, model: str, options: ServeBench) -> Sequence[int] | range:
+    """The token ids that random prompts are drawn from."""
+    if options.dataset_path is not None:
+        return range(0)
+    if options.vocab_size is not None:
+        return range(options.vocab_size)
+    reply = await client.post("/tokenize", {"model": model, "prompt": POOL_TEXT})
+    match reply.body:
+        case {"tokens": [int(), *_] as tokens} if reply.status == 200:
+            return token_pool(tokens)
+    said = f"{reply.status} {json.dumps(reply.body)[:_SHOWN]}"
+    raise ConfigError(
+        f"--vocab-size: needed for random prompts, since {client.base_url}/tokenize answers {said}"
+    )
+
+
+def _body_of(
+    options: ServeBench, model: str, extra: dict[str, object]
+) -> Callable[[Item], dict[str, object]]:
+    """Makes the body of an item. Fields that not every server knows are sent only if they were asked for."""
+    fixed: dict[str, object] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if options.temperature is not None:
+        fixed["temperature"] = options.temperature
+    if options.ignore_eos:
+        fixed["ignore_eos"] = True
+
+    def body(item: Item) -> dict[str, object]:
+        if options.endpoint == "/v1/completions":
+            asked: dict[str, object] = {"prompt": item.prompt}
+        else:
+            asked = {"messages": [{"role": "user", "content": item.prompt}]}
+        return {**fixed, **asked, "max_tokens": item.output_len, **extra}
+
+    return body
+
+
+def _require_success(phase: str, outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise BenchError(f"{phase}: {outcome.error}")
+
+
+@contextmanager
+def _progress(console: Console, total: int, clock: Clock) -> Iterator[Callable[[Outcome], None]]:
+    """A bar with rate and time left. Yields what to call after each request."""
+    columns = (
+        TextColumn("requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.1f} tok/s  {task.fields[failed]} failed"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4, transient=True) as bar:
+        task = bar.add_task("", total=total, rate=0.0, failed=0)
+        begun, tokens, failed = clock(), 0, 0
+
+        def show(outcome: Outcome) -> None:
+            nonlocal tokens, failed
+            tokens += outcome.output_tokens
+            failed += outcome.error is not None
+            bar.update(task, advance=1, rate=tokens / max(clock() - begun, 1e-9), failed=failed)
+
+        yield show
+
+
+def _save(report: Report, options: ServeBench) -> None:
+    stamp = report.date.replace(":", "").replace("+", "-")
+    name = f"bench-serve-{report.model.replace('/', '-')}-{stamp}.json"
+    path: Path = options.result_dir / (options.result_filename or name)
+    found: dict[str, Any] = report.to_dict(options.save_detailed)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--result-filename: {path}: {error.strerror}") from error

@@ -1,0 +1,83 @@
+"""`moesaic profile import`: makes a profile of routing that another server recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.core.errors import ConfigError
+from moesaic.jobs.profiling import sglang_files, vllm_answers
+from moesaic.jobs.profiling.recorded import profile_of
+from moesaic.jobs.profiling.run import Show
+from moesaic.models import files
+from moesaic.models.embedding import nearest_known
+from moesaic.models.registry import routed_model
+
+READERS = {"sglang": sglang_files.read, "vllm": vllm_answers.read}
+"""Reader of each program's files."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `moesaic profile import`."""
+
+    model: str
+    output: str
+    source: str
+    files: int
+    layers: int
+    num_experts: int
+    top_k: int
+    tokens: int
+    """Number of tokens that were counted."""
+    requests: int
+    """Requests with routes in the profile."""
+    token_ids: bool
+    """False: the files had loads of experts and no tokens."""
+    left_out: int
+    """Tokens that were left out, since the files lack some of their experts."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def run(recorded: Sequence[Path], source: str, model: str, output: Path, show: Show) -> Report:
+    """Read the files `recorded`, write the profile `output`, and say what is in it.
+
+    source: a name in READERS. model: as on a command line. Raises ConfigError for files that cannot be read,
+    that are of another model, or that have no token.
+    """
+    path = files.resolve(model, None)
+    routed = routed_model(path)
+    if not routed.layers:
+        raise ConfigError.field("--model", model, "one with routed experts")
+    parts = READERS[source](list(recorded), routed)
+    profile = profile_of(routed, parts)
+    if not profile.tokens:
+        raise ConfigError.field("FILES", "no token", "files with at least one token and its experts")
+    if profile.token_ids:
+        known = profile.counts[0].known.astype(np.int32)
+        near = nearest_known(path, known, lambda done, all_: show("nearest tokens", done, all_))
+        profile = replace(profile, nearest=near)
+    try:
+        profile.save(output)
+    except OSError as error:
+        allowed = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(output), allowed) from error
+    return Report(
+        model=model,
+        output=str(output),
+        source=source,
+        files=len(recorded),
+        layers=len(routed.layers),
+        num_experts=routed.num_experts,
+        top_k=routed.top_k,
+        tokens=profile.tokens,
+        requests=profile.routes.requests,
+        token_ids=profile.token_ids,
+        left_out=sum(part.left_out for part in parts),
+    )

@@ -1,0 +1,133 @@
+"""From numbers to codes: rounding to nearest, and GPTQ.
+
+Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.jobs.quantizing.formats import Coded, Format, as_stored
+
+DAMPING = (0.01, 0.1, 1.0)
+"""What is added to the diagonal of a Hessian, as a share of its mean. The next one is tried if a Hessian is
+singular in float32."""
+SHARES = tuple(1 - step / 40 for step in range(21))
+"""Shares of the largest number that a scale may cover: the best one is taken."""
+BAND = 1 << 20
+"""Numbers that are rounded to nearest at a time, so that little memory is taken."""
+AT_ONCE = 128
+"""Columns whose errors are spread to all later columns together, if a row has no groups."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounds matrices to a format, with scales of a type of files."""
+
+    format: Format
+    scales: str
+    """Type of the scales, as safetensors calls it."""
+
+    def nearest(self, weight: torch.Tensor) -> Coded:
+        """Round each number of a matrix [rows, columns] float32 to the nearest code.
+
+        Scales cover all numbers.
+        """
+        rows, columns = weight.shape
+        codes = torch.empty(rows, columns, dtype=torch.uint8)
+        scales = torch.empty(rows, self.format.groups(columns))
+        step = max(1, BAND // columns)
+        for begin in range(0, rows, step):
+            band = slice(begin, begin + step)
+            groups = weight[band].view(-1, scales.shape[1], columns // scales.shape[1])
+            scales[band] = self._covering(groups.abs().amax(2))
+            codes[band] = self._codes(groups, scales[band, :, None]).flatten(1)
+        return Coded(codes.numpy(), scales.numpy())
+
+    def gptq(self, weight: torch.Tensor, hessian: torch.Tensor) -> Coded | None:
+        """Round column after column. Later columns of a row make up for the errors of earlier ones.
+
+        weight: [rows, columns] float32. hessian: [columns, columns] float32, the sum of x x^T over the
+        inputs x. Returns None for a Hessian that has no inverse although it is damped.
+        """
+        factor = _inverse_factor(hessian)
+        if factor is None:
+            return None
+        rest = weight.clone()
+        importance = hessian.diagonal()
+        columns = weight.shape[1]
+        size = self.format.group or columns
+        step = self.format.group or AT_ONCE
+        codes = torch.empty_like(rest)
+        scales = torch.empty(len(rest), self.format.groups(columns))
+        for begin in range(0, columns, step):
+            end = min(begin + step, columns)
+            if begin % size == 0:
+                group = slice(begin, begin + size)
+                scales[:, begin // size] = self._searched(rest[:, group], importance[group])
+            scale = scales[:, begin // size]
+            part, upper = rest[:, begin:end], factor[begin:end, begin:end]
+            errors = torch.empty_like(part)
+            for column in range(end - begin):
+                code = self._codes(part[:, column], scale)
+                codes[:, begin + column] = code
+                error = (part[:, column] - (code - self._zero) * scale) / upper[column, column]
+                part[:, column:] -= torch.outer(error, upper[column, column:])
+                errors[:, column] = error
+            rest[:, end:] -= errors @ factor[begin:end, end:]
+        return Coded(codes.to(torch.uint8).numpy(), scales.numpy())
+
+    def nearest_or_gptq(self, weight: torch.Tensor, hessian: torch.Tensor | None) -> Coded:
+        """Round by a Hessian. Without one, or if it has no inverse, round to nearest."""
+        found = None if hessian is None else self.gptq(weight, hessian)
+        return self.nearest(weight) if found is None else found
+
+    def numbers(self, coded: Coded) -> torch.Tensor:
+        """The numbers [rows, columns] float32 of a quantised matrix."""
+        scales = torch.from_numpy(coded.scales)
+        groups = torch.from_numpy(coded.codes).float().view(*scales.shape, -1)
+        return ((groups - self._zero) * scales[:, :, None]).flatten(1)
+
+    @property
+    def _zero(self) -> int:
+        """The code of the number 0."""
+        return 1 << (self.format.bits - 1)
+
+    def _covering(self, largest: torch.Tensor) -> torch.Tensor:
+        """The scales with which numbers up to `largest` have codes."""
+        scales = largest / (self._zero - 0.5)
+        return torch.from_numpy(as_stored(scales.numpy(), self.scales))
+
+    def _searched(self, group: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+        """The scale [rows] of a group [rows, columns] with the least error.
+
+        importance: [columns], weights of the squared errors. Large numbers may be cut off.
+        """
+        largest = group.abs().amax(1)
+        best, least = torch.empty_like(largest), torch.full_like(largest, torch.inf)
+        for share in SHARES:
+            scales = self._covering(largest * share)
+            codes = self._codes(group, scales[:, None])
+            error = ((codes - self._zero) * scales[:, None] - group).square() @ importance
+            better = error < least
+            best, least = torch.where(better, scales, best), torch.where(better, error, least)
+        return best
+
+    def _codes(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return (numbers / scales).round_().add_(self._zero).clamp_(0, 2 * self._zero - 1)
+
+
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
+    """The upper triangle U with U^T U = the inverse of the damped Hessian; None if it has no inverse."""
+    mean = hessian.diagonal().mean()
+    for share in DAMPING:
+        damped = hessian + torch.diag(torch.full_like(hessian.diagonal(), float(share * mean)))
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            found: torch.Tensor
+            found, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed:
+                return found
+    return None

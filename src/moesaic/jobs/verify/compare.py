@@ -1,0 +1,128 @@
+"""Compares two implementations of a model, part by part. Both sides get the same input to each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from moesaic.core.errors import ConfigError
+from moesaic.jobs.verify.ours import Ours
+from moesaic.jobs.verify.reference import Reference
+from moesaic.kernels.table import Kernels
+from moesaic.models import registry
+
+EMBEDDING, LOGITS = "embedding", "logits"
+Show = Callable[[str, int, int], None]
+"""Reports progress: (name of the work, parts done, parts in total)."""
+
+
+class Side(Protocol):
+    """One implementation. Shapes are [n, h] for hidden states and [n, V] for logits."""
+
+    def embed(self) -> torch.Tensor: ...
+
+    def layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class PartError:
+    """How far the two sides are apart after one part of the model."""
+
+    part: str
+    """`embedding`, `layer N` or `logits`."""
+    absolute: float
+    """Largest difference of two numbers."""
+    relative: float
+    """Largest difference of a row / largest number that the part adds to this row."""
+    different: bool
+    """Whether the relative error is above the tolerance."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a comparison."""
+
+    parts: tuple[PartError, ...]
+    tolerance: float
+    argmax_differs: tuple[int, ...]
+    """Positions of the prompt after which the two sides choose another token. Where the reference's two
+    logits are as near as the tolerance, both choices count as equal."""
+
+    @property
+    def first(self) -> str | None:
+        """The first part that differs; None if none does."""
+        return next((one.part for one in self.parts if one.different), None)
+
+    @property
+    def equal(self) -> bool:
+        return self.first is None and not self.argmax_differs
+
+
+def verify(path: Path, kernels: Kernels, tokens: list[int], tolerance: float, show: Show) -> Verdict:
+    """Compare the model in a directory with transformers, for one prompt.
+
+    Of a quantised model, transformers computes with the numbers that moesaic reads in its files, but it reads
+    experts in MXFP4 itself.
+    Raises ConfigError for tokens that the model does not have, and where transformers cannot compute it.
+    """
+    spec = registry.read_spec(path)
+    for token in tokens:
+        if not 0 <= token < spec.vocab_size:
+            raise ConfigError.field("--prompt-tokens", token, f"0 to {spec.vocab_size - 1}")
+    if not 1 <= len(tokens) <= spec.max_position:
+        raise ConfigError.field(
+            "--prompt-tokens", f"{len(tokens)} tokens", f"1 to {spec.max_position} tokens"
+        )
+    with torch.inference_mode():
+        sides = Ours(path, spec, kernels, tokens), Reference(path, tokens)
+        return compare(*sides, spec.num_layers, tolerance, show)
+
+
+def compare(ours: Side, reference: Side, layers: int, tolerance: float, show: Show) -> Verdict:
+    """Compare two sides. The input of a layer is what our side had after the layer before."""
+    parts: list[PartError] = []
+    outputs = _outputs(ours, reference, layers)
+    mine = theirs = torch.empty(0)
+    for done, (part, given, mine, theirs) in enumerate(outputs, 1):
+        parts.append(_error(part, given, mine, theirs, tolerance))
+        show("comparing", done, layers + 2)
+    return Verdict(tuple(parts), tolerance, _argmax_differs(mine, theirs, tolerance))
+
+
+Output = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor]
+"""Name of a part, the hidden states to which it adds, our result, the reference's result."""
+
+
+def _outputs(ours: Side, reference: Side, layers: int) -> Iterator[Output]:
+    hidden = ours.embed()
+    yield EMBEDDING, None, hidden, reference.embed()
+    for layer in range(layers):
+        theirs = reference.layer(layer, hidden)
+        mine = ours.layer(layer, hidden.clone())
+        yield f"layer {layer}", hidden, mine, theirs
+        hidden = mine
+    yield LOGITS, None, ours.logits(hidden), reference.logits(hidden)
+
+
+def _error(
+    part: str, given: torch.Tensor | None, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float
+) -> PartError:
+    apart = (mine.double() - theirs.double()).abs().amax(dim=-1)
+    added = theirs.double() if given is None else theirs.double() - given.double()
+    size = added.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    relative = float((apart / size).max())
+    return PartError(part, float(apart.max()), relative, not relative <= tolerance)
+
+
+def _argmax_differs(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> tuple[int, ...]:
+    """mine, theirs: logits [n, V]."""
+    chosen, best = mine.argmax(dim=-1, keepdim=True), theirs.amax(dim=-1, keepdim=True)
+    near = tolerance * theirs.abs().amax(dim=-1, keepdim=True)
+    far = ~(best - theirs.gather(-1, chosen) <= near)
+    return tuple(int(position) for position in far.flatten().nonzero().flatten())

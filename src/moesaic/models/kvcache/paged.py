@@ -1,0 +1,157 @@
+"""A paged KV cache: one tensor of blocks per layer. The scheduler decides which request uses which block."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import numpy as np
+import torch
+
+from moesaic.core.tokens import IntArray
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.cache import stored_width
+from moesaic.kernels.reference.cache import decode
+from moesaic.kernels.table import Kernels
+from moesaic.models.block import Block, Projected
+from moesaic.models.kvcache.images import ByteLines, Bytes, Written
+from moesaic.models.spec import KVLayout
+
+HUGE_PAGE = 1 << 21
+"""Bytes of a huge page."""
+
+
+class PagedKV:
+    """Keys and values of every layer in blocks of `block_size` tokens.
+
+    layout: what one token of one layer stores. With `value_in_key` (MLA's latent) the values are the first
+    `value_width` numbers of the keys and take no memory of their own. dtype: a float type, or int8 with a
+    scale for each row (`kernels.cache`).
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        at_once: bool = False,
+    ) -> None:
+        """at_once: allocate all memory now, not when blocks are first written."""
+        self._store = kernels.store
+        self.device = device
+        shape = (num_layers, num_blocks, block_size, layout.kv_heads)
+        # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
+        self._keys = zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, at_once)
+        self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
+        by_layer: list[tuple[torch.Tensor, ...]] = [(keys,) for keys in self._keys]
+        if not layout.value_in_key:
+            width = stored_width(layout.value_width, dtype)
+            self._values = zeros((*shape, width), dtype, device, at_once)
+            by_layer = list(zip(self._keys, self._values, strict=True))
+        self._lines = ByteLines([tensor for tensors in by_layer for tensor in tensors])
+        self._tensors = len(by_layer[0]) if by_layer else 0
+        """Tensors of a layer."""
+        self._written: Written = _nothing
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
+        """Stores rows.
+
+        key: [n, kv_heads, key_width]. value: [n, kv_heads, value_width], or None if it is part of the key.
+        slots: [n] block * block_size + offset.
+        """
+        self._store(self._keys[layer], key, slots)
+        if value is not None:
+            self._store(self._values[layer], value, slots)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Returns [blocks, block_size, kv_heads, stored width of a key]."""
+        return self._keys[layer]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Returns [blocks, block_size, kv_heads, stored width of a value], or [..., value_width] of keys."""
+        return self._values[layer]
+
+    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+        """Stores the rows of a step, then lets the block attend. See `LayerMemory`."""
+        self.write(layer, rows.key, rows.value, batch.slots)
+        self._written(layer)
+        return block.attention(rows.query, self.keys(layer), self.values(layer), batch)
+
+    # ---- see `CopiedMemory`
+
+    state_bytes = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._keys)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self._lines.num_bytes // max(1, len(self._keys))
+
+    def watch(self, written: Written) -> None:
+        self._written = written
+
+    def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
+        return self._lines.copy(blocks, self._of(layers))
+
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
+        self._lines.put(blocks, data, skipped, self._of(layers))
+
+    def _of(self, layers: range) -> slice:
+        """The tensors of these layers."""
+        return slice(layers.start * self._tensors, layers.stop * self._tensors)
+
+    def copy_states(self, page: int, seat: int) -> Bytes:
+        return np.empty(0, np.uint8)
+
+    def put_states(self, page: int, seat: int, data: Bytes) -> None:
+        pass
+
+    def first_not_finite(self, blocks: IntArray, length: int) -> int | None:
+        """The first layer that has a NaN or an infinite number in the first `length` tokens of `blocks`.
+
+        Returns None if there is none. It reads all of these rows, so it is for errors only.
+        """
+        wanted = torch.from_numpy(blocks[: -(-length // self._keys[0].shape[1])]).to(self.device)
+        for layer, pair in enumerate(zip(self._keys, self._values, strict=True)):
+            for cached in pair:
+                rows = cached.index_select(0, wanted).flatten(0, 1)[:length]
+                if not torch.isfinite(decode(rows) if rows.dtype == torch.int8 else rows).all():
+                    return layer
+        return None
+
+
+def _nothing(layer: int) -> None:
+    """What happens with the rows of a layer if nobody watches."""
+
+
+def zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, at_once: bool
+) -> tuple[torch.Tensor, ...]:
+    """Returns one tensor of zeros for each layer.
+
+    On a CPU, the system provides the memory page by page when a block is first written. numpy requests huge
+    pages, and each layer begins at one. Blocks are used from the first on, so only the last page in use is
+    partly used.
+    """
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device).unbind()
+    size = math.prod(shape[1:]) * dtype.itemsize
+    step = size if size < HUGE_PAGE else -(-size // HUGE_PAGE) * HUGE_PAGE
+    memory = np.zeros(shape[0] * step + HUGE_PAGE, np.uint8)
+    begin = -memory.ctypes.data % HUGE_PAGE
+    parts = [memory[start : start + size] for start in range(begin, begin + shape[0] * step, step)]
+    for part in parts if at_once else ():
+        part[:: mmap.PAGESIZE] = 0
+    return tuple(torch.from_numpy(part).view(dtype).view(shape[1:]) for part in parts)
+
+
+def bytes_per_token(layout: KVLayout, num_layers: int, dtype: torch.dtype) -> int:
+    """Bytes that one token takes over all layers, including scales."""
+    elements = layout.kv_heads * sum(stored_width(width, dtype) for width in layout.widths)
+    return num_layers * elements * dtype.itemsize

@@ -1,0 +1,205 @@
+"""Measures how fast a disk is read without the page cache, by size of a read and number of reading threads.
+
+A cache of the hypervisor or the disk may serve a second read faster than the first. Checkpoints are read
+again and again, so the repeated reads count. The first read is reported separately.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from moesaic.core.errors import ConfigError
+from moesaic.offload.arena import Arena
+from moesaic.offload.reading import ALIGNMENT, DirectFile
+from moesaic.planning.hardware.timing import Clock, Show
+
+LANDING = 64 << 20
+"""Size of the memory that one thread reads into, in bytes. It is too large to stay in a processor's cache.
+
+It is memory of an arena, as for weights, since a disk fills huge pages faster than small ones.
+"""
+READERS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of files and of reads, in bytes."""
+
+    file: int = 1 << 30
+    """Size of the file that is written if there is none to read."""
+    least: int = 64 << 20
+    """Minimum size of a file that is read."""
+    blocks: tuple[int, ...] = (128 << 10, 1 << 20, 8 << 20)
+    """Sizes of one read that are measured."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """The measured speed of one way of reading."""
+
+    repeated: bool
+    block: int
+    """Bytes of one read."""
+    readers: int
+    """Number of threads. Each reads every `readers`-th block."""
+    bandwidth: float
+    """Measured bytes/s."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The measurements of a disk."""
+
+    file: str
+    """A description of the file that was read."""
+    memory: int
+    """Size of the file system in bytes."""
+    direct: bool
+    """True if reads bypassed the page cache. If not, the file's cached pages were dropped before the first
+    read."""
+    reads: tuple[Read, ...]
+    write: float | None
+    """Bytes/s of writing to the disk itself. None: nothing was written."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of the best repeated read by one thread. Weights are read in this way."""
+        return max(one.bandwidth for one in self.reads if one.repeated and one.readers == 1)
+
+
+WEIGHTS = (".safetensors", ".gguf")
+"""How names of files with weights end."""
+
+
+def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) -> Disk:
+    """Measure reading the file at `path`, or the largest *.safetensors or *.gguf of that directory.
+
+    If it has fewer than sizes.least bytes, or there is none, a file is written there and deleted at the
+    end. limit: seconds for each figure. The first read and writing take up to four times as long. Raises
+    ConfigError for a path that does not exist or that cannot be read or written, and for a full disk.
+    """
+    try:
+        found = _to_read(path, sizes.least)
+        if found is not None:
+            return _measured(found, str(found), None, sizes, limit, clock, show)
+        with _written(path, sizes, limit, clock, show) as (file, write):
+            return _measured(file, f"a temporary file in {path.absolute()}", write, sizes, limit, clock, show)
+    except OSError as error:
+        allowed = f"a directory to write to, or a file to read ({error.strerror})"
+        raise ConfigError.field("--path", str(path), allowed) from error
+
+
+def _to_read(path: Path, least: int) -> Path | None:
+    if path.is_dir():
+        named = (one for ending in WEIGHTS for one in path.glob(f"*{ending}"))
+        shards = [one for one in named if one.stat().st_size >= least]
+        return max(shards, key=lambda one: one.stat().st_size, default=None)
+    if path.stat().st_size < least:
+        raise ConfigError.field("--path", str(path), f"a directory, or a file of at least {least} bytes")
+    return path
+
+
+@contextmanager
+def _written(
+    folder: Path, sizes: Sizes, limit: float, clock: Clock, show: Show
+) -> Iterator[tuple[Path, float]]:
+    """Write a file of random bytes.
+
+    Yields a path to open it with, and the bytes/s of writing. The file has no name in its folder, so it is
+    gone as soon as this process ends, however it ends.
+    """
+    size = min(sizes.file, shutil.disk_usage(folder).free // 2) // ALIGNMENT * ALIGNMENT
+    if size < sizes.least:
+        raise ConfigError.field("--path", str(folder), f"a disk with {2 * sizes.least} bytes left")
+    with tempfile.TemporaryFile(dir=folder) as file:
+        begun = clock()
+        done = _fill(file, size, sizes.least, begun + 4 * limit, clock, show)
+        yield Path(f"/proc/self/fd/{file.fileno()}"), done / max(clock() - begun, 1e-9)
+
+
+def _fill(file: IO[bytes], size: int, piece: int, end: float, clock: Clock, show: Show) -> int:
+    """Write piece after piece to the disk itself until the clock reaches `end`.
+
+    Returns the number of bytes.
+    """
+    random, done = os.urandom(piece), 0
+    while done < size and (not done or clock() < end):
+        show("writing the file to read", done, size)
+        file.write(random[: size - done])
+        file.flush()
+        os.fsync(file.fileno())
+        done = min(done + piece, size)
+    show("writing the file to read", size, size)
+    return done
+
+
+def _measured(
+    file: Path, named: str, write: float | None, sizes: Sizes, limit: float, clock: Clock, show: Show
+) -> Disk:
+    memory, size = shutil.disk_usage(file).total, file.stat().st_size // ALIGNMENT * ALIGNMENT
+    blocks = [min(block, size) for block in sizes.blocks]
+    ways = [(block, readers) for readers in READERS for block in dict.fromkeys(blocks)]
+    with DirectFile(file) as opened, ThreadPoolExecutor(max(READERS)) as threads:
+        _drop(file)
+        disk = _Reader(opened, clock, threads)
+        show("disk", 0, len(ways) + 1)
+        span, seconds = disk.read(0, size, blocks[-1], 4 * limit)
+        found = [Read(False, blocks[-1], 1, span / seconds)]
+        for block, readers in ways:
+            show("disk", len(found), len(ways) + 1)
+            found.append(Read(True, block, readers, disk.together(span, block, readers, limit)))
+        show("disk", len(ways) + 1, len(ways) + 1)
+        return Disk(named, memory, opened.direct, tuple(found), write)
+
+
+def _drop(file: Path) -> None:
+    """Drop the file's pages from the page cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    file: DirectFile
+    clock: Clock
+    threads: ThreadPoolExecutor
+
+    def together(self, span: int, block: int, readers: int, limit: float) -> float:
+        """Bytes/s of `readers` threads. Each reads every `readers`-th block of the first `span` bytes."""
+        running = [
+            self.threads.submit(self.read, reader * block, span, block, limit, readers, again=True)
+            for reader in range(readers)
+        ]
+        ended = [one.result() for one in running]
+        return sum(done for done, _ in ended) / max(seconds for _, seconds in ended)
+
+    def read(
+        self, first: int, span: int, block: int, limit: float, step: int = 1, again: bool = False
+    ) -> tuple[int, float]:
+        """Read blocks first, first + step * block, ... of the first `span` bytes, for at most `limit`
+        seconds.
+
+        again: start over after the last block. Returns the bytes read and the seconds.
+        """
+        slots = max(1, min(LANDING, span) // block)
+        memory = Arena(slots * block).take(slots * block).numpy().data
+        places = [memory[slot * block : (slot + 1) * block] for slot in range(slots)]
+        offsets = range(first, max(span - block, first) + 1, step * block)
+        begun, done, count = self.clock(), 0, 0
+        while again or count < len(offsets):
+            done += self.file.read(offsets[count % len(offsets)], places[count % len(places)])
+            count += 1
+            if self.clock() - begun >= limit:
+                break
+        return done, max(self.clock() - begun, 1e-9)

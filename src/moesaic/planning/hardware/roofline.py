@@ -1,0 +1,141 @@
+"""Times a model's operations beside the roofs of the machine.
+
+The roofline model (Williams et al. 2009) bounds an operation by the time to read its data from memory and by
+the time to compute its flops. The roof of computing is what the instruction set can do at most: products of
+numbers that stay in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from moesaic.core.stored import is_integer
+from moesaic.cost.ops import Work
+from moesaic.kernels.table import BY_NAME, INTEGER, ROUNDING, SPLITTING, Kernels
+from moesaic.planning.hardware import operations, products
+from moesaic.planning.hardware.operations import Call, Sizes
+from moesaic.planning.hardware.read_test import ReadTest
+from moesaic.planning.hardware.timing import Show, Stopwatch
+
+SIZE = 2048
+"""Rows and columns of the matrices whose product gives the roof of computing of the reference."""
+ROUNDS = 1_000_000
+"""Rounds of multiply-adds in registers of one timing: about a millisecond, with tiles twenty."""
+DEVICE_SIZE, DEVICE_BYTES = 8192, 1 << 30
+"""Rows and columns of the matrices for the roof of a GPU, and the bytes that are copied for its memory."""
+RECORDED = 8
+"""Calls of an operation in a recording. A GPU would otherwise wait for the host between its kernels."""
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What the machine can do at most."""
+
+    bandwidth: float
+    """Bytes/s that all threads read from memory, by libc's memcmp. Of a GPU: what a copy reads and
+    writes."""
+    flops: float
+    """Flops/s in float32: of multiply-adds in registers, or of torch's product of two large matrices."""
+    own: float | None = None
+    """The same of the products that the instruction set has for some types (`has_own_products`). None: it has
+    none."""
+
+    def best(self, other: Roofs) -> Roofs:
+        """The higher roofs of two measurements. A shared machine is not always equally fast."""
+        own = None if self.own is None or other.own is None else max(self.own, other.own)
+        return Roofs(max(self.bandwidth, other.bandwidth), max(self.flops, other.flops), own)
+
+    def of(self, own: bool) -> Roofs:
+        """The roofs of operations that are computed with the set's own products, or with float32's."""
+        return replace(self, flops=self.own) if own and self.own is not None else self
+
+    def seconds(self, work: Work) -> float:
+        """The least seconds of an operation."""
+        return max(work.bytes / self.bandwidth, work.flops / self.flops)
+
+    def bound(self, work: Work) -> str:
+        """ "memory" or "compute": what takes longer at least."""
+        return "memory" if work.bytes / self.bandwidth > work.flops / self.flops else "compute"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The measured speed of a `Call`."""
+
+    call: Call
+    seconds: float
+    own: bool = False
+    """Whether it was computed with the set's own products."""
+
+    def share(self, roofs: Roofs) -> float:
+        """Share of the roof that bounds the operation."""
+        return roofs.of(self.own).seconds(self.call.work) / self.seconds
+
+    def bound(self, roofs: Roofs) -> str:
+        """ "memory" or "compute": what takes longer at least."""
+        return roofs.of(self.own).bound(self.call.work)
+
+
+def has_own_products(name: str, call: Call) -> bool:
+    """Whether the instruction set `name` has products of its own for an operation's weights or cache: of rows
+    that are rounded to int8 or bf16, or split into numbers of bf16."""
+    if name in INTEGER:
+        return call.operation != "attention" and is_integer(call.stored)
+    sets = ROUNDING if call.operation == "attention" else ROUNDING | SPLITTING
+    return name in sets and call.stored == "bfloat16"
+
+
+def roofs(kernels: Kernels, name: str, threads: int, stopwatch: Stopwatch) -> Roofs:
+    """Measure the roofs with so many threads. name: of the kernels, as `--kernels`.
+
+    Leaves the kernels with so many threads.
+    """
+    torch.set_num_threads(threads)
+    kernels.set_threads(threads, False)
+    own = None
+    if kernels.peak is None:
+        left, right = (products.random((SIZE, SIZE), torch.float32, "cpu") for _ in range(2))
+        flops = 2.0 * SIZE**3 / stopwatch.seconds(lambda: left @ right)
+    else:
+        flops = _peak(kernels.peak, True, stopwatch)
+        own = _peak(kernels.peak, False, stopwatch) if name in BY_NAME else None
+    return Roofs(1e9 * ReadTest(threads).gb_per_s(), flops, own)
+
+
+def _peak(peak: Callable[[int, bool], int], floats: bool, stopwatch: Stopwatch) -> float:
+    """Flops/s of multiply-adds in registers, two flops each."""
+    products = peak(1, floats) * ROUNDS
+    return 2.0 * products / stopwatch.seconds(lambda: peak(ROUNDS, floats))
+
+
+def device_roofs(stopwatch: Stopwatch, device: str) -> Roofs:
+    """The roofs of a GPU: a product of large matrices in bfloat16, and a copy within its memory."""
+    size = DEVICE_SIZE
+    left, right = (products.random((size, size), torch.bfloat16, device) for _ in range(2))
+    flops = 2.0 * size**3 / stopwatch.seconds(lambda: left @ right)
+    source, target = (torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return Roofs(2.0 * DEVICE_BYTES / stopwatch.seconds(lambda: target.copy_(source)), flops)
+
+
+def _seconds(kernels: Kernels, call: Call, stopwatch: Stopwatch) -> float:
+    """Seconds of one call. On a GPU several calls are recorded, where its kernels can be."""
+    if kernels.recorder is None or kernels.name != "triton":
+        return stopwatch.seconds(call.run)
+    call.run()  # what is compiled on first use
+    recording = kernels.recorder()(lambda: [call.run() for _ in range(RECORDED)])
+    return stopwatch.seconds(recording.run) / RECORDED
+
+
+@torch.inference_mode()
+def measure(kernels: Kernels, name: str, sizes: Sizes, stopwatch: Stopwatch, show: Show) -> list[Speed]:
+    """Time every operation with every number of rows. name: as of `roofs`."""
+    found: list[Speed] = []
+    total = len(sizes.rows) * (len(operations.names(sizes.model)) + len(sizes.types))
+    for call in operations.every(kernels, sizes):
+        show("kernels", len(found), total)
+        found.append(Speed(call, _seconds(kernels, call, stopwatch), has_own_products(name, call)))
+    show("kernels", total, total)
+    return found

@@ -1,0 +1,364 @@
+"""A worker's side of the expert servers in virtual time. It has the calls of `experts.remote.RemoteExperts`.
+
+Who is asked, and when a server counts as gone, decides `policy.fleet.replicas`, as in a real worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from moesaic.core.tokens import IntArray
+from moesaic.core.topology import Way
+from moesaic.planning.sim.connection import (
+    AtBarrier,
+    Call,
+    Connection,
+    Goodbye,
+    Hello,
+    RelayedCall,
+    RelayedPart,
+    ServerEnd,
+    Submission,
+)
+from moesaic.planning.sim.device import Stream
+from moesaic.planning.sim.shares import Share, by_server
+from moesaic.planning.sim.timeline import Timeline
+from moesaic.policy.fleet.relays import Relays, needing, waited_for
+from moesaic.policy.fleet.replicas import NOBODY, Replicas
+
+SOON = 1e-3
+"""Minimum seconds that a real worker sleeps before it looks for late servers again."""
+
+
+class SimulatedExperts:
+    """The experts of a worker, which are on servers."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        stream: Stream,
+        replicas: Replicas,
+        num_experts: int,
+        row_bytes: int,
+        portion_rows: int | None = None,
+        every_server: bool = False,
+        wake: Callable[[], None] = lambda: None,
+        done: Callable[[Call, float], None] = lambda call, now: None,
+        way: Callable[[int], Way] | None = None,
+        relays: Relays | None = None,
+        partial: bool = False,
+    ) -> None:
+        """row_bytes: of a row that travels. portion_rows, every_server: as in `RemoteExperts`.
+
+        wake: called when something has arrived. done: called with each call that is answered, and the time.
+        way: returns the way to a server. None: all servers are near.
+        relays: which servers are asked through another one. None: none. partial: answers are sums.
+        """
+        self.stream, self.wake, self.replicas = stream, wake, replicas
+        self.calls = self.pairs = 0
+        self._timeline = timeline
+        self._num_experts, self._row_bytes = num_experts, row_bytes
+        self._portion_rows, self._every_server = portion_rows, every_server
+        self._done = done
+        self._way, self._relays, self._partial = way, relays, partial
+        self._through: list[RelayedCall] = []
+        """Calls that go through a relay, as long as some of their parts are open."""
+        self._entries: dict[int, ServerEnd] = {}
+        """The servers of the directory."""
+        self._connections: dict[int, Connection] = {}
+        """By server. Those that answered the worker's hello."""
+        self._news: list[tuple[Connection, Callable[[], None]]] = []
+        self._lost: list[Connection] = []
+        self._leaving = False
+        """Whether a server that left the directory is still connected."""
+        self._open: dict[int, Submission] = {}
+        """Submissions without a complete answer, by number."""
+        self._stuck: list[Submission] = []
+        self._arrivals: list[tuple[int, IntArray]] = []
+        self._submitted = self._called = 0
+        self._work: bool | None = None
+        """The `work` flag to arrive at the barrier with. None: it does not wait there."""
+        self._at_barrier: set[Connection] = set()
+        self._step = 1
+        """Number of the step that it begins next."""
+        self._passed = False
+
+    # ---- what a step asks for
+
+    def submit(self, layer: int, expert_ids: IntArray) -> int:
+        """Ask for rows. expert_ids: [n, k]. Returns the number of the submission."""
+        self._submitted += 1
+        experts = expert_ids.reshape(-1)
+        one = Submission(self._submitted, layer, experts, expert_ids.shape[1], len(experts))
+        self._open[one.number] = one
+        self._send(one, np.arange(len(experts)))
+        if self._every_server:
+            self._send_empty(one)
+        if not one.missing:
+            del self._open[one.number]
+        return one.number
+
+    def complete(self, number: int) -> bool:
+        """Whether the whole answer is here."""
+        return number not in self._open
+
+    def arrivals(self) -> list[tuple[int, IntArray]]:
+        """The pairs that came in since the last call, by submission."""
+        self.progress()
+        found, self._arrivals = self._arrivals, []
+        return found
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer is missing."""
+        return bool(self._open)
+
+    # ---- the servers
+
+    def update(
+        self, entries: Mapping[int, ServerEnd], experts: Mapping[int, Mapping[int, Sequence[int]]]
+    ) -> None:
+        """Use these servers from now on. experts: server -> layer -> its experts."""
+        known, self._entries = self._entries, dict(entries)
+        ways = {} if self._way is None else {server: self._way(server) for server in entries}
+        self.replicas.place(experts, self._num_experts, ways=ways)
+        for server, end in entries.items():
+            if server not in known:
+                self._connect(server)
+            elif known[server] is not end:
+                self.replicas.replaced(server)
+                self._fail(server)
+        self._leaving = True
+        self._retire()
+        self.progress()
+
+    def broke(self, connection: Connection) -> None:
+        """The connection's server is gone, and its end is seen once the worker looks."""
+        self._lost.append(connection)
+        self.wake()
+
+    def deadline(self) -> float:
+        """When to look again although nothing has arrived: the next timeout of a server."""
+        slow = self.replicas.next_slow(waited_for(self._relayed())) if self._through else None
+        found = [one for one in (self.replicas.next_deadline(), slow) if one is not None]
+        return max(self._timeline.now + SOON, min(found)) if found else math.inf
+
+    def take(self, connection: Connection, news: Callable[[], None]) -> None:
+        """See `ClientEnd`."""
+        self._news.append((connection, news))
+        self.wake()
+
+    def progress(self) -> None:
+        """Do everything that can be done without waiting."""
+        news, self._news = self._news, []
+        for connection, act in news:
+            if not connection.closed:
+                act()
+        lost, self._lost = self._lost, []
+        for connection in lost:
+            if self._connections.get(connection.server) is connection:
+                self._fail(connection.server)
+        through = self._relayed()
+        for server in self.replicas.slow(waited_for(through), self._timeline.now) if through else ():
+            self._take_back([part for one in through for part in needing(one, server)])
+        for server in self.replicas.late(self._timeline.now):
+            self.replicas.mask(server)
+            self._fail(server)
+        if self._stuck:
+            self._retry()
+        if self._work is not None:
+            self._arrive()
+
+    # ---- the barrier
+
+    def enter_barrier(self, work: bool) -> None:
+        """Wait at the barrier, with rows to compute or without. Call it again when that changes."""
+        self._work, self._at_barrier = work, set()
+
+    def passed_barrier(self) -> bool:
+        """True once after `enter_barrier`, when all workers begin the step."""
+        if self._work is None and not self._passed:
+            return False
+        self.progress()
+        passed, self._passed = self._passed, False
+        return passed
+
+    @property
+    def cause(self) -> str:
+        """What a worker that has nothing to do waits for."""
+        if self._work is not None:
+            return "barrier" if self._work else "requests"
+        return "experts" if self._open else "requests"
+
+    def opened(self, step: int) -> None:
+        """A server's barrier has opened for this step. The worker may have begun it before."""
+        if self._work is not None and step >= self._step:
+            self._work, self._passed, self._step = None, True, step + 1
+
+    def _arrive(self) -> None:
+        assert self._work is not None
+        for server, connection in self._connections.items():
+            if server in self._entries and connection not in self._at_barrier:
+                self._at_barrier.add(connection)
+                connection.send(AtBarrier(self._work, self._step), 0)
+
+    # ---- calls
+
+    def joined(self, connection: Connection) -> None:
+        """A server has answered the hello."""
+        server = connection.server
+        current = self._entries.get(server) is connection.server_end
+        if not current or server in self._connections:
+            connection.closed = True
+            return
+        self._connections[server] = connection
+        self.replicas.joined(server)
+
+    def answered(self, connection: Connection, number: int, pairs: IntArray) -> None:
+        """A server has answered these of the call's pairs: indices [r]."""
+        if self._connections.get(connection.server) is not connection or number not in connection.calls:
+            return  # it came through a relay, and was taken back meanwhile
+        call, now = connection.calls[number], self._timeline.now
+        fresh, one = call.receive(pairs), call.submission
+        one.missing -= fresh
+        self.replicas.answered(connection.server, fresh, now)
+        self._report(one, call.pairs[pairs])
+        if not call.left:
+            del connection.calls[number]
+            if call.relayed is not None:
+                call.relayed.end(call)
+            self._done(call, now)
+        if not one.missing:
+            self._open.pop(one.number, None)
+        if self._leaving:
+            self._retire()
+
+    def _report(self, one: Submission, pairs: IntArray) -> None:
+        """Keep for `arrivals` what came in: large submissions part by part, others once complete."""
+        if self._portion_rows is None:
+            return
+        if len(one.experts) > self._portion_rows * one.top_k and not one.whole:
+            self._arrivals.append((one.number, pairs))
+        elif not one.missing:
+            self._arrivals.append((one.number, np.arange(len(one.experts))))
+
+    def _send(self, one: Submission, pairs: IntArray) -> None:
+        experts = one.experts[pairs]
+        found = by_server(self.replicas.route(one.layer, experts), pairs, experts, one.top_k)
+        shares = {share.server: share for share in found}
+        if self._relays is not None:
+            mine = {server: share.pairs for server, share in shares.items()}
+            ways, now = self.replicas.ways, self._timeline.now
+            for group in self._relays.groups(mine, one.top_k, ways, self._partial, now):
+                self._post_parts(one, [shares.pop(server) for server in group])
+        for share in shares.values():
+            if share.server == NOBODY:
+                one.unsent.append(share.pairs)
+            else:
+                self._post(one, share)
+        if one.unsent and one not in self._stuck:
+            self._stuck.append(one)
+
+    def _send_empty(self, one: Submission) -> None:
+        """Call every server that has no pairs of this submission, too."""
+        nothing = np.zeros(0, dtype=np.int64)
+        for server in sorted(self._connections.keys() & self._entries.keys()):
+            if not any(call.submission is one for call in self._connections[server].calls.values()):
+                one.missing, one.whole = one.missing + 1, True
+                self._post(one, Share(server, nothing, nothing, 0))
+
+    def _post(self, one: Submission, share: Share) -> None:
+        call = self._call(one, share)
+        self.calls += 1
+        self._connections[share.server].send(call, share.rows * self._row_bytes)
+
+    def _post_parts(self, one: Submission, shares: list[Share]) -> None:
+        """Send the shares as the parts of one call to the server of the first share."""
+        over = self._connections[shares[0].server]
+        rows = len(np.unique(np.concatenate([share.pairs for share in shares]) // one.top_k))
+        parts = [RelayedPart(self._connections[share.server], self._call(one, share)) for share in shares]
+        relayed = RelayedCall(over, self.replicas.ways[over.server].host, rows, self._partial, parts)
+        for part in parts:
+            part.call.relayed = relayed
+        self._through.append(relayed)
+        self.calls += 1
+        over.send(relayed, rows * self._row_bytes)
+
+    def _call(self, one: Submission, share: Share) -> Call:
+        """A call that is under way from now on."""
+        now, count = self._timeline.now, len(share.pairs)
+        self._called += 1
+        call = Call(self._called, one, share.pairs, share.experts, share.rows, max(1, count), now)
+        self._connections[share.server].calls[call.number] = call
+        self.pairs += count
+        self.replicas.sent(share.server, call.left, now, again=one.attempt > 0)
+        return call
+
+    def _relayed(self) -> list[RelayedCall]:
+        """The calls of which parts are open."""
+        self._through = [one for one in self._through if one.live]
+        return self._through
+
+    def _take_back(self, parts: list[RelayedPart]) -> None:
+        """Send what these parts lack directly, as `posting.Sender` does."""
+        for part in [one for one in parts if one.live]:
+            call = part.call
+            assert call.relayed is not None and self._relays is not None
+            del part.connection.calls[call.number]
+            self._relays.rest(call.relayed.host, self._timeline.now)
+            call.relayed.end(call)
+            call.submission.attempt += 1
+            self._send(call.submission, call.missing)
+            self.replicas.taken_back(part.server, call.left)
+
+    def _connect(self, server: int) -> None:
+        Connection(server, self, self._entries[server]).send(Hello(), 0)
+
+    def _fail(self, server: int) -> None:
+        """Give up a connection, connect again, and send its unanswered pairs to other servers."""
+        others = [part for one in self._relayed() for part in needing(one, server) if part.server != server]
+        connection = self._connections.pop(server, None)
+        if connection is not None:
+            for call in connection.calls.values():
+                if call.relayed is not None:
+                    call.relayed.end(call)
+            self.replicas.lost(
+                server, sum(len(call.pairs) and call.left for call in connection.calls.values())
+            )
+            self._close(connection)
+        if server in self._entries:
+            self._connect(server)
+        for call in () if connection is None else connection.calls.values():
+            one = call.submission
+            if not len(call.pairs):
+                one.missing -= 1  # an empty call is not sent again
+                if not one.missing:
+                    self._open.pop(one.number, None)
+                    self._report(one, call.pairs)
+                continue
+            one.attempt += 1
+            self._send(one, call.missing)
+        self._take_back(others)
+
+    def _close(self, connection: Connection) -> None:
+        connection.closed = True
+        connection.send(Goodbye(), 0)
+
+    def _retry(self) -> None:
+        stuck, self._stuck = self._stuck, []
+        for one in stuck:
+            unsent, one.unsent = one.unsent, []
+            self._send(one, np.sort(np.concatenate(unsent)))
+
+    def _retire(self) -> None:
+        """Close connections to servers that left the directory, once they have answered their calls."""
+        leaving = self._connections.keys() - self._entries.keys()
+        self._leaving = bool(leaving)
+        for server in leaving:
+            if not self._connections[server].calls:
+                connection = self._connections.pop(server)
+                self.replicas.lost(server)
+                self._close(connection)

@@ -1,0 +1,104 @@
+"""Devices that compute one run after another, and the streams by which they send rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from moesaic.core.paced import LinkModel
+from moesaic.planning.sim.timeline import Timeline
+
+Span = Callable[[str, str, float, float, dict[str, int]], None]
+"""Gets (device, what it did, begin, end, numbers of it) of each run, for a trace."""
+
+
+@dataclass(eq=False)
+class Device:
+    """A device such as a GPU. Processes that share it take turns, in the order in which they ask."""
+
+    name: str
+    timeline: Timeline
+    span: Span | None = None
+    busy: float = 0.0
+    """Seconds that it has computed so far, those of a run under way included."""
+    runs: int = 0
+    _free: float = 0.0
+    """When the runs so far end."""
+
+    def compute(
+        self, process: str, what: str, seconds: float, **numbers: int
+    ) -> Generator[float, None, None]:
+        """Compute for `seconds`, once the device is free. Yields the seconds until the end."""
+        now = self.timeline.now
+        begin = max(now, self._free)
+        self._free = begin + seconds
+        self.busy += seconds
+        self.runs += 1
+        if self.span is not None:
+            self.span(process, what, begin, self._free, numbers)
+        if self._free > now:
+            yield self._free - now
+
+    def busy_until(self, now: float) -> float:
+        """Seconds that it has computed up to `now`."""
+        return self.busy - max(0.0, self._free - now)
+
+
+@dataclass(eq=False)
+class Channel:
+    """One direction of a link. Messages pass one after another. Each then travels for the link's latency."""
+
+    timeline: Timeline
+    link: LinkModel
+    size: int = 0
+    """Bytes so far."""
+    busy: float = 0.0
+    """Seconds for which messages have passed so far."""
+    _free: float = 0.0
+
+    def send(self, size: float, arrive: Callable[[], None]) -> float:
+        """Send `size` bytes; `arrive` is called when all of them have arrived. Returns that time."""
+        passing = size / self.link.bandwidth
+        self._free = max(self.timeline.now, self._free) + passing
+        self.busy += passing
+        self.size += round(size)
+        arrival = self._free + self.link.latency
+        self.timeline.at(arrival, arrive)
+        return arrival
+
+
+def _no_channel(device: str, other: str) -> Channel | None:
+    return None
+
+
+@dataclass(eq=False)
+class Stream:
+    """What a device sends passes one after another, on its own host and to devices without a shared link."""
+
+    name: str
+    timeline: Timeline
+    link: LinkModel
+    channel: Callable[[str, str], Channel | None] = _no_channel
+    """Returns the link that a host's devices share, for the names of a sender and a receiver, or None."""
+    sent: Counter[str] = field(default_factory=Counter)
+    """Bytes by receiver."""
+
+    def __post_init__(self) -> None:
+        self._own = Channel(self.timeline, self.link)
+
+    @property
+    def busy(self) -> float:
+        """Seconds that it has sent so far, without those on shared links."""
+        return self._own.busy
+
+    def send(self, to: str, size: float, arrive: Callable[[], None]) -> float:
+        """Send `size` bytes; `arrive` is called when all of them have arrived. Returns that time.
+
+        A message to the own device takes no time and uses no link.
+        """
+        if to == self.name:
+            self.timeline.at(self.timeline.now, arrive)
+            return self.timeline.now
+        self.sent[to] += round(size)
+        return (self.channel(self.name, to) or self._own).send(size, arrive)

@@ -1,0 +1,1 @@
+"""Text into tokens and back: tokenizers, templates, parsers, structured output and where an answer stops."""

@@ -1,0 +1,95 @@
+"""Parses one answer: reasoning first, then content and calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesaic.text.parsers.calls import CallParser
+from moesaic.text.parsers.events import Content, Event, Malformed, Reasoning, Steps
+from moesaic.text.parsers.reader import BLANK, Reader, Trimmed, blank, literal
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Reasoning between two tags at the start of an answer."""
+
+    open: str
+    close: str
+    always: bool = False
+    """An answer begins inside of the reasoning, also where neither prompt nor answer says so."""
+
+
+class AnswerParser:
+    """Takes the text of one answer in pieces and returns events.
+
+    Events whose texts are joined do not depend on where the text is cut. calls: None leaves calls in the
+    content. tags: None leaves reasoning in the content. inside: the prompt opened the reasoning already.
+    """
+
+    def __init__(self, calls: CallParser | None, tags: Tags | None = None, inside: bool = False) -> None:
+        self._calls = calls
+        self._tags = tags
+        self._inside = inside or (tags is not None and tags.always)
+        self._thinking = tags is not None and self._inside
+        self._reader = Reader()
+        self._steps: Steps[None] | None = self._read()
+
+    @property
+    def thinking(self) -> bool:
+        """The text so far ends inside of the reasoning."""
+        return self._thinking or (self._calls is not None and self._calls.thinking)
+
+    def push(self, text: str) -> list[Event]:
+        """The events of `text`, as far as later text cannot change them."""
+        self._reader.add(text)
+        return self._advance()
+
+    def finish(self) -> list[Event]:
+        """The events of what was held back. Nothing follows."""
+        self._reader.end()
+        return self._advance()
+
+    def _advance(self) -> list[Event]:
+        found: list[Event] = []
+        for event in self._steps or ():
+            if event is None:
+                return found
+            found.append(event)
+        self._steps = None
+        return found
+
+    def _read(self) -> Steps[None]:
+        lead = ""
+        if self._tags is not None and ((yield from self._opened(self._tags.open)) or self._inside):
+            self._thinking = True
+            yield from self._reasoning(self._tags.close)
+            self._thinking = False
+            lead = "\n"
+        if self._calls is not None:
+            yield from self._calls.read(self._reader, lead)
+            return
+        content = Trimmed(Content, lead)
+        yield from self._reader.until((), content)
+        yield from content.flush()
+
+    def _opened(self, tag: str) -> Steps[bool]:
+        """Read `tag` and white space before it. False if something else stands there, which is not read."""
+        self._reader.attempt()
+        try:
+            yield from blank(self._reader)
+            yield from literal(self._reader, tag)
+        except Malformed:
+            self._reader.fail()
+            return False
+        self._reader.succeed()
+        return True
+
+    def _reasoning(self, close: str) -> Steps[None]:
+        """Read reasoning up to `close`, or up to a call that ends it. White space around it is left out."""
+        passing = Trimmed(Reasoning, BLANK)
+        others = () if self._calls is None else self._calls.ends_reasoning
+        mark = yield from self._reader.until((close, *others), passing)
+        if not mark:
+            yield from passing.flush()
+        elif mark != close:
+            self._reader.back(mark)

@@ -1,0 +1,118 @@
+"""What syntaxes of tool calls share. In most, a mark begins a call, or text that only looks like one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moesaic.text.parsers.events import Arguments, CallBegun, CallEnded, Content, Event, Malformed, Steps
+from moesaic.text.parsers.reader import BLANK, Reader, Trimmed
+from moesaic.text.parsers.values import Tools
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the reasoning of an answer stands."""
+
+    opening: str
+    endings: tuple[str, ...]
+    """What ends it. The first one is what a model writes that makes no mistake."""
+    inside: bool = False
+    """The answer begins inside of it."""
+    anywhere: bool = False
+    """It may begin at any place, and more than once. False: at the start of the answer."""
+
+
+class CallParser(ABC):
+    """Parses the calls of one answer. tools: those of the request, whose schemas say what values are.
+
+    Before a call has begun, text that does not fit its syntax is content. After that it is a part of the
+    arguments, or content if they are complete. So every character is in an event or belongs to the syntax.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = ()
+    """What a call begins with."""
+    further: ClassVar[tuple[str, ...]] = ()
+    """Other texts of this syntax that may be special tokens."""
+    ends_reasoning: ClassVar[tuple[str, ...]] = ()
+    """What ends the reasoning although it was not closed. Some models call a tool before they close it."""
+
+    thinking: bool = False
+    """The answer is inside of its reasoning, if this syntax tells that."""
+
+    def __init__(self, tools: Tools = ()) -> None:
+        self._tools = tools
+        self._index = 0
+        self._content = Trimmed(Content)
+
+    @abstractmethod
+    def read(self, reader: Reader, lead: str = "") -> Steps[None]:
+        """Read the answer to its end. lead: characters that are left out at its start."""
+
+    def _begin(self, name: str, given_id: str | None = None) -> CallBegun:
+        """The event of the next call. Raises Malformed without a name."""
+        if not name.strip():
+            raise Malformed
+        return CallBegun(self._index, name.strip(), given_id)
+
+    def _announce(self, call: CallBegun) -> Iterator[Event]:
+        self._content.drop()
+        self._index += 1
+        yield call
+
+    def _raw(
+        self, reader: Reader, call: CallBegun, ends: tuple[str, ...], text_end: bool = False
+    ) -> Steps[str]:
+        """Pass on JSON up to one of `ends`, which is returned, without white space around it.
+
+        text_end: the end of the text is an end, too. Without any JSON the arguments are an empty object.
+        """
+        passing = Trimmed(lambda text: Arguments(call.index, text), BLANK)
+        some = False
+
+        def noting(text: str) -> list[Event]:
+            nonlocal some
+            events = passing(text)
+            some = some or bool(events)
+            return events
+
+        mark = yield from reader.until(ends, noting)
+        if not mark and not text_end:
+            yield from passing.flush()
+            return mark
+        if not some:
+            yield Arguments(call.index, "{}")
+        yield CallEnded(call.index)
+        return mark
+
+
+class MarkedCalls(CallParser):
+    """A syntax in which each call stands behind a mark, and all else is content."""
+
+    def read(self, reader: Reader, lead: str = "") -> Steps[None]:
+        self._content = Trimmed(Content, lead)
+        while mark := (yield from reader.until(self.marks, self._content)):
+            yield from self._marked(reader, mark)
+        yield from self._content.flush()
+
+    def _marked(self, reader: Reader, mark: str) -> Steps[None]:
+        """Read what follows `mark`."""
+        reader.attempt()
+        try:
+            call = yield from self._head(reader, mark)
+        except Malformed:
+            reader.fail()
+            yield from self._content(mark)
+            return
+        reader.succeed()
+        yield from self._call(reader, call)
+
+    @abstractmethod
+    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
+        """Read a call up to its arguments. Raises Malformed if it is none."""
+
+    @abstractmethod
+    def _call(self, reader: Reader, call: CallBegun) -> Steps[None]:
+        """Read a call's arguments and its end, and yield all of its events."""

@@ -1,0 +1,290 @@
+"""Grammars that force calls, in each parser's syntax: text in llguidance's dialect of Lark.
+
+A grammar describes a whole answer: reasoning if the model has any, then one call or several, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moesaic.core.errors import RequestError
+from moesaic.core.structured import MOST_CHARACTERS
+from moesaic.text.parsers.answer import Tags
+from moesaic.text.parsers.calls import CallParser
+from moesaic.text.parsers.harmony import Harmony
+from moesaic.text.parsers.json_calls import Hermes, Mistral
+from moesaic.text.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
+from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2, TokenCalls
+from moesaic.text.parsers.values import Tools, parameters_of, types_of
+
+_NEWLINE = r"\n"
+_NEWLINES = r"/\n*/"
+_FINAL = "<|channel|>final<|message|>"
+
+
+JsonRule = Callable[[Mapping[str, Any]], str]
+"""Writes a Lark expression for the JSON texts that a schema accepts."""
+
+
+def any_json(schema: Mapping[str, Any]) -> str:
+    """The plainest JsonRule."""
+    return f"%json {json.dumps(schema)}"
+
+
+class Grammar:
+    """A grammar while it is written. special: text -> id of the tokenizer's special tokens.
+
+    Special tokens have no text for a grammar: they stand in it by their ids.
+    """
+
+    def __init__(self, special: Mapping[str, int], json_rule: JsonRule) -> None:
+        self._special = special
+        self._json_rule = json_rule
+        self._rules = ["%llguidance {}"]
+        self._size = 0
+        self._marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+
+    def rule(self, body: str, form: str = "") -> str:
+        """Add a rule and return its name. Raises RequestError for a grammar that is too large."""
+        self._size += len(body)
+        if self._size > MOST_CHARACTERS:
+            what = f"the grammar of their schemas has more than {MOST_CHARACTERS} characters"
+            raise RequestError(f"tools: {what}", "tools")
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{form}: {body}")
+        return name
+
+    def exactly(self, text: str) -> str:
+        """The characters and special tokens of `text`."""
+        parts, at = list[str](), 0
+        for found in self._marks.finditer(text):
+            parts += [_quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
+            at = found.end()
+        return " ".join(filter(None, (*parts, _quoted(text[at:]))))
+
+    def up_to(self, end: str) -> str:
+        """Any text, and the first `end` after it."""
+        found = self._marks.search(end)
+        last = end if found is None else end[: found.start()]
+        pattern = re.escape(last).replace("/", r"\/").replace("\n", "n")
+        if found is None:
+            return self.rule(rf"/(.|\n)*{pattern}/", "[lazy]")
+        return f"{self.rule(rf'/(.|{_NEWLINE})*{pattern}/')} {self.exactly(end[found.start() :])}"
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A JSON text that `schema` accepts."""
+        return self.rule(self._json_rule(schema))
+
+    def text(self, start: str) -> str:
+        """The grammar, which begins with rule `start`."""
+        return "\n".join([self._rules[0], f"start: {start}", *self._rules[1:], ""])
+
+
+def grammar_of(
+    parser: type[CallParser],
+    tools: Tools,
+    *,
+    json_rule: JsonRule = any_json,
+    parallel: bool = True,
+    tags: Tags | None = None,
+    inside: bool = False,
+    special: Mapping[str, int] = {},
+    or_form: bool = False,
+) -> str:
+    """The grammar of an answer that calls at least one of `tools`. For one function give only that tool.
+
+    or_form: it may have @form in place of calls. parallel: it may have more than one call. tags: those of the
+    reasoning that may come before; None for none. inside: the prompt has opened the reasoning. special: see
+    Grammar. json_rule: writes schemas.
+    """
+    grammar = Grammar(special, json_rule)
+    calls = _WRITERS[parser](grammar, tools, parallel)
+    before = _analysis(grammar) if parser is Harmony else _thoughts(grammar, tags, inside)
+    if or_form:
+        form = f"{grammar.exactly(_FINAL)} @form" if parser is Harmony else "@form"
+        calls = f"({calls} | {form})"
+    return grammar.text(f"{before} {calls}")
+
+
+def after_reasoning(
+    tags: Tags | None, *, inside: bool = False, channels: bool = False, special: Mapping[str, int] = {}
+) -> str:
+    """The grammar of an answer with @form after its reasoning. Empty if the answer has no reasoning.
+
+    channels: the model is gpt-oss. The others: see `grammar_of`.
+    """
+    grammar = Grammar(special, any_json)
+    if channels:
+        return grammar.text(f"{_analysis(grammar)} {grammar.exactly(_FINAL)} @form")
+    return "" if tags is None else grammar.text(f"{_thoughts(grammar, tags, inside)} @form")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _names(tools: Tools) -> list[str]:
+    return [str(tool["function"]["name"]) for tool in tools]
+
+
+def _schema(tools: Tools, name: str) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object."""
+    return {"type": "object", **parameters_of(tools, name)}
+
+
+def _either(grammar: Grammar, bodies: Sequence[str]) -> str:
+    return grammar.rule(" | ".join(grammar.rule(body) for body in bodies))
+
+
+def _several(grammar: Grammar, call: str, between: str, parallel: bool) -> str:
+    """`call`, and more of them if they may be several."""
+    return f"{call} ({grammar.exactly(between)} {call})*" if parallel else call
+
+
+def _around(grammar: Grammar, tools: Tools, before: Callable[[str], str], after: str) -> str:
+    """JSON arguments of one of the tools between two texts. before: the text by name."""
+    bodies = [
+        f"{grammar.exactly(before(name))} {grammar.json(_schema(tools, name))} {grammar.exactly(after)}"
+        for name in _names(tools)
+    ]
+    return _either(grammar, bodies)
+
+
+def _hermes(grammar: Grammar, tools: Tools, parallel: bool) -> str:
+    def before(name: str) -> str:
+        return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
+
+    return _several(grammar, _around(grammar, tools, before, "}\n</tool_call>"), "\n", parallel)
+
+
+def _mistral(grammar: Grammar, tools: Tools, parallel: bool) -> str:
+    listed = _around(grammar, tools, lambda name: f'{{"name": {json.dumps(name)}, "arguments": ', "}")
+    many = _several(grammar, listed, ", ", parallel)
+    older = f"{grammar.exactly('[TOOL_CALLS] [')} {many} {grammar.exactly(']')}"
+    newer = _around(grammar, tools, lambda name: f"[TOOL_CALLS]{name}[ARGS]", "")
+    return _either(grammar, [older, _several(grammar, newer, "", parallel)])
+
+
+def _in_sections(parser: type[TokenCalls]) -> Callable[[Grammar, Tools, bool], str]:
+    begin, separator, end = parser.call
+
+    def before(name: str) -> str:
+        if parser is DeepSeekV3:
+            return f"{begin}function{separator}{name}\n```json\n"
+        return f"{begin}{name}{separator}"
+
+    def write(grammar: Grammar, tools: Tools, parallel: bool) -> str:
+        if parser is KimiK2:
+            number = grammar.rule("/[0-9]+/")
+            head, rest = begin + "functions.", f"{grammar.exactly(separator)}"
+            call = _either(
+                grammar,
+                [
+                    f"{grammar.exactly(f'{head}{name}:')} {number} {rest} "
+                    f"{grammar.json(_schema(tools, name))} {grammar.exactly(end)}"
+                    for name in _names(tools)
+                ],
+            )
+        else:
+            call = _around(grammar, tools, before, ("\n```" if parser is DeepSeekV3 else "") + end)
+        calls = _several(grammar, call, "\n" if parser is DeepSeekV3 else "", parallel)
+        opened, closed = map(grammar.exactly, parser.section)
+        return f"{opened} {calls} {closed}"
+
+    return write
+
+
+def _tagged(parser: type[TaggedCalls], line: str) -> Callable[[Grammar, Tools, bool], str]:
+    """line: what stands between tags."""
+
+    def write(grammar: Grammar, tools: Tools, parallel: bool) -> str:
+        bodies = [_function(grammar, parser, line, tools, name) for name in _names(tools)]
+        begin, end = parser.marks[0], parser.end
+        if parser is Glm:
+            call = _either(grammar, [f"{grammar.exactly(begin)} {body}" for body in bodies])
+        else:
+            call = _either(
+                grammar,
+                [f"{grammar.exactly(begin + line)} {body} {grammar.exactly(line + end)}" for body in bodies],
+            )
+        return _several(grammar, call, "\n", parallel)
+
+    return write
+
+
+def _function(grammar: Grammar, parser: type[TaggedCalls], line: str, tools: Tools, name: str) -> str:
+    """A call of tool `name`: arguments in the schema's order, those that are not required at will."""
+    schema = _schema(tools, name)
+    required = schema.get("required")
+    parts = [grammar.exactly(parser.name[0] + name + parser.name[1] + line)]
+    for key in schema["properties"] if isinstance(schema.get("properties"), Mapping) else ():
+        value = _argument(grammar, parser, line, schema, key)
+        parts.append(value if isinstance(required, list) and key in required else f"({value})?")
+    return " ".join([*parts, grammar.exactly(parser.name_end)])
+
+
+def _argument(
+    grammar: Grammar, parser: type[TaggedCalls], line: str, schema: Mapping[str, Any], key: str
+) -> str:
+    own = "\n" if parser.own_lines else ""
+    between = "" if not parser.value[0] else line
+    before = parser.key[0] + key + parser.key[1] + between + parser.value[0] + own
+    end = own + parser.value[1]
+    one = schema["properties"][key]
+    values = one.get("enum") if isinstance(one, Mapping) else None
+    types = types_of(schema, key)
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        choices = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
+        body = f"({choices}) {grammar.exactly(end)}"
+    elif not types or "string" in types:
+        body = grammar.up_to(end)
+    else:
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        body = f"{grammar.json({**one, **shared})} {grammar.exactly(end)}"
+    return grammar.rule(f"{grammar.exactly(before)} {body} {grammar.exactly(line)}")
+
+
+def _harmony(grammar: Grammar, tools: Tools, parallel: bool) -> str:
+    """One call: the model's turn ends with it."""
+    channel, message = grammar.exactly("<|channel|>"), grammar.exactly("<|message|>")
+    constrained = grammar.exactly("<|constrain|>json")
+    return _either(
+        grammar,
+        [
+            f"{channel} {grammar.exactly(f'commentary to=functions.{name} ')} {constrained} {message} "
+            f"{grammar.json(_schema(tools, name))}"
+            for name in _names(tools)
+        ],
+    )
+
+
+def _thoughts(grammar: Grammar, tags: Tags | None, inside: bool) -> str:
+    """The reasoning of an answer, which only an answer that begins inside of it must have."""
+    if tags is None:
+        return ""
+    thought = grammar.up_to(tags.close)
+    opened = inside or tags.always
+    thinking = thought if opened else f"({grammar.rule(f'{grammar.exactly(tags.open)} {thought}')})?"
+    return f"{thinking} {grammar.rule(_NEWLINES)}"
+
+
+def _analysis(grammar: Grammar) -> str:
+    thought = grammar.up_to("<|end|>")
+    opened, next_ = grammar.exactly("<|channel|>analysis<|message|>"), grammar.exactly("<|start|>assistant")
+    return f"({grammar.rule(f'{opened} {thought} {next_}')})?"
+
+
+_WRITERS: Mapping[type[CallParser], Callable[[Grammar, Tools, bool], str]] = {
+    Hermes: _hermes,
+    Mistral: _mistral,
+    DeepSeekV3: _in_sections(DeepSeekV3),
+    DeepSeekV31: _in_sections(DeepSeekV31),
+    KimiK2: _in_sections(KimiK2),
+    Qwen3Coder: _tagged(Qwen3Coder, "\n"),
+    MiniMaxM2: _tagged(MiniMaxM2, "\n"),
+    Glm: _tagged(Glm, "\n"),
+    Harmony: _harmony,
+}

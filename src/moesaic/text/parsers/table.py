@@ -1,0 +1,176 @@
+"""Which parser reads the answers of a model: by vLLM's names, or by what its chat template contains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.core.errors import ConfigError
+from moesaic.text.parsers.answer import AnswerParser, Tags
+from moesaic.text.parsers.calls import CallParser, Span
+from moesaic.text.parsers.grammar import after_reasoning, grammar_of
+from moesaic.text.parsers.harmony import ANALYSIS, Harmony
+from moesaic.text.parsers.json_calls import Hermes, Mistral
+from moesaic.text.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
+from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2
+from moesaic.text.parsers.values import Tools
+
+AUTO, NONE = "auto", "none"
+
+CALLS: Mapping[str, type[CallParser]] = {
+    "hermes": Hermes,
+    "qwen3_coder": Qwen3Coder,
+    "qwen3_xml": Qwen3Coder,
+    "mimo": Qwen3Coder,
+    "glm45": Glm,
+    "glm47": Glm,
+    "openai": Harmony,
+    "deepseek_v3": DeepSeekV3,
+    "deepseek_v31": DeepSeekV31,
+    "kimi_k2": KimiK2,
+    "minimax_m2": MiniMaxM2,
+    "mistral": Mistral,
+}
+"""Name for --tool-call-parser -> parser."""
+
+_THINK = Tags("<think>", "</think>")
+REASONING: Mapping[str, Tags | None] = {
+    "deepseek_r1": Tags("<think>", "</think>", always=True),
+    "deepseek_v3": _THINK,
+    "qwen3": _THINK,
+    "mimo": _THINK,
+    "glm45": _THINK,
+    "glm47": _THINK,
+    "kimi_k2": _THINK,
+    "minimax_m2": _THINK,
+    "minimax_m3": Tags("<mm:think>", "</mm:think>"),
+    "mistral": Tags("[THINK]", "[/THINK]"),
+    "openai_gptoss": None,
+}
+"""Name for --reasoning-parser -> its tags. gpt-oss has channels in their place."""
+
+_CALL_MARKS = (
+    ("openai", ("<|channel|>", "<|message|>", "functions")),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+)
+"""Parser, and the texts that a template contains if its model writes such calls. The first one is taken."""
+_REASONING_MARKS = (
+    ("openai_gptoss", ("<|channel|>", "<|message|>")),
+    ("minimax_m3", ("<mm:think>",)),
+    ("qwen3", ("<think>",)),
+    ("mistral", ("[THINK]",)),
+)
+_BEFORE, _BEHIND = r"\b{0}['\"]?\]?\s*\+", r"\+\s*[\w.\[\]'\"]*\b{0}\b['\"]?\]?(?!['\"\]]|\s*\|)"
+_JOINED = re.compile(f"{_BEFORE}|{_BEHIND}".format("arguments"))
+_TAKES_BOTH = re.compile(r"\barguments['\"]?\]?\s+is\s+(not\s+)?string")
+_DESCRIBED = re.compile(f"{_BEFORE}|{_BEHIND}".format("description"))
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How the answers of one model are read."""
+
+    calls: str | None = None
+    """Name of the parser of tool calls."""
+    reasoning: str | None = None
+    """Name of the parser of reasoning."""
+    takes_tools: bool = False
+    """The chat template has a place for tools."""
+    text_arguments: bool = False
+    """The template joins the arguments of earlier calls to other texts, so it needs them as texts."""
+    text_descriptions: bool = False
+    """The template joins the descriptions of tools to other texts, so each tool needs one."""
+
+    @property
+    def tags(self) -> Tags | None:
+        return None if self.reasoning is None else REASONING[self.reasoning]
+
+    @property
+    def keyed_arguments(self) -> bool:
+        """The template writes each argument of earlier calls by itself, so it needs them as objects."""
+        return self.calls is not None and issubclass(CALLS[self.calls], TaggedCalls)
+
+    @property
+    def short_ids(self) -> bool:
+        """Ids of calls have nine letters and digits. Mistral's templates demand that."""
+        return self.calls == "mistral"
+
+    def parser(self, tools: Tools | None, inside: bool) -> AnswerParser | None:
+        """A parser for one answer. None if the answer is content as it is.
+
+        tools: None leaves calls in the content. inside: the prompt has opened the reasoning.
+        """
+        calls = self._calls(tools)
+        if calls is None and self.tags is None:
+            return None
+        return AnswerParser(calls, self.tags, inside)
+
+    def marks(self, tools: Tools | None) -> frozenset[str]:
+        """The texts that the parser looks for. They stay in the text if they are special tokens."""
+        calls, tags = self._calls(tools), self.tags
+        found = () if calls is None else (*calls.marks, *calls.further)
+        return frozenset((*found, *(() if tags is None else (tags.open, tags.close))))
+
+    def span(self, tools: Tools | None, inside: bool) -> Span | None:
+        """Where an answer has its reasoning. None if it is not told apart. Parameters: see `parser`."""
+        if self.reasoning == "openai_gptoss":
+            return ANALYSIS
+        tags, calls = self.tags, self._calls(tools)
+        if tags is None:
+            return None
+        others = () if calls is None else calls.ends_reasoning
+        return Span(tags.open, (tags.close, *others), inside or tags.always)
+
+    def forced(self, tools: Tools, **options: Any) -> str:
+        """The grammar of an answer that calls at least one of `tools`. options: of grammar_of."""
+        return grammar_of(CALLS[self.calls or ""], tools, tags=self.tags, **options)
+
+    def after_reasoning(self, inside: bool, special: Mapping[str, int]) -> str:
+        """The grammar of an answer with @form after its reasoning; empty if it has none."""
+        channels = self.reasoning == "openai_gptoss"
+        return after_reasoning(self.tags, inside=inside, channels=channels, special=special)
+
+    def _calls(self, tools: Tools | None) -> CallParser | None:
+        in_channels = self.reasoning == "openai_gptoss"
+        if in_channels or self.calls == "openai":
+            return Harmony(tools if self.calls == "openai" else None, in_channels)
+        return None if tools is None or self.calls is None else CALLS[self.calls](tools)
+
+
+def formats_of(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -> Formats:
+    """The formats of a model with this chat template. calls, reasoning: as `check_parsers` allows them."""
+    text = template or ""
+    return Formats(
+        calls=_found(text, _CALL_MARKS) if calls == AUTO else _named(calls),
+        reasoning=_found(text, _REASONING_MARKS) if reasoning == AUTO else _named(reasoning),
+        takes_tools=re.search(r"\btools\b", text) is not None,
+        text_arguments=_JOINED.search(text) is not None and _TAKES_BOTH.search(text) is None,
+        text_descriptions=_DESCRIBED.search(text) is not None,
+    )
+
+
+def check_parsers(calls: str, reasoning: str) -> None:
+    """Raise ConfigError unless these are names of parsers, `auto` or `none`."""
+    for flag, name, known in (
+        ("--tool-call-parser", calls, CALLS),
+        ("--reasoning-parser", reasoning, REASONING),
+    ):
+        if name not in (AUTO, NONE, *known):
+            raise ConfigError.field(flag, name, ", ".join((AUTO, NONE, *known)))
+
+
+def _found(template: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
+    return next((name for name, marks in rows if all(mark in template for mark in marks)), None)
+
+
+def _named(name: str) -> str | None:
+    return None if name == NONE else name

@@ -1,0 +1,393 @@
+"""Encodes and decodes text with the checkpoint's tokenizer and chat template. Does not import torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import tokenizers
+from tokenizers.pre_tokenizers import Metaspace
+
+from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
+from moesaic.models.gguf.header import is_gguf
+from moesaic.text import gguf_tokenizer, tiktoken_model
+from moesaic.text.templates import content, continuation, named_templates
+from moesaic.text.templates.pool import Renderers
+from moesaic.text.templates.renderer import Limits
+from moesaic.text.tiktoken_model import byte_level_alphabet as byte_level_alphabet
+
+FAST = "tokenizer.json"
+REPLACEMENT = "\ufffd"
+ALLOW = "--allow-special-tokens-in-content"
+MOST_SETTINGS = 16 << 20
+"""Largest tokenizer_config.json in bytes. Real ones have less than one MB, with thousands of added tokens."""
+
+
+class Tokenizer:
+    """The tokenizer of the checkpoint in directory `path`, or in a GGUF file.
+
+    chat_template: a file with a Jinja template, used in place of the checkpoint's own.
+    special_tokens_in_content: whether special tokens in messages mean what they mean in the template. Else
+    they are text. limits: of the template, which runs in processes of its own. They end with this object.
+    with_template: False where no conversation will be formatted; then no process is started.
+    Raises CheckpointError if tokenizer.json is missing or damaged, or the template cannot be compiled. Known
+    tokenizers are also read from tiktoken's ranks (`tiktoken_model`).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        chat_template: Path | None = None,
+        *,
+        special_tokens_in_content: bool = False,
+        limits: Limits = Limits(),
+        with_template: bool = True,
+    ) -> None:
+        self.settings: dict[str, Any]
+        if is_gguf(path):
+            self._tokenizer, self.settings = gguf_tokenizer.read(path)
+        else:
+            settings_file = path / "tokenizer_config.json"
+            self.settings = _read_settings(settings_file) if settings_file.is_file() else {}
+            self._tokenizer = _read_tokenizer(path, self.settings)
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bytes_of_character = byte_level_alphabet()
+        self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor_text = self.decode(self._anchor)
+        self._bos = self._missing_bos()
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: number for number, token in added if token.special}
+        """Text -> id. Models are trained on what they stand for, which is no text."""
+        self._special = content.SpecialTokens(list(self.special_tokens))
+        unknown = {self._special_tokens().get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
+        self._normalized = {
+            number: token.content
+            for number, token in added
+            if token.special and token.normalized and token.content not in unknown
+        }
+        """Id -> text of the special tokens that the tokenizer looks for in normalized text."""
+        self._special_in_content = special_tokens_in_content
+        self._loading_literal = Lock()
+        source, where = self._find_template(path, chat_template) if with_template else (None, path)
+        self.chat_template: str | None = source
+        """The source of the chat template."""
+        self._template = None if source is None else _started(source, where, limits)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Maximum number of characters that one token stands for, in normalised text."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`. Raises RequestError if it cannot be encoded as UTF-8."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt: not valid Unicode text: {error.reason}", "prompt") from error
+        # A long text takes seconds. `encode` would block other threads meanwhile; a batch of one does not.
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return [*self._bos, *ids] if add_special_tokens else list(ids)
+
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of `text` inside a longer text. Special tokens in it are text."""
+        return list(self._literal[0].encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`. Bytes that are not valid UTF-8 become U+FFFD."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str:
+        """The text of one token inside a longer text; special tokens have text too.
+
+        SentencePiece's decoders drop a space at the beginning of a text. So another token is decoded before
+        this one, and its text is removed.
+        """
+        return self.decode([*self._anchor, token_id], False).removeprefix(self._anchor_text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for. They may be a part of a character."""
+        return self._bytes_of(token_id, self.token(token_id))
+
+    def all_bytes(self) -> list[bytes]:
+        """The bytes of every token, by id."""
+        pairs = [[*self._anchor, number] for number in range(self.vocab_size)]
+        texts = self._tokenizer.decode_batch(pairs, skip_special_tokens=False)
+        return [
+            self._bytes_of(number, text.removeprefix(self._anchor_text)) for number, text in enumerate(texts)
+        ]
+
+    def _bytes_of(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that decodes to `text` inside a longer text."""
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = self._tokenizer.id_to_token(token_id) or ""
+        if piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
+            return bytes([int(piece[3:5], 16)])
+        if all(character in self._bytes_of_character for character in piece):
+            return bytes(self._bytes_of_character[character] for character in piece)
+        return text.encode()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        most_characters: int | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """The token ids of a conversation, formatted by the checkpoint's chat template.
+
+        add_generation_prompt: end with the header of the answer. continue_final_message: end with the text of
+        the last message, which the model then continues. most_characters: maximum length of the text.
+        variables: further variables of the template.
+        Raises RequestError if there is no template, or if the template refuses the messages or reaches a
+        limit, and RendererError if no process can be started for it. Special tokens in messages become text;
+        RequestError is raised where the template or the tokenizer does not allow that.
+        """
+
+        def render(plain: Sequence[Mapping[str, Any]]) -> str:
+            return self._render(
+                plain, add_generation_prompt, continue_final_message, most_characters, variables
+            )
+
+        plain = _plain(messages)
+        text = render(plain)
+        token = None if self._special_in_content else self._special.first_in(plain)
+        if token is None:
+            ids = self.encode(text, add_special_tokens=False)
+            if not self._special_in_content and (more := self._unwritten(ids, text)) is not None:
+                raise _not_text(more, "in other characters that the tokenizer takes for it")
+            return ids
+        hidden = self._special.hide(plain)
+        if hidden is None:
+            raise _not_text(token, "beside characters of both private-use planes of Unicode")
+        marked, plane = hidden
+        text_with_marks = render(marked)
+        if content.shown(text_with_marks, plane) != text:
+            raise _not_text(token, "and the chat template acts on it")
+        apart = self._encode_apart(text_with_marks, plane)
+        if apart is None:
+            raise _not_text(token, "and this tokenizer encodes a text otherwise in pieces than as a whole")
+        return apart
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        most_characters: int | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation. Parameters and errors are those of `chat`."""
+        return self._render(
+            _plain(messages), add_generation_prompt, continue_final_message, most_characters, variables
+        )
+
+    def close(self) -> None:
+        """End the processes of the chat template. Afterwards no conversation can be formatted."""
+        if self._template is not None:
+            self._template.close()
+
+    def _render(
+        self,
+        plain: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        most: int | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        if self._template is None:
+            raise RequestError(
+                "messages: this model has no chat template; use /v1/completions or --chat-template",
+                "messages",
+            )
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message: allowed only with add_generation_prompt false",
+                "continue_final_message",
+            )
+        own = {"add_generation_prompt": add_generation_prompt, **self._special_tokens()}
+        for name in variables:
+            if name in own:
+                raise RequestError(f"chat_template_kwargs: {name!r} cannot be set", "chat_template_kwargs")
+        messages = continuation.marked(plain) if continue_final_message else plain
+        try:
+            # transformers always sets tools and documents
+            text = self._template.render(
+                {"tools": None, "documents": None, **variables, **own, "messages": messages}, most
+            )
+        except TemplateError as error:
+            does = f"refuses them: {error}" if error.refused else str(error)
+            code = "context_length_exceeded" if error.too_long and most is not None else None
+            raise RequestError(f"messages: the chat template {does}", "messages", code) from error
+        return continuation.cut_at_mark(text) if continue_final_message else text
+
+    def _unwritten(self, ids: Sequence[int], text: str) -> str | None:
+        """A special token in `ids` that is not written in `text`, or None.
+
+        A tokenizer that looks for some of them in normalized text finds these in other characters too.
+        """
+        written = Counter(text[begin:end] for begin, end in self._special.spans(text))
+        found = Counter(self._normalized[token] for token in ids if token in self._normalized)
+        return next(iter(found - written), None)
+
+    def _encode_apart(self, text: str, plane: int) -> list[int] | None:
+        """The ids of a rendered `text` whose special tokens in private-use characters are text.
+
+        Encodes what lies between the template's special tokens in pieces. None if the tokenizer does not
+        encode this conversation in pieces as it does in one, with an `x` for each of those characters.
+        """
+        spans = self._special.spans(text)
+        masked = content.masked(text, plane)
+        whole = self.encode(masked, add_special_tokens=False)
+        if self._joined(masked, spans) != whole:
+            return None
+        return self._joined(content.shown(text, plane), spans)
+
+    def _joined(self, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """The ids of `text`. Its special tokens are those at `spans`; all others are text."""
+        begins, ends = [0, *(end for _, end in spans)], [*(begin for begin, _ in spans), len(text)]
+        pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        literal, spaced = self._literal
+        if spaced and pieces[0] and not pieces[0].startswith((" ", "\u2581")):
+            pieces[0] = " " + pieces[0]
+        found = literal.encode_batch_fast(pieces, add_special_tokens=False)
+        ids = list(found[0].ids)
+        for (begin, end), piece in zip(spans, found[1:], strict=True):
+            token = self._tokenizer.token_to_id(text[begin:end])
+            assert token is not None
+            ids += [token, *piece.ids]
+        return ids
+
+    @property
+    def _literal(self) -> tuple[tokenizers.Tokenizer, bool]:
+        """A tokenizer for pieces in which special tokens are text, and whether the first one gets a space.
+
+        It is made when it is first needed. It is an object of its own, since the library cannot change
+        settings while other threads encode.
+        """
+        with self._loading_literal:
+            return self._literal_tokenizer
+
+    @cached_property
+    def _literal_tokenizer(self) -> tuple[tokenizers.Tokenizer, bool]:
+        literal = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        literal.encode_special_tokens = True
+        metaspace = literal.pre_tokenizer
+        if not isinstance(metaspace, Metaspace) or metaspace.prepend_scheme != "first":
+            return literal, False
+        metaspace.prepend_scheme = "never"  # else every piece would get the space of a text's beginning
+        return literal, True
+
+    def _special_tokens(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        values = {name: self.settings.get(name) for name in names}
+        return {
+            name: str(value.get("content", "") if isinstance(value, dict) else value)
+            for name, value in values.items()
+            if value is not None
+        }
+
+    def _missing_bos(self) -> list[int]:
+        """The BOS token, in a list, if the settings demand it and tokenizer.json does not add it.
+
+        DeepSeek's checkpoints are such a case. There the Llama class of transformers 4 adds it to a text.
+        """
+        name = self._special_tokens().get("bos_token")
+        token = None if name is None else self._tokenizer.token_to_id(name)
+        if token is None or self.settings.get("add_bos_token") is not True:
+            return []
+        return [] if token in self._tokenizer.encode("a").ids else [token]
+
+    def _find_template(self, path: Path, override: Path | None) -> tuple[str | None, Path]:
+        """The source of the chat template, or None, and where it was found."""
+        source: Any = self.settings.get("chat_template")
+        if isinstance(source, list):
+            source = named_templates.joined(source)
+        file = override or path / "chat_template.jinja"
+        if override is not None and not file.is_file():
+            raise ConfigError.field("--chat-template", str(file), "a file with a Jinja template")
+        if file.is_file():
+            try:
+                source = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{file}: a chat template that is not UTF-8: {error.reason}") from error
+        if source is not None and not isinstance(source, str):
+            raise CheckpointError(f"{path}: chat_template: got {source!r}; allowed: a text")
+        return source, override or path
+
+
+def check_files(where: object, names: Container[str]) -> None:
+    """Raises CheckpointError unless the file of a tokenizer is among `names`. where: for the message."""
+    if FAST not in names and tiktoken_model.FILE not in names:
+        raise CheckpointError(f"{where}: no {FAST} (only fast tokenizers are read)")
+
+
+def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    check_files(path, [name for name in (FAST, tiktoken_model.FILE) if (path / name).is_file()])
+    file = path / FAST
+    if not file.is_file():
+        return tiktoken_model.read(path, settings)
+    try:
+        found = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a plain Exception for every defect
+        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def _started(source: str, where: Path, limits: Limits) -> Renderers:
+    """The processes that render the template `source`."""
+    try:
+        return Renderers(source, limits)
+    except TemplateError as error:
+        does = f"is damaged: {error}" if error.refused else f"{error}, while it was compiled"
+        raise CheckpointError(f"{where}: the chat template {does}") from error
+
+
+def _not_text(token: str, why: str) -> RequestError:
+    allowed = f"messages without it, or a server with {ALLOW}"
+    what = f"the special token {token!r} cannot be read as text: it stands in a message, {why}"
+    return RequestError(f"messages: {what}; allowed: {allowed}", "messages", "special_token_in_content")
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` as chat templates expect them: each content is a text."""
+    return [{**message, "content": _text_of(message.get("content"))} for message in messages]
+
+
+def _text_of(content: object) -> str:
+    """The text of a message's content. Parts of text are joined by newlines; None is an empty text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, Sequence) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    wrong = next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), None)
+    if wrong is not None:
+        allowed = 'a text, or a list of {"type": "text", "text": ...}'
+        raise RequestError(f"messages: content: got {wrong!r}; allowed: {allowed}", "messages")
+    return "\n".join(text for text in texts if text is not None)
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MOST_SETTINGS:
+            raise ValueError(f"it has more than {MOST_SETTINGS} bytes")
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return settings

@@ -1,0 +1,77 @@
+"""Which parser a chat template, or a name, gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.core.errors import ConfigError
+from moesaic.text.parsers.table import CALLS, REASONING, check_parsers, formats_of
+
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        ("{{ messages }}", None, None),
+        ('Tools: <tool_call>\n{"name": <function-name>}\n</tool_call>', "hermes", None),
+        ("'\\n<tool_call>\\n{\"name\": \"' ... '<think>\\n'", "hermes", "qwen3"),
+        ("<tool_call>\n<function=example_function_name>\n<parameter=a>", "qwen3_coder", None),
+        ("<tool_call>\n<function=f>\n<parameter=a>{{ '<think>\\n' }}", "qwen3_coder", "qwen3"),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key><think></think>", "glm45", "qwen3"),
+        ("<|channel|>analysis<|message|> namespace functions {", "openai", "openai_gptoss"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '\\n' + '```json'", "deepseek_v3", None),
+        (
+            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name '<think>' '</think>'",
+            "deepseek_v31",
+            "qwen3",
+        ),
+        ("<|tool_calls_section_begin|> <think></think>", "kimi_k2", "qwen3"),
+        ("set toolcall_begin_token = '<minimax:tool_call>' <invoke name= '<think>'", "minimax_m2", "qwen3"),
+        ("'<minimax:tool_call>' '<mm:think>' '</mm:think>' '<think>'", "minimax_m2", "minimax_m3"),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", "mistral", "mistral"),
+    ],
+)
+def test_a_template_tells_the_parsers(template: str, calls: str | None, reasoning: str | None) -> None:
+    found = formats_of(template + TOOLS)
+    assert (found.calls, found.reasoning, found.takes_tools) == (calls, reasoning, True)
+    assert not formats_of(template).takes_tools
+    other = formats_of(template, "none", "none")
+    assert (other.calls, other.reasoning) == (None, None)
+    named = formats_of(template, "kimi_k2", "deepseek_r1")
+    assert (named.calls, named.reasoning) == ("kimi_k2", "deepseek_r1")
+
+
+def test_a_model_without_a_template() -> None:
+    assert formats_of(None).parser((), False) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "as_text"),
+    [
+        ("'<｜tool▁sep｜>' + tool['function']['arguments'] + '<｜tool▁call▁end｜>'", True),
+        ("tool['function']['arguments'] + '\\n' + '```'", True),
+        ("tool['function']['arguments'] | tojson + '\\n'", False),
+        ("tool_call.arguments | tojson", False),
+        ("tool.function.arguments+'x'", True),
+        ("'>>>' + tool_call['function']['name'] + '\\n' + tool_call['function']['arguments'] }}", True),
+        ("{{ name + '[ARGS]' + arguments }}", True),
+        ("{% if arguments is not string %} arguments|tojson {% endif %}{{ '[ARGS]' + arguments }}", False),
+        ("'{\"arguments\": ' + tool_call.arguments | tojson + '}'", False),
+    ],
+)
+def test_templates_that_join_arguments_get_texts(template: str, as_text: bool) -> None:
+    assert formats_of(template).text_arguments is as_text
+
+
+def test_names_are_checked() -> None:
+    for name in CALLS:
+        check_parsers(name, "auto")
+    for name in REASONING:
+        check_parsers("none", name)
+    with pytest.raises(ConfigError, match="--tool-call-parser: got 'llama'; allowed: auto, none, hermes"):
+        check_parsers("llama", "auto")
+    with pytest.raises(
+        ConfigError, match="--reasoning-parser: got 'hermes'; allowed: auto, none, deepseek_r1"
+    ):
+        check_parsers("hermes", "hermes")

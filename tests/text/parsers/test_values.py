@@ -1,0 +1,60 @@
+"""Text that becomes JSON by a tool's schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from moesaic.text.parsers.values import json_of, parameters_of, types_of
+
+from .answers import TOOLS
+
+
+def schema(one: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"x": one}, **more}
+
+
+@pytest.mark.parametrize(
+    ("one", "text", "found"),
+    [
+        ({"type": "string"}, "42", '"42"'),
+        ({"type": "string"}, ' "a"\n', '" \\"a\\"\\n"'),
+        ({"type": "integer"}, " 42\n", "42"),
+        ({"type": "integer"}, "4e", '"4e"'),
+        ({"type": "integer"}, "9" * 30, "9" * 30),
+        ({"type": "number"}, "1.50", "1.50"),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "boolean"}, "False", "false"),
+        ({"type": "boolean"}, "yes", '"yes"'),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": ["string", "null"]}, "12", '"12"'),
+        ({"type": "array"}, '[1, "€"]', '[1, "€"]'),
+        ({"type": "array"}, "{}", '"{}"'),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "7", "7"),
+        ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"const": 3}, "3", "3"),
+        ({"$ref": "#/$defs/n"}, "3", "3"),
+        ({"$ref": "#/$defs/lost"}, "3", "3"),
+        ({}, "plain", '"plain"'),
+        ({}, '{"a": 1}', '{"a": 1}'),
+        (True, "[1", '"[1"'),
+    ],
+)
+def test_a_value_has_a_type_of_its_schema(one: Any, text: str, found: str) -> None:
+    types = types_of(schema(one, **{"$defs": {"n": {"type": "integer"}}}), "x")
+    assert json_of(text, types) == found
+    json.loads(found)
+
+
+def test_what_no_tool_says_has_no_type() -> None:
+    assert types_of(parameters_of(TOOLS, "get_weather"), "city") == {"string"}
+    assert types_of(parameters_of(TOOLS, "get_weather"), "other") == set()
+    assert parameters_of(TOOLS, "other") == {} == parameters_of(TOOLS, "now")
+    assert types_of({"properties": 5}, "x") == types_of({"properties": {"x": [1]}}, "x") == set()
+
+
+def test_a_schema_that_refers_to_itself_is_looked_at_once() -> None:
+    own = {"anyOf": [{"$ref": "#/properties/x"}] * 50 + [{"type": "integer"}]}
+    assert types_of(schema(own), "x") == {"integer"}
