@@ -29,6 +29,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/python -m scripts.names --check
 
 check: lint
 	$(BIN)/pytest -m "not slow and not full" -n 2 --dist worksteal
