@@ -85,8 +85,8 @@ NO_PARTICIPLES = _words(
 ALLOWED = frozenset(("all_to_all", "unembed"))
 """Terms of the field that are made of such words."""
 KEPT: dict[str, str] = {}
-"""Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are flags,
-fields of a file or of an answer, or methods that a library calls."""
+"""Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
+flags, fields of a file or of an answer, or methods that a library calls."""
 OPERAND = "other"
 """The second operand of a special method such as `__eq__`."""
 
