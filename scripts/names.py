@@ -82,7 +82,11 @@ NO_PARTICIPLES = _words(
 )
 """Words that end in "ed" and are verbs or nouns. `hidden` states are a term of the field."""
 
-ALLOWED = frozenset(("speed", "seed", "unembed"))
+ALLOWED = frozenset(("all_to_all", "unembed"))
+"""Terms of the field that are made of such words."""
+KEPT: dict[str, str] = {}
+"""Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are flags,
+fields of a file or of an answer, or methods that a library calls."""
 OPERAND = "other"
 """The second operand of a special method such as `__eq__`."""
 
@@ -212,7 +216,8 @@ def read_rooms(package: Path) -> dict[str, Room]:
             if bound.kind == "function":
                 first = bound.name.strip("_").partition("_")[0]
                 room.participle_functions += is_participle(first) and not says_nothing(bound.name)
-            if says_nothing(bound.name) and bound.name not in ALLOWED:
+            kept = bound.name.strip("_") in ALLOWED or f"{where}: {bound.name}" in KEPT
+            if says_nothing(bound.name) and not kept:
                 lines = room.locals if bound.kind == "local" else room.interfaces
                 lines.append(f"{where}:{bound.line}: {bound.kind} {bound.name}")
         room.fragments += [f"{where}:{line}: docstring {text!r}" for line, text in fragments(tree)]
