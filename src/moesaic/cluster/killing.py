@@ -1,4 +1,7 @@
-"""Kills one process by hand, to see that the cluster goes on."""
+"""Kills one process by hand, to see that the cluster goes on.
+
+Question: Who kills a process by hand?
+"""
 
 from __future__ import annotations
 
