@@ -82,10 +82,11 @@ NO_PARTICIPLES = _words(
 )
 """Words that end in "ed" and are verbs or nouns. `hidden` states are a term of the field."""
 
+PREFIXES = frozenset(("is", "has", "can", "on", "was", "did", "should", "must", "may"))
+"""First words of predicates and callbacks. A participle says something behind them: `is_closed`."""
+
 ALLOWED = frozenset(("all_to_all", "out", "unembed"))
 """Terms of the field that are made of such words. torch and NumPy call the array for a result `out`."""
-PREDICATES = frozenset(("is", "has", "can", "was", "did", "should", "must", "may"))
-"""Words with which the name of a predicate begins, as in `is_closed`."""
 KEPT: dict[str, str] = {}
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
 flags, fields of a file or of an answer, or methods that a library calls."""
@@ -101,11 +102,11 @@ FRAGMENT = re.compile(
 def says_nothing(name: str) -> bool:
     """Whether all words of a name are function words, participles or pointers.
 
-    >>> [says_nothing(name) for name in ("held", "before_that", "held_rows", "_other", "rows", "is_held")]
-    [True, True, False, True, False, False]
+    >>> [says_nothing(name) for name in ("held", "before_late", "held_rows", "_other", "rows", "is_closed")]
+    [True, False, False, True, False, False]
     """
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+", name)]
-    if name.startswith("__") or (len(words) > 1 and words[0] in PREDICATES):
+    if name.startswith("__") or len(words) > 1 and words[0] in PREFIXES and is_participle(words[1]):
         return False
     return bool(words) and any(len(word) > 1 for word in words) and all(map(_says_nothing, words))
 
