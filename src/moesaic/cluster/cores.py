@@ -1,4 +1,7 @@
-"""Divides this machine's cores and NUMA nodes among the processes of a cluster."""
+"""Divides this machine's cores and NUMA nodes among the processes of a cluster.
+
+Question: Which cores does a process get, and which NUMA node?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Chooses the transport between attention workers and expert servers."""
+"""Chooses the transport between attention workers and expert servers.
+
+Question: Which transport connects workers and expert servers (`--transport`)?
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A process that knows the cluster's secret may join. Both sides prove that they know it
 (`transport.authentication`). Everything after that is encrypted (`transport.sealing`). A peer that stalls or
 does not know the secret is disconnected. The log has one line about it, or one about many.
+
+Question: How does a process of another host join?
 """
 
 from __future__ import annotations

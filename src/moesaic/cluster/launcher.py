@@ -1,6 +1,8 @@
 """Where the processes of a cluster come from: this host (`local`), or the nodes of a Ray cluster (`ray`).
 
 A launcher starts a process once. Whether it is started again is the supervisor's decision.
+
+Question: Where does a process start: on this host, or on a node of a Ray cluster?
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 With --topology the file says both. Without it, a process that joins says its host, and the link between its
 host and this one is measured (`transport.link_test`). Between two other hosts nothing is measured: their link
 counts as one over this host. Clients choose replicas by these links, and requests are dispatched by them.
+
+Question: Which process is on which host?
 """
 
 from __future__ import annotations

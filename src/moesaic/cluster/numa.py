@@ -3,6 +3,8 @@
 A machine with several sockets reads the memory of its own socket faster. Linux lists the nodes below
 /sys/devices/system/node. A child process inherits the cores and the memory policy of the thread that starts
 it (set_mempolicy(2)).
+
+Question: Which cores does a process get, and which NUMA node?
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ continues. A sampled token depends only on the request's seed and its position, 
 With prefill workers, one of them computes the known tokens of a request and samples the next one. Meanwhile
 it sends their KV to the worker that was chosen to go on. That worker gets the request once the token and the
 KV are there. If one of the two dies before that, another worker computes the request's tokens again.
+
+Question: Which attention worker gets a request?
 """
 
 from __future__ import annotations

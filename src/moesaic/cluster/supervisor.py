@@ -8,6 +8,10 @@ is gone (`policy.fleet.replicas`). The supervisor restarts processes and changes
 An unexpected exception ends only the action that raised it. It is logged and recorded, and the supervisor
 continues. If its thread ends nevertheless, or hangs, another thread takes its place (`cluster.watchdog`), and
 requests continue meanwhile. If that happens too often, dead processes are not restarted any more.
+
+Question: What happens when an expert server dies?
+Question: Who restarts a process?
+Question: Who kills a process by hand?
 """
 
 from __future__ import annotations

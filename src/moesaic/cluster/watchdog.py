@@ -2,6 +2,8 @@
 
 The loop shows that it lives by calling `beat`. A thread that hangs cannot be ended from outside. So another
 one takes its place at once, and the old one gets an exception that ends it as soon as it runs again.
+
+Question: Who restarts the supervisor's thread?
 """
 
 from __future__ import annotations

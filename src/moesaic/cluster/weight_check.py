@@ -3,6 +3,8 @@
 A server that joined must have the fingerprint of the checkpoint, and sends the digest of each expert that it
 holds. It gets rows once all of these equal the digests of the files here. Reading a large checkpoint takes
 long, so after SECONDS a server gets rows by its fingerprint alone, and is refused later if a digest differs.
+
+Question: Are the weights of a server that joins those of the cluster?
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Only what is needed to read a command line is imported here; what a command does is imported when it
 is called, so that --help and mistakes are answered at once.
+
+Question: How is a command added?
 """
 
 from __future__ import annotations

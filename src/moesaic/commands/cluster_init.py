@@ -1,4 +1,7 @@
-"""`moesaic cluster init`: makes the secret of a cluster, and says which commands use it."""
+"""`moesaic cluster init`: makes the secret of a cluster, and says which commands use it.
+
+Question: Who makes the secret of a cluster, and who may read its file?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One conversation with a model: its messages, and one answer at a time."""
+"""One conversation with a model: its messages, and one answer at a time.
+
+Question: Who holds a conversation of `moesaic chat`?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`moesaic doctor MODEL`: says before a model is downloaded or loaded what it is and whether it runs here."""
+"""`moesaic doctor MODEL`: says before a model is downloaded or loaded what it is and whether it runs here.
+
+Question: What does `moesaic doctor MODEL` ask the loader?
+"""
 
 from __future__ import annotations
 

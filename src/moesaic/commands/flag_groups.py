@@ -1,5 +1,8 @@
 """The subjects that the many flags of `serve`, `run-batch` and `bench throughput` belong to, for their
-help."""
+help.
+
+Question: In which group of the help is a flag?
+"""
 
 from __future__ import annotations
 

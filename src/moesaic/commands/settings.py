@@ -2,6 +2,8 @@
 
 The command line takes precedence over variables, and variables over the file. cyclopts reads YAML and
 variables itself, but by the rules of YAML 1.1, without line numbers, and without a word on unknown variables.
+
+Question: Where do settings come from beside the command line?
 """
 
 from __future__ import annotations

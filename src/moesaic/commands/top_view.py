@@ -1,4 +1,7 @@
-"""What `moesaic top` shows: computed from two samples of a server, and drawn as tables."""
+"""What `moesaic top` shows: computed from two samples of a server, and drawn as tables.
+
+Question: What does `moesaic top` compute and draw?
+"""
 
 from __future__ import annotations
 

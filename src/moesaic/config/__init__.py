@@ -1,4 +1,7 @@
-"""Every setting, frozen and documented field by field. The command line is generated from here."""
+"""Every setting, frozen and documented field by field. The command line is generated from here.
+
+Question: Where is a flag defined, and how is one added?
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Every message is a frozen record of plain values, so any transport can carry it. A message covers many
 requests at once: there is one message per step, not one per token.
+
+Question: Which messages do engine, workers and expert servers exchange?
 """
 
 from __future__ import annotations

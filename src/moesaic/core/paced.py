@@ -1,4 +1,7 @@
-"""Modelled devices: how long a run takes on hardware that is not here. A test instrument (`--paced FILE`)."""
+"""Modelled devices: how long a run takes on hardware that is not here. A test instrument (`--paced FILE`).
+
+Question: How do real processes get the timing of hardware that is not here (`--paced`)?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The types in which weights are stored, and the bytes of a row in each."""
+"""The types in which weights are stored, and the bytes of a row in each.
+
+Question: Which types can weights have?
+"""
 
 from __future__ import annotations
 

@@ -23,6 +23,8 @@ The file is TOML, or JSON with the same tables if its name ends in .json:
     gb_per_s = 12.5
 
 A socket of a machine may be named as a host, with a fast link to the machine's other socket.
+
+Question: Which process is on which host?
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Equal weights give NaN on every server, so the attention worker computes such a pair again, itself, from its
 own checkpoint. If its own answer is finite, the server is at fault. Otherwise the model is, and the request
 ends with an error.
+
+Question: Who notices an expert server that computes NaN?
 """
 
 from __future__ import annotations

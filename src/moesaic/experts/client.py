@@ -6,6 +6,8 @@ The routed experts are a pure function
 
 The caller applies the gate's weights once, at merge; with partial sums the servers do. Expert servers answer
 the same calls.
+
+Question: How does an attention worker ask for experts?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Keeps the experts of a server in memory from one supervisor to the next."""
+"""Keeps the experts of a server in memory from one supervisor to the next.
+
+Question: What does an expert server keep when its cluster is gone?
+"""
 
 from __future__ import annotations
 

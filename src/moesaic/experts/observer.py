@@ -1,6 +1,8 @@
 """What a client of expert servers and an expert server report to an observer, such as a trace.
 
 Times are seconds of the process's clock. Every method is called by the thread that computes.
+
+Question: What can a trace of an expert server see?
 """
 
 from __future__ import annotations

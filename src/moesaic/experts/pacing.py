@@ -3,6 +3,8 @@
 A worker or a server computes as always. Then it holds the result until the modelled device would have
 finished. The waits need no core, so many processes run on few cores with the timing of many devices. Tokens
 are those of any other run.
+
+Question: How do real processes get the timing of hardware that is not here (`--paced`)?
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 The (row, slot) pairs of a request are split by server (`policy.fleet.replicas`). A row travels once to each
 server that it needs. Answers are stored at their pairs, so the rows are those of a direct call, whichever
 server answered first. Pairs that no server can take wait for one that can.
+
+Question: Who sends rows to expert servers again, and puts answers together?
+Question: What happens when an expert server dies?
 """
 
 from __future__ import annotations

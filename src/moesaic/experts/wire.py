@@ -17,6 +17,8 @@ together. The answer is that to a request without parts: with `partial` the sums
 
 Where the rows stay on GPUs (`transport.device_calls`), numbers of rows in the memory of the GPU, int32 [m],
 take the place of the hidden states.
+
+Question: What goes over the wire in an expert request?
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ In a float type a row is its numbers. In int8 it is `width` integers followed by
 scale: each number is its integer times the scale. ZeroQuant (Yao et al. 2022) has one scale for each
 token's activations; here each head has its own. Integers and scales are one tensor, so code that copies
 blocks copies both.
+
+Question: What does a row in the KV cache look like?
 """
 
 from __future__ import annotations

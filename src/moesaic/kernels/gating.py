@@ -1,4 +1,7 @@
-"""How a gate chooses experts and weighs them. Model files fill this record, and every kernel takes it."""
+"""How a gate chooses experts and weighs them. Model files fill this record, and every kernel takes it.
+
+Question: How does a gate choose and weigh experts?
+"""
 
 from __future__ import annotations
 

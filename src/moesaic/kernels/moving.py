@@ -1,4 +1,7 @@
-"""Small tensors between the host and a device, through pinned memory."""
+"""Small tensors between the host and a device, through pinned memory.
+
+Question: Where does the host wait for a GPU?
+"""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ writes over what they left in the seat. They never pass a multiple of CHUNK, so 
 The matrices lie in *pages*. A sequence reads one page and writes another one, or the same, when it passes a
 multiple of CHUNK. So a page that is not written any more is a snapshot of a prefix. Page 0 has zeros, the
 state before the first token. The rows after a multiple lie in the *seat* of the sequence.
+
+Question: How are linear attention and its states computed?
 """
 
 from __future__ import annotations

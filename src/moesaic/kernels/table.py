@@ -1,4 +1,7 @@
-"""The operations that a model needs, and the table that picks their implementation."""
+"""The operations that a model needs, and the table that picks their implementation.
+
+Question: Which implementation does an operation have, and how is a kernel added?
+"""
 
 from __future__ import annotations
 

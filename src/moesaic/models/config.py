@@ -1,4 +1,7 @@
-"""Reads config.json. Every key is either understood, or refused by name."""
+"""Reads config.json. Every key is either understood, or refused by name.
+
+Question: Where is an unknown key of config.json refused?
+"""
 
 from __future__ import annotations
 

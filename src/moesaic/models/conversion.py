@@ -1,4 +1,7 @@
-"""What it takes to load an expert that the files do not have as the kernels read it."""
+"""What it takes to load an expert that the files do not have as the kernels read it.
+
+Question: How many bytes does an expert have in the files, and what does loading it take?
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Gated DeltaNet: linear attention whose state forgets by a gate and is corrected by the delta rule.
 
 Yang, Kautz, Hatamizadeh, Gated delta networks, 2024. `kernels/states.py` has the recurrence.
+
+Question: How are linear attention and its states computed?
 """
 
 from __future__ import annotations

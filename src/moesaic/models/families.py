@@ -1,4 +1,7 @@
-"""The model files by `model_type`, and what they have in common."""
+"""The model files by `model_type`, and what they have in common.
+
+Question: Which model families are there, and how is one added?
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ nothing: it reads every byte of an expert.
 Both are kept in the user's cache folder under the device, inode, size and times of the file that was read. A
 file that is written again has other times, so it is read again. No program can set one of them: that of the
 last change of the inode.
+
+Question: How is one checkpoint told from another?
 """
 
 from __future__ import annotations

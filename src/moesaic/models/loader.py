@@ -1,4 +1,7 @@
-"""Builds the parts of a model from tensor names in a checkpoint. The model files share this code."""
+"""Builds the parts of a model from tensor names in a checkpoint. The model files share this code.
+
+Question: Which quantised matrices outside of the experts stay as they are stored?
+"""
 
 from __future__ import annotations
 

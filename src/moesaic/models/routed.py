@@ -1,4 +1,7 @@
-"""Loads the routed experts of a layer, in each form in which files have them."""
+"""Loads the routed experts of a layer, in each form in which files have them.
+
+Question: How are experts in columns (gpt-oss, DBRX) read as rows?
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Each row has three projections B, C and x of h numbers. A causal convolution of a few taps mixes each channel
 of B * x with those of the rows just before, and C * the result is projected to the output. So the state of a
 sequence is the last rows of B * x: the same numbers, whatever the chunks were.
+
+Question: How are short convolutions computed?
 """
 
 from __future__ import annotations

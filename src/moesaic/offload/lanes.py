@@ -2,6 +2,8 @@
 
 A lane runs its tasks in the order of the list. A task begins when the tasks that it needs have ended. A lane
 that has to wait sleeps; it does not spin.
+
+Question: Which lane runs a task, and which thread copies weights or caches?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What each kind of task does for a micro-batch: stages of a block, and copies between the levels."""
+"""What each kind of task does for a micro-batch: stages of a block, and copies between the levels.
+
+Question: What does a task of an offloaded step copy or compute?
+"""
 
 from __future__ import annotations
 

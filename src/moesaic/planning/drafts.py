@@ -1,4 +1,7 @@
-"""Says before a model is loaded from which acceptance drafted tokens pay (--speculative-config)."""
+"""Says before a model is loaded from which acceptance drafted tokens pay (--speculative-config).
+
+Question: From which acceptance do drafted tokens pay?
+"""
 
 from __future__ import annotations
 

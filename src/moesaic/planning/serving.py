@@ -2,6 +2,8 @@
 
 The memory is divided once, for as many requests as may run at the same time. How decode steps are computed
 is chosen again while the load changes (`policy.offloading.revising`), by the prices that are computed here.
+
+Question: How are the ways to compute a step priced for `serve --fast-memory`?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Builds a worker from its settings: loads the model, sizes the KV cache, joins the parts."""
+"""Builds a worker from its settings: loads the model, sizes the KV cache, joins the parts.
+
+Question: Where is a worker put together?
+"""
 
 from __future__ import annotations
 

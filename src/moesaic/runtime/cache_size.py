@@ -1,4 +1,7 @@
-"""Decides how much KV cache, and how many states, fit beside a model."""
+"""Decides how much KV cache, and how many states, fit beside a model.
+
+Question: How many KV blocks does a worker have?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Carries out the actions of a scheduler: admits requests, computes steps, samples, reports to the engine."""
+"""Carries out the actions of a scheduler: admits requests, computes steps, samples, reports to the engine.
+
+Question: What happens when logits are NaN?
+"""
 
 from __future__ import annotations
 

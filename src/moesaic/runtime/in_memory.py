@@ -1,4 +1,7 @@
-"""The parts of a worker whose model is in memory. Its routed experts are in this process or on servers."""
+"""The parts of a worker whose model is in memory. Its routed experts are in this process or on servers.
+
+Question: Where is a schedule (`--schedule`) written, and where is it built?
+"""
 
 from __future__ import annotations
 

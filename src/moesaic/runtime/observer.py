@@ -1,4 +1,7 @@
-"""What an attention worker reports to an observer, such as a trace."""
+"""What an attention worker reports to an observer, such as a trace.
+
+Question: What can a trace of a worker see?
+"""
 
 from __future__ import annotations
 

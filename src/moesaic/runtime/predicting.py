@@ -6,6 +6,8 @@ prompts, reused prefixes and preempted requests. At the end of a reused prefix i
 next token. That can only make a draft worse: a step checks each one.
 
 Where decode steps are recorded as CUDA graphs, so is what it does after them.
+
+Question: Who drafts tokens (`--speculative-config`)?
 """
 
 from __future__ import annotations

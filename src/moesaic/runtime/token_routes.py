@@ -2,6 +2,8 @@
 
 Experts come from the ids that the gates wrote. Servers come from the client of the expert servers, which
 writes down whose answer it took for each pair. While no request asks, nothing is written down.
+
+Question: Which experts and servers computed a token (`return_routed_experts`)?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the other forms of a chat share: OpenAI's responses and Anthropic's messages."""
+"""What the other forms of a chat share: OpenAI's responses and Anthropic's messages.
+
+Question: How do Anthropic's messages and OpenAI's responses become chats?
+"""
 
 from __future__ import annotations
 

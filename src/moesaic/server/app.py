@@ -1,4 +1,7 @@
-"""The ASGI application."""
+"""The ASGI application.
+
+Question: Which endpoints are there, and how is one added?
+"""
 
 from __future__ import annotations
 

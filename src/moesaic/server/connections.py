@@ -3,6 +3,8 @@
 The server never runs out of file descriptors: it accepts a connection only when it has one to spare, and
 leaves further ones in the kernel's queue for the moment. Requests beyond the maximum are answered with 503.
 Connections that wait for a request give way to new ones, so that /health and /metrics are always answered.
+
+Question: How many connections may clients open?
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Checks the host, the key, the size and the pace of every request, and gives it an id.
 
 That happens before any route sees the request.
+
+Question: Who may call what: keys, hosts, sizes, body times?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Prometheus metrics with vLLM's names and the prefix `moesaic:` or `vllm:`. A scrape formats a snapshot."""
+"""Prometheus metrics with vLLM's names and the prefix `moesaic:` or `vllm:`. A scrape formats a snapshot.
+
+Question: Which metrics are there, and how is one added?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How many connections the limit of open files leaves room for."""
+"""How many connections the limit of open files leaves room for.
+
+Question: How many connections may clients open?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The server's process: handles signals and ends the server."""
+"""The server's process: handles signals and ends the server.
+
+Question: What does SIGTERM do?
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Clients of other servers send many of them. A field that asks for something which would change the answer is
 refused. All others are ignored: a header of the answer names them, and the log has a line for each name.
+
+Question: Which unknown fields of a request are ignored, and which are refused?
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A stream looks at the server twice a second, and sends the time and the parts that changed. Without a stream
 nothing runs.
+
+Question: What does the page's live view read?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""GET /: the page with a chat and a live view. Its files are in the folder `page` and need no other host."""
+"""GET /: the page with a chat and a live view. Its files are in the folder `page` and need no other host.
+
+Question: What serves the page at `/`?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decodes token ids into text while they are generated."""
+"""Decodes token ids into text while they are generated.
+
+Question: Which special tokens stay in an answer's text?
+"""
 
 from __future__ import annotations
 

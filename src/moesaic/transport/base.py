@@ -1,4 +1,7 @@
-"""The interface of every message transport."""
+"""The interface of every message transport.
+
+Question: What does a transport have to do for messages?
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ whose turn it is. Here a buffer holds many calls, and the state is a count of ro
 Only one thread at a time may use an end. Views of a call's memory stay valid while they are referenced, also
 after `close`. But after a call has ended, other calls overwrite its memory. Bytes that a peer wrote must be
 checked like any input.
+
+Question: What does a transport have to do for rows of experts?
 """
 
 from __future__ import annotations

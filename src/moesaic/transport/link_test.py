@@ -2,6 +2,8 @@
 
 The other end sends each message back as it is. A few empty messages give the latency. Then messages grow
 until one takes long enough to tell the bandwidth. The figures include encryption, as those of rows will.
+
+Question: How fast is the link to another host?
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Every rank has a Door, a TCP port. Rank 0's is known to the first rank of each o
 
 Each connection begins with the handshake of authentication.py, and everything after it is encrypted. It stays
 and carries the rounds of linked_peers.py.
+
+Question: How do the ranks of a group on several hosts find each other?
 """
 
 from __future__ import annotations

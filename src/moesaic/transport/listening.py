@@ -1,4 +1,7 @@
-"""Connects and listens: makes a Caller or an Answerer from an address and a secret."""
+"""Connects and listens: makes a Caller or an Answerer from an address and a secret.
+
+Question: Which transport does an address stand for, and where is a new one connected?
+"""
 
 from __future__ import annotations
 

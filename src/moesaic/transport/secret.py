@@ -1,4 +1,7 @@
-"""The file that contains a cluster's secret."""
+"""The file that contains a cluster's secret.
+
+Question: Who makes the secret of a cluster, and who may read its file?
+"""
 
 from __future__ import annotations
 

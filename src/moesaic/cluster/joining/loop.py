@@ -2,6 +2,8 @@
 
 A cluster gives up a process that was silent for too long. A process that was frozen or cut off then finds its
 connection closed. The cluster cannot restart such a process, so it joins again as a new one.
+
+Question: How does a process of another host join?
 """
 
 from __future__ import annotations

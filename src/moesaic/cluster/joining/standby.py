@@ -3,6 +3,8 @@
 The connection is like that of a process which joins: both ends prove that they know the secret, and both send
 signs of life. Nobody else is asked. So a standby that is cut off from the first host takes over, too. That
 costs no token, since each process belongs to the one `serve` that it is connected to.
+
+Question: Who takes over when the host of `serve` dies (`--standby-for`)?
 """
 
 from __future__ import annotations

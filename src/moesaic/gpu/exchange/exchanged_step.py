@@ -1,4 +1,7 @@
-"""Decode steps that are one CUDA graph each, though their experts are on servers."""
+"""Decode steps that are one CUDA graph each, though their experts are on servers.
+
+Question: How is a step one CUDA graph though its experts are on servers (`--cudagraph-mode full`)?
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The job is formed once: nobody can leave it, and nobody can be added. Its PEs are the attention workers, then
 the expert servers, each in the order of their numbers. PE 0 is the worker that made the unique ID. Prefill
 workers compute no decode steps, so they are not in it.
+
+Question: Who is in an NVSHMEM job (`--transport nvshmem`), and as which PE?
 """
 
 from __future__ import annotations

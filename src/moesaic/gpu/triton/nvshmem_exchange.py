@@ -14,6 +14,8 @@ host is told meanwhile what was asked and answered, in memory of its own.
 
 See `kernels.triton.exchange` for what holds there too: launches of one stream are ordered, nothing is read
 back, and no launch has an argument that changes.
+
+Question: How does a CUDA graph ask servers of other hosts (`--transport nvshmem`)?
 """
 
 from __future__ import annotations

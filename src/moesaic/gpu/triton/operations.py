@@ -1,4 +1,7 @@
-"""The operations that have a Triton kernel. The others are the torch reference's."""
+"""The operations that have a Triton kernel. The others are the torch reference's.
+
+Question: Which kernels run on a GPU with `--kernels triton`?
+"""
 
 from __future__ import annotations
 

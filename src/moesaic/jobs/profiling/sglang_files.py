@@ -13,6 +13,8 @@ them. They depend on `--expert-distribution-recorder-mode`:
 `layers` are all layers of the model. P are physical experts: with redundant experts several of them are one
 logical expert. Missing experts are -1. Only per_token knows tokens. It does not name requests, so each
 sequence of a prefill pass counts as a request. Decoded tokens are counted without one.
+
+Question: How is routing of SGLang or vLLM read?
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Requests need `"return_token_ids": true`, since a profile needs token ids. Two f
             answer (`vllm/entrypoints/openai/completion/protocol.py`). The last token never ran.
     v0.21   prompt_routed_experts and choices[i].routed_experts: nested lists [tokens, layers, k] over the
             prompt and the answer (`docs/training/routed_experts_replay.md`). -1 stands for cached tokens.
+
+Question: How is routing of SGLang or vLLM read?
 """
 
 from __future__ import annotations

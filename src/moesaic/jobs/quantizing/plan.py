@@ -2,6 +2,8 @@
 
 The first file has all tensors outside the layers, and each other file those of one layer. Experts of a fused
 tensor are written one by one. Of a checkpoint in FP8, the matrices that are not quantised become bf16.
+
+Question: How is a checkpoint quantised?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The top-k gate, and the merge that applies its weights."""
+"""The top-k gate, and the merge that applies its weights.
+
+Question: Where are the gate's top-k weights applied?
+"""
 
 from __future__ import annotations
 

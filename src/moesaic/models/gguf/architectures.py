@@ -2,6 +2,8 @@
 
 Their keys are those that llama.cpp's converter writes. Where a file leaves one out, llama.cpp's own default
 for that architecture counts.
+
+Question: How is a GGUF file read, and how is an architecture added?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A paged KV cache: one tensor of blocks per layer. The scheduler decides which request uses which block."""
+"""A paged KV cache: one tensor of blocks per layer. The scheduler decides which request uses which block.
+
+Question: Where are the KV blocks in memory?
+"""
 
 from __future__ import annotations
 

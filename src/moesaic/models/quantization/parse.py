@@ -1,4 +1,7 @@
-"""Chooses the scheme of a checkpoint by the quantization_config in its config.json."""
+"""Chooses the scheme of a checkpoint by the quantization_config in its config.json.
+
+Question: How is a quantised matrix read, and how is a format added?
+"""
 
 from __future__ import annotations
 

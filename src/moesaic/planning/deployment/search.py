@@ -6,6 +6,8 @@
 
 Nothing is drawn at random but requests and routing, by the seed. So the same inputs give the same plan,
 unless the time budget ends the search early.
+
+Question: How does `plan --cluster` search?
 """
 
 from __future__ import annotations

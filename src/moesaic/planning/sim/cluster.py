@@ -1,4 +1,7 @@
-"""Builds a simulated cluster from a scenario, and runs it."""
+"""Builds a simulated cluster from a scenario, and runs it.
+
+Question: How is a cluster simulated?
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ gap between them, so that a load between the two changes nothing:
 
 For `cooldown` seconds after a change nothing is decided, because the new server loads its experts. What is
 measured in that time does not count.
+
+Question: How many processes of a role should there be, and how is a role added (`--autoscale`)?
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A process keeps its devices for as long as it is a member of the cluster, also over restarts. A new one takes
 the devices that the fewest processes use, the first of equals. So processes take them in turn, and a process
 that is added later takes the place of one that left.
+
+Question: Which GPUs does a process get?
 """
 
 from __future__ import annotations

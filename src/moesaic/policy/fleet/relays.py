@@ -5,6 +5,8 @@ hierarchical all-to-all, as in Tutel and DeepEP. It saves bytes of the slow link
 of the host, so it pays for calls that are large enough:
 
     saved bytes / bandwidth between the hosts  >  passed bytes / bandwidth inside + 2 (latency inside + HOP)
+
+Question: Which server of another host gets rows once and passes them on (relays)?
 """
 
 from __future__ import annotations

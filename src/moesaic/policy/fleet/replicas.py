@@ -20,6 +20,8 @@ requests. The paper leaves some points open. We decide them so:
 - A server that the supervisor suspects, because its host is silent, is masked at once. That also takes effect
   while nothing is outstanding, so no request has to find it out.
 - If the same process of a masked server answers again, it had not died. That is counted as a false failover.
+
+Question: When does an expert server count as gone, and which replica is asked then?
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ silence means depends on the cost of an error:
   it, so it has more time.
 
 A process of the supervisor's own host has no network between, so it is only watched for freezing.
+
+Question: When is a process of another host suspected or given up?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Prices a policy in time, by the very lists of tasks that would be run."""
+"""Prices a policy in time, by the very lists of tasks that would be run.
+
+Question: How is a plan for a model larger than memory priced?
+"""
 
 from __future__ import annotations
 

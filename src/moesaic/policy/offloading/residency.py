@@ -2,6 +2,8 @@
 
 The counts fade, so the choice follows what is asked. This is the policy "least frequently used" with aging.
 It changes only how much is read, never an answer.
+
+Question: Which experts stay in the fast memory?
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Before serving, the planner prices several ways to compute a decode step, each at several loads. Here the load
 of each step decides which of them is taken. Another one is only taken where it has been clearly faster for
 several steps. So a load that changes back and forth does not change the plan each time.
+
+Question: How does `serve --fast-memory` follow its load?
 """
 
 from __future__ import annotations

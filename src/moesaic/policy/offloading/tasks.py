@@ -1,4 +1,7 @@
-"""Tasks on lanes: the parts of a schedule. The planner prices them and the executor runs them."""
+"""Tasks on lanes: the parts of a schedule. The planner prices them and the executor runs them.
+
+Question: Which lane runs a task, and which thread copies weights or caches?
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Prefill and decode on different workers is the idea of DistServe (Zhong et al. 2024) and Splitwise (Patel et
 al. 2024): a long prompt then delays no other request's next token.
+
+Question: Which worker computes a prompt, and which one goes on (`--prefill-workers`)?
 """
 
 from __future__ import annotations

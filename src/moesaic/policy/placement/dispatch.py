@@ -1,4 +1,7 @@
-"""Chooses the attention worker of a request. The request and its KV cache stay there until it ends."""
+"""Chooses the attention worker of a request. The request and its KV cache stay there until it ends.
+
+Question: Which attention worker gets a request?
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ all links are alike, that is the number of local pairs again.
 
 This is the two-level machine of Speculative MoE (nodes with fast links inside, slow ones between), with any
 number of levels.
+
+Question: What does a link between hosts cost, and how does a placement follow it?
 """
 
 from __future__ import annotations

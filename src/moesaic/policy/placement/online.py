@@ -9,6 +9,8 @@ Ours weighs two predictions, which are both made on requests that the solver did
 
 The placement is swapped if the gain exceeds the cost times a margin. Each term is negative where the new
 placement is worse. The horizon is the time for which the routing is assumed to stay as it is.
+
+Question: When does a placement follow live routing (`--rebalance routing`)?
 """
 
 from __future__ import annotations

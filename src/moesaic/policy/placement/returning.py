@@ -2,6 +2,8 @@
 
 Servers that joined keep their experts when their supervisor is gone. The next supervisor knows no load. But
 the last one gave more copies to hot experts. So the number of copies that the servers have stands for load.
+
+Question: Which experts does a server get that has some in memory already?
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A host is what fails as a whole (Kubernetes: a topology domain of its `topologyS
 of an expert whose copies are on d hosts is 1 - 1 / 2^d. The second host thus counts more than all further
 ones together. `packing.spread` raises the sum over a layer's experts as long as an exchange of two copies
 does.
+
+Question: On how many hosts are the copies of an expert?
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ the oldest request ends, and then the next one is the oldest.
 
 Thrashing: a step that preempted admits nothing. An admission also leaves one free block for each running
 request that may still grow. So each can decode a block's worth of tokens before anyone is preempted.
+
+Question: Who is preempted?
+Question: Which requests and which of their tokens are in the next step?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Who proposes the next tokens of a request, which a step then checks."""
+"""Who proposes the next tokens of a request, which a step then checks.
+
+Question: Who drafts tokens (`--speculative-config`)?
+"""
 
 from __future__ import annotations
 

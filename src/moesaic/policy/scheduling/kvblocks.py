@@ -23,6 +23,8 @@ Reference counts, and sharing full blocks by the tokens before them, are ideas o
 them use a hash as the key and keep duplicates.
 
 Every operation takes O(1) per block that it touches.
+
+Question: Which KV blocks does a request get, and which prefixes are reused?
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ and takes layer 3. Its rows then join the five of layer 4, and ten rows run as o
 The paper gives no values for lookahead and decay, and it has neither urgency nor history. The defaults 7 and
 0.8 come from its public code (DisagMoE). That code also uses urgency 0.1 on attention workers and history 10
 on expert workers. `cap` is our addition.
+
+Question: Which layer's waiting rows run next (`--queue-policy`)?
 """
 
 from __future__ import annotations

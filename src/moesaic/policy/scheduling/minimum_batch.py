@@ -25,6 +25,8 @@ servers are never busy.
 
 A worker that is idle waits for servers. If these always compute, parts that go on alone gain nothing, and
 whatever they add to the servers' work they add to the idle time.
+
+Question: Which rows run alone, and which wait for others?
 """
 
 from __future__ import annotations

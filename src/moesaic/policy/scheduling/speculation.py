@@ -8,6 +8,8 @@ raise the tokens of a step over its price. More rows read more experts.
 Acceptance is counted for each request, and old counts fade. A new request begins with the acceptance of
 those before it. A request whose drafts do not pay gets none. Then a single drafted token is tried from time
 to time, less and less often while it is wrong.
+
+Question: How many tokens are drafted for a request?
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each host has as many consecutive ranks. The first rank of a host starts its other ranks and tells them their
 place. Rank 0 tells the supervisor where it listens, and the supervisor tells the other hosts.
+
+Question: How do the ranks of a group on several hosts find each other?
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Layouts and experts call these. `HostRows` sends rows through a Group, so those of a GPU go through RAM.
 `DeviceRows` (in `device_rows.py`) leaves them on the device. Both move the same bytes and add in the order of
 the ranks, so both give the same bits.
+
+Question: How do the ranks of a group exchange rows, and do these go through RAM?
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Each rank has the keys, values and states of its own heads. The first rank asks the others for copies, or
 gives them what to write, between two steps or two layers. A copy has the bytes of rank after rank. So it fits
 a group of as many ranks, and each rank gets back what the rank with its heads has computed.
+
+Question: How is the KV of a group's ranks sent to another worker?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which tokens must not come next: those outside of allowed_token_ids, and the last tokens of bad words."""
+"""Which tokens must not come next: those outside of allowed_token_ids, and the last tokens of bad words.
+
+Question: Which tokens must a request not generate (`allowed_token_ids`, `bad_words`)?
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ request's seed and its position. So no token differs from those of a run without
 Requests with penalties, bans or the masks of a structured output need their tokens in order. Their rows are
 sampled round by round: first the row of the newest token, then that of the first drafted token if it was
 right, and so on. All rows of the other requests are sampled at once.
+
+Question: Which drafted tokens are accepted?
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ batch, on preemption, or on the worker that computes it.
 
 A row with a logit that is NaN or infinite gets NO_TOKEN. This is checked before bans and penalties change any
 logit, and it costs one sum over the row. The other rows are sampled as they would be without it.
+
+Question: How is a token sampled, and where does its noise come from?
+Question: What happens when logits are NaN?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Decode steps that are recorded once and replayed afterwards, without Python between their operations."""
+"""Decode steps that are recorded once and replayed afterwards, without Python between their operations.
+
+Question: How are decode steps recorded on a CPU?
+"""
 
 from __future__ import annotations
 

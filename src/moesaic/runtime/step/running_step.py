@@ -1,4 +1,7 @@
-"""A step under way. It runs the stages of the model and stops where it waits for experts."""
+"""A step under way. It runs the stages of the model and stops where it waits for experts.
+
+Question: Where do rows leave for the experts in a step?
+"""
 
 from __future__ import annotations
 

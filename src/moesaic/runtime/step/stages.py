@@ -1,4 +1,7 @@
-"""The stages of every block, in order, layer after layer."""
+"""The stages of every block, in order, layer after layer.
+
+Question: Where do rows leave for the experts in a step?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Which parser reads the answers of a model: by vLLM's names, or by what its chat template contains."""
+"""Which parser reads the answers of a model: by vLLM's names, or by what its chat template contains.
+
+Question: Which parser reads tool calls and reasoning, and how is one added?
+Question: Which special tokens stay in an answer's text?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The constraints of a worker's requests: grammars are compiled, and masks computed, beside its steps."""
+"""The constraints of a worker's requests: grammars are compiled, and masks computed, beside its steps.
+
+Question: How do the masks of a structured output reach the sampler?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From the form that a request wants to the grammar that its worker compiles."""
+"""From the form that a request wants to the grammar that its worker compiles.
+
+Question: How does a structured output become a grammar?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The budget of a request's reasoning: once it is used up, only the end of the reasoning is allowed."""
+"""The budget of a request's reasoning: once it is used up, only the end of the reasoning is allowed.
+
+Question: Who ends an answer's reasoning at its budget?
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """A renderer's process: compiles one chat template, then renders it for one request after another.
 
 Its standard input is a socket to its parent. It imports Jinja and little else.
+
+Question: What may a chat template do, and how long may it take?
 """
 
 from __future__ import annotations

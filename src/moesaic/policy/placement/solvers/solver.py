@@ -1,4 +1,7 @@
-"""The signature that all solvers share, and how many experts each rank gets."""
+"""The signature that all solvers share, and how many experts each rank gets.
+
+Question: What does a solver look like, and how is one added?
+"""
 
 from __future__ import annotations
 

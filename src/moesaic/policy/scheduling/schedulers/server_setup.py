@@ -1,4 +1,7 @@
-"""How an expert server's scheduler is set up for a schedule: its start rule, queue policy and queues."""
+"""How an expert server's scheduler is set up for a schedule: its start rule, queue policy and queues.
+
+Question: Where is a schedule (`--schedule`) written, and where is it built?
+"""
 
 from __future__ import annotations
 
