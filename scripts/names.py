@@ -106,7 +106,7 @@ def says_nothing(name: str) -> bool:
     [True, False, False, True, False, False]
     """
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+", name)]
-    if name.startswith("__") or len(words) > 1 and words[0] in PREFIXES and is_participle(words[1]):
+    if name.startswith("__") or (len(words) > 1 and words[0] in PREFIXES and is_participle(words[1])):
         return False
     return bool(words) and any(len(word) > 1 for word in words) and all(map(_says_nothing, words))
 
