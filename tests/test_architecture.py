@@ -81,8 +81,10 @@ EDGES: dict[str, tuple[str, ...]] = {
         "transport.address",
         "transport.authentication",
         "transport.calls",
+        "transport.host_watch",
         "transport.listening",
         "transport.sealed_socket",
+        "transport.words",
     ),
     "gpu.graphs": (
         "core.tokens",
@@ -106,6 +108,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "kernels.pointers",
         "transport.address",
         "transport.calls",
+        "transport.listening",
         "transport.shm",
     ),
     "gpu.nvshmem": (
@@ -355,6 +358,8 @@ GPU_EDGES: dict[str, tuple[str, ...]] = {
     "commands": ("gpu.hardware",),
     "experts": (
         "gpu.exchange.exchange_launches",
+        "gpu.exchange.lifeline",
+        "gpu.exchange.mailbox",
         "gpu.exchange.mailbox_answerer",
         "gpu.ipc.device_calls",
         "gpu.ipc.device_heap",
@@ -385,12 +390,6 @@ GPU_EDGES: dict[str, tuple[str, ...]] = {
         "gpu.nvshmem.package",
         "gpu.ranks.recorded_attention",
         "gpu.ranks.recorded_rank",
-    ),
-    "transport": (
-        "gpu.exchange.lifeline",
-        "gpu.exchange.mailbox",
-        "gpu.ipc.device_calls",
-        "gpu.ipc.device_heap",
     ),
 }
 """Rooms that import what only a GPU runs, beside what EDGES allows."""
