@@ -87,7 +87,28 @@ PREFIXES = frozenset(("is", "has", "can", "on", "was", "did", "should", "must", 
 
 ALLOWED = frozenset(("all_to_all", "out", "unembed"))
 """Terms of the field that are made of such words. torch and NumPy call the array for a result `out`."""
-KEPT: dict[str, str] = {}
+KEPT: dict[str, str] = {
+    "core/cluster_status.py: suspected": "a field of the status, as JSON",
+    "core/cluster_status.py: held": "a field of the status, as JSON",
+    "core/cluster_status.py: one": "a field of the status, as JSON",
+    "core/cluster_status.py: other": "a field of the status, as JSON",
+    "core/cluster_status.py: most": "a field of the status, as JSON",
+    "core/cluster_status.py: what": "a field of the status, as JSON",
+    "core/cluster_status.py: paced": "a field of the status, as JSON",
+    "core/cluster_status.py: watched": "a field of the status, as JSON",
+    "core/cluster_status.py: killed": "a field of the status, as JSON",
+    "core/metrics.py: chosen": "a field of the live view's events",
+    "core/request.py: penalised": "a public property of SamplingParams",
+    "core/request.py: finished": "a public property of RequestOutput",
+    "core/structured_outputs.py: around": "a field of structured_outputs in requests",
+    "core/tables.py: after": "an array of the tables' file",
+    "policy/scheduling/sequence.py: FINISHED": "the name of this stage in vLLM and SGLang",
+    "policy/offloading/advice.py: streamed": "a field of by_batch in the plan, as JSON",
+    "policy/offloading/policies.py: unfilled": "a field of the workload in the plan, as JSON",
+    "policy/placement/routing_prediction.py: both": "a field of profile show, as JSON",
+    "policy/placement/routing_prediction.py: most": "a field of profile show, as JSON",
+    "policy/placement/routing_statistics.py: repeated": "a field of profile show, as JSON",
+}
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
 flags, fields of a file or of an answer, or methods that a library calls."""
 OPERAND = "other"

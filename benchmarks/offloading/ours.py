@@ -22,7 +22,7 @@ class Watch:
         """Request id -> prompt's number. Requests are submitted in the order of the prompts."""
 
     def __call__(self, event: Event, now: float, actions: list[Action]) -> None:
-        from moesaic.policy.scheduling.schedulers.actions import Arrived, Emit
+        from moesaic.policy.scheduling.schedulers.actions import Emit
 
         if isinstance(event, Arrived):
             for request in event.requests:

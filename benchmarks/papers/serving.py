@@ -92,7 +92,7 @@ class LocatedRoutes(Routes):
 
     recorded: Recorded | None = None
 
-    def of(self, layer: int, rows: Rows, now: float) -> IntArray:
+    def select(self, layer: int, rows: Rows, now: float) -> IntArray:
         """See `Routes`. A request that is longer than the recorded one begins it again."""
         assert self.recorded is not None
         starts = self.recorded.starts

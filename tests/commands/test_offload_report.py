@@ -30,7 +30,7 @@ def made(found: Planned, speed: float, seconds: float = 2.0) -> PassStats:
     loaded = 3 * found.model.layers * away * found.model.expert * 2
     busy = {"fast": 0.1, "down": loaded / speed}
     return PassStats(
-        False, 2, 8, passes=3, rows=24, context=3 * 8 * 35, loaded=loaded, seconds=seconds, busy=busy
+        False, 2, 8, passes=3, rows=24, context=3 * 8 * 35, loaded_bytes=loaded, seconds=seconds, busy=busy
     )
 
 
@@ -66,6 +66,6 @@ def test_a_table_with_both_predictions(found: Planned) -> None:
 
 
 def test_what_loaded_nothing_has_no_other_prediction(found: Planned) -> None:
-    [phase] = phases(found, [replace(made(found, 1.0), loaded=0, busy={"fast": 1.0})])
+    [phase] = phases(found, [replace(made(found, 1.0), loaded_bytes=0, busy={"fast": 1.0})])
     assert phase.link is None and phase.at_link == phase.predicted
     assert phase.as_json()["link_bytes_per_s"] is None

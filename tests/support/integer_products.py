@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moesaic.core.stored import BLOCK, QUANTIZED, is_integer, of_expert, of_matrices
+from moesaic.core.weight_types import BLOCK, QUANTIZATIONS, is_integer, join_dtypes, split_dtype
 from moesaic.kernels import quantized, table
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of
 from moesaic.kernels.weights import ExpertWeights
@@ -38,7 +38,7 @@ class Integers:
     @classmethod
     def of(cls, dtype: str, stored: quantized.Bytes, columns: int) -> Integers:
         """Reads rows as kernels/quantized.py writes them."""
-        kind, parts, at = QUANTIZED[dtype], [], 0
+        kind, parts, at = QUANTIZATIONS[dtype], [], 0
         for begin in range(0, columns, BLOCK):
             groups = -(-min(BLOCK, columns - begin) // kind.group)
             size = kind.row_bytes(groups * kind.group)
@@ -55,7 +55,7 @@ class Integers:
 def _block(
     dtype: str, stored: quantized.Bytes, groups: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    kind, rows = QUANTIZED[dtype], len(stored)
+    kind, rows = QUANTIZATIONS[dtype], len(stored)
     heads = np.ascontiguousarray(stored[:, : 4 * groups * (1 + kind.offset)]).view("<f4")
     codes = stored[:, 4 * groups * (1 + kind.offset) :]
     if kind.bits == 4:
@@ -116,7 +116,7 @@ def activated(base: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def expert(base: str, dtype: str, stored: list[quantized.Bytes], rows: torch.Tensor) -> torch.Tensor:
     """One expert. stored: gate and up [w, row_bytes], down [h, row_bytes]. base: as in `activated`."""
     hidden, width = rows.shape[1], len(stored[0])
-    inner, outer = of_matrices(dtype)
+    inner, outer = split_dtype(dtype)
     gate, up = (products(rows, Integers.of(inner, one, hidden)) for one in stored[:2])
     return products(activated(base, gate, up), Integers.of(outer, stored[2], width))
 
@@ -154,6 +154,6 @@ def linears(
 
 def gated_mlp(base: str, rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
     """As `ops.gated_mlp`."""
-    mlp, dtype = (gate, up, down), of_expert(kind_of(gate), kind_of(down))
+    mlp, dtype = (gate, up, down), join_dtypes(kind_of(gate), kind_of(down))
     stored = [one.stored.numpy() for one in mlp if isinstance(one, QuantizedMatrix)]
     return expert(base, dtype, stored, rows) if is_integer(dtype) else mlp_by_kernels(rows, *mlp)

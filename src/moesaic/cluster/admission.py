@@ -7,20 +7,20 @@ from moesaic.config import WorkerConfig
 from moesaic.core import messages
 
 FROM_SERVER = (
-    messages.Holds,
+    messages.HoldReply,
     messages.Digests,
     messages.ServerReport,
-    messages.Failed,
+    messages.WorkerFailed,
     messages.LinkTest,  # an answer that came too late
 )
 """The messages that an expert server may send."""
-FROM_RANKS = (messages.RanksWait, messages.Failed, messages.LinkTest)
+FROM_RANKS = (messages.RanksWait, messages.WorkerFailed, messages.LinkTest)
 """The messages that the ranks of another host may send."""
 FROM = {Role.SERVER: FROM_SERVER, Role.RANKS: FROM_RANKS}
 """Workers may send any message."""
 TO_ROUTER = (
     messages.Tokens,
-    messages.Admitted,
+    messages.RequestsAdmitted,
     messages.PromptLogprobs,
     messages.Stats,
     messages.KVReceived,

@@ -20,7 +20,7 @@ from moesaic.cluster.member import Role
 from moesaic.config.values import KernelName
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.policy.fleet.silence import RULE
 from moesaic.policy.placement.returning import Kept
 from moesaic.transport import address as addresses
@@ -165,6 +165,6 @@ class JoinListener:
             link = self._link_tests.link(word.host, connection)
             undo.pop_all()
             sets = tuple(name for name in word.instruction_sets if name in _KERNELS)
-            said = word.capacity, word.host, sets, word.ticket, word.kept
+            said = word.capacity, word.host, sets, word.ticket, word.resident_experts
             parts = connection, f"{host}:{port}", role, *said
             return RemoteProcess(*parts, link=link)

@@ -101,7 +101,7 @@ class LaunchedProcess:
         """
         config = self.settings if kernels is None else _with_kernels(self.settings, kernels)
         with contextlib.suppress(ConnectionLost):  # `receive` reports it
-            peer.connection.send(messages.Enlisted(self.joining.model or "", weights, config.to_json()))
+            peer.connection.send(messages.EnlistReply(self.joining.model or "", weights, config.to_json()))
         if self.connection.connect(peer.connection):
             self.member.host = peer.host
             self.member.host_id = "" if peer.host_id == this_host() else peer.host_id
@@ -166,11 +166,11 @@ class LaunchedProcess:
                 self.room.free()
 
     def _fail(self, why: str, user_error: bool) -> None:
-        self.connection.fail(why, messages.Failed(why, user_error=True) if user_error else None)
+        self.connection.fail(why, messages.WorkerFailed(why, user_error=True) if user_error else None)
 
     def _named(self, message: messages.Message) -> messages.Message:
         """The message, with the host in what the process says about itself."""
-        if isinstance(message, messages.Failed):
+        if isinstance(message, messages.WorkerFailed):
             return replace(message, error=f"{self._where}: {message.error}")
         return message
 

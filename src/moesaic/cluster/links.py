@@ -21,12 +21,12 @@ from moesaic.cluster.members import Members
 from moesaic.config import ClusterConfig
 from moesaic.core import topology
 from moesaic.core.cluster_status import HostStatus, LinkStatus
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.topology import FloatArray, Host, HostLink, Topology, Way
 
 HERE = ""
 """Name of the host of `moesaic serve`, where no file names it."""
-INSIDE = topology.UNKNOWN_INSIDE
+INSIDE = topology.ASSUMED_INTRA_HOST_LINK
 BETWEEN = LinkModel(1e-4, 1.25e9)
 """What is assumed of the link to a host that could not be measured: 10 Gbit/s."""
 
@@ -53,7 +53,7 @@ class Links:
         """Server -> the way from this worker to it. Empty if all processes are on one host."""
         there = self._map()
         found = {server.number: there.way(client, server) for server in self._members.servers}
-        return {} if all(way.near for way in found.values()) else found
+        return {} if all(way.on_one_host for way in found.values()) else found
 
     def worth(self, worker: int, servers: Sequence[int]) -> FloatArray:
         """[S] worth, 0 to 1, of a pair that each of the servers computes for this worker.
@@ -173,7 +173,7 @@ class _Map:
     def way(self, client: Member, server: Member) -> Way:
         """The way from a worker to a server."""
         one, other = self.host(client), self.host(server)
-        return Way(self.topology.link(one, other), one == other, other, self.topology.inside)
+        return Way(self.topology.link(one, other), one == other, other, self.topology.intra_host_link)
 
 
 def _chained(one: LinkModel, other: LinkModel) -> LinkModel:

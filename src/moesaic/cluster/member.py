@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moesaic.core.endpoint import NOWHERE, Endpoint
+from moesaic.core.endpoint import NO_ENDPOINT, Endpoint
 from moesaic.core.messages import Ready, ReceivesKV
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.core.worker_info import WorkerInfo
@@ -126,7 +126,7 @@ class Member:
     last_failure: str | None = None
     complaint: str | None = None
     """Why it could not carry out its last message; None if it could."""
-    endpoint: Endpoint = NOWHERE
+    endpoint: Endpoint = NO_ENDPOINT
     """For a server: where its clients connect, once it is known."""
     last_hold: int = -1
     """For a server: number of the last Hold that was sent to it."""

@@ -192,7 +192,7 @@ class Members:
         self.locate(member, process)
         member.weights, used = weights, self._instruction_set(member.role)
         config = self._settings.joined(member, layout, used)
-        enlisted = messages.Enlisted(self._worker_config.model.model, weights, config)
+        enlisted = messages.EnlistReply(self._worker_config.model.model, weights, config)
         with contextlib.suppress(ConnectionLost):  # its reader thread reports it
             process.connection.send(enlisted)
         self._listen(member, process)

@@ -78,7 +78,7 @@ class Newcomers:
         """Keeps the connection of a standby. Its signs of life, and those to it, need nothing else."""
         LOG.info("%s stands by", process.host)
         with contextlib.suppress(ConnectionLost):
-            told = messages.Enlisted(str(self._model), fingerprint.of(self._model), "")
+            told = messages.EnlistReply(str(self._model), fingerprint.of(self._model), "")
             process.connection.send(told)
         there = [one for one in self._standbys if not one.connection.ended(0.0)]
         self._standbys = [*there, process]

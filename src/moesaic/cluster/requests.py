@@ -16,7 +16,7 @@ from moesaic.transport.base import Connection
 
 Clock = Callable[[], float]
 """Returns seconds, monotonic."""
-WITHOUT_TOKEN = (FinishReason.ERROR, FinishReason.NOT_ALLOWED)
+WITHOUT_TOKEN = (FinishReason.ERROR, FinishReason.NO_ALLOWED_TOKEN)
 """Reasons of a request that ends without a token."""
 
 
@@ -160,15 +160,15 @@ def _of(message: messages.Tokens, worker: int, entries: Mapping[int, Entry]) -> 
     )
 
 
-def first_time(message: messages.Admitted, entries: Mapping[int, Entry]) -> messages.Admitted:
+def first_time(message: messages.RequestsAdmitted, entries: Mapping[int, Entry]) -> messages.RequestsAdmitted:
     """The message without requests that moved, since the engine knows that they were admitted."""
     return only(message, lambda key: key not in entries or not entries[key].moved)
 
 
-def only(message: messages.Admitted, wanted: Callable[[int], bool]) -> messages.Admitted:
+def only(message: messages.RequestsAdmitted, wanted: Callable[[int], bool]) -> messages.RequestsAdmitted:
     """The message about those of its requests that are wanted."""
     kept = [index for index, request_id in enumerate(message.request_ids) if wanted(request_id)]
-    return messages.Admitted(
+    return messages.RequestsAdmitted(
         [message.request_ids[index] for index in kept],
         [message.queue_seconds[index] for index in kept],
         [message.cached_tokens[index] for index in kept],

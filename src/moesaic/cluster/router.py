@@ -202,7 +202,7 @@ class Router:
                 entry.worker, entry.blocks, entry.moved = None, {}, True
             self.moved_requests += len(orphans)
             if orphans:
-                self._outbox.put(messages.Moved(orphans))
+                self._outbox.put(messages.RequestsMoved(orphans))
             self._place(orphans)
             for entry in list(self._entries.values()):
                 if (transfer := entry.transfer) is not None and transfer.to == worker and not transfer.gone:
@@ -226,7 +226,7 @@ class Router:
                 case messages.KVNotSent(numbers):
                     self._not_sent(numbers)
                     return
-                case messages.Admitted():
+                case messages.RequestsAdmitted():
                     message = first_time(message, self._entries)
                 case messages.Stats() | messages.KVSent():
                     record.stats = with_news(record.stats, message)
@@ -275,7 +275,7 @@ class Router:
             entry.worker = places.decode if places.prefill is None else places.prefill
             self._enter(entry, entry.worker)
             submit = submits.setdefault(entry.worker, messages.Submit([]))
-            submit.generated.append(list(entry.tokens))
+            submit.generated_ids.append(list(entry.tokens))
             if places.prefill is None or not self._goes_on(entry, len(known) + 1):
                 submit.requests.append(entry.request)
             else:
@@ -388,7 +388,7 @@ class Router:
             self._enter(entry, transfer.to)
         entry.worker, entry.transfer = transfer.to, None
         received = {} if transfer.broken else {request.request_id: transfer.number}
-        submit = messages.Submit([without_scores(request)], [list(entry.tokens)], received=received)
+        submit = messages.Submit([without_scores(request)], [list(entry.tokens)], received_transfers=received)
         send(self._workers[transfer.to], submit)
 
     def _break_off(self, entry: Entry) -> None:

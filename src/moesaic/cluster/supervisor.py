@@ -285,18 +285,18 @@ class Supervisor:
                 member.kv = message
             case messages.FaultyServer(server, incarnation, reason):
                 self._trust.blame(server, incarnation, reason)
-            case messages.Settled(version):
+            case messages.DirectorySettled(version):
                 member.settled = version
-            case messages.Holds():
+            case messages.HoldReply():
                 self._trust.weights.holds(member, message)
             case messages.Digests():
                 self._trust.weights.digests(member, message)
             case messages.ServerReport(stats, load):
                 member.stats = stats
                 self._changes.add_report(member, load)
-            case messages.Failed() if message.user_error and not (self._announced or member.spare):
+            case messages.WorkerFailed() if message.user_error and not (self._announced or member.spare):
                 self._router.tell(message)
-            case messages.Failed():
+            case messages.WorkerFailed():
                 member.complaint = message.error
                 self._note(f"{member.name}: {message.error}")
             case messages.Loading() if member.number == 0 and member.role is Role.WORKER:
@@ -385,10 +385,10 @@ class Supervisor:
         try:
             self._first_placement.lay_out(layout)
         except ConfigError as error:
-            self._router.tell(messages.Failed(str(error), user_error=True))
+            self._router.tell(messages.WorkerFailed(str(error), user_error=True))
             return
         file = self._placement_file
-        self._changes.lay_out(layout, None if file is None else file.covering(layout.prediction))
+        self._changes.lay_out(layout, None if file is None else file.with_layer(layout.prediction))
         self._trust.weights.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)

@@ -22,7 +22,7 @@ def counters(stats: WorkerStats) -> WorkerStats:
         stats,
         running=0,
         waiting=0,
-        blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0),
+        blocks=replace(stats.blocks, num_total=0, num_free=0, num_cached=0, num_used=0),
         states=StateStats(),
         speculation=replace(stats.speculation, prices=()),
         transfers=replace(stats.transfers, held_bytes=0),

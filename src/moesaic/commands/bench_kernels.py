@@ -17,7 +17,7 @@ from moesaic.commands.plan import find_model
 from moesaic.commands.processes import in_text
 from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
-from moesaic.core.stored import COMPRESSED, is_packed
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
 from moesaic.cost.sizes import ModelSizes
 from moesaic.gpu import hardware as cuda
 from moesaic.kernels import table
@@ -87,7 +87,7 @@ def measured(options: KernelsBench) -> Report:
 
 
 def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[str, ...]:
-    own = COMPRESSED if model.compressed else model.quantized
+    own = COMPRESSED_DTYPE if model.compressed else model.quantized
     wanted = options.types or tuple(dict.fromkeys((*USUAL, *((own,) if own else ()))))
     if kernels.packed:
         return wanted

@@ -23,8 +23,15 @@ from moesaic.commands.plan import find_hardware
 from moesaic.commands.program import program
 from moesaic.config import ModelConfig, SchedulerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD, QUANTIZED, is_packed, unquantized
 from moesaic.core.text_config import TEXT
+from moesaic.core.weight_types import (
+    COMPRESSED_DTYPE,
+    NUMBER_BYTES,
+    QUANT_METHOD,
+    QUANTIZATIONS,
+    is_packed,
+    is_unquantized,
+)
 from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.reading import number_type, read
@@ -138,7 +145,7 @@ def _claims(found: Found, raw: dict[str, Any]) -> Claims | None:
     if found.directory is not None:
         return Claims(found.directory)
     configs = [one for one in (raw, raw.get(TEXT)) if isinstance(one, dict)]
-    if found.index is None or not all(map(unquantized, configs)):
+    if found.index is None or not all(map(is_unquantized, configs)):
         return None
     return Listed(found.index.parent)
 
@@ -150,7 +157,7 @@ def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored
         "quantization_config", inner.get("quantization_config") if isinstance(inner, dict) else None
     )
     method = None if told is None else str(told.get("quant_method") if isinstance(told, dict) else told)
-    kind, sizes = COMPRESSED if method == QUANT_METHOD else number_type(raw), found.files
+    kind, sizes = COMPRESSED_DTYPE if method == QUANT_METHOD else number_type(raw), found.files
     with contextlib.suppress(MoesaicError):  # already a line of the report
         kind = registry.quantised_type(raw) or kind
     if found.directory is not None:
@@ -244,7 +251,7 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
     loads = partial(registry.type_in_memory, device=here.device, kernels=table.pick(here.device))
     number = here.cache_number(loads(stored))
     memory = Memory(here.memory, AUTO_SHARE_CUDA if here.gpu else AUTO_SHARE, number)
-    known = stored if stored in NUMBER_BYTES else COMPRESSED
+    known = stored if stored in NUMBER_BYTES else COMPRESSED_DTYPE
     model = _in_memory(sizes, loads(stored), here, command.found)
     fits = []
     for one in outlook.formats(sizes, known, stored):
@@ -293,7 +300,9 @@ def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: Found) -> Mode
             if model.conversion is not None:
                 return replace(model, computed=ROW_BYTES)
     return (
-        converted(sizes, loaded, found.read()) if loaded in QUANTIZED else in_format(sizes, loaded, gpu=False)
+        converted(sizes, loaded, found.read())
+        if loaded in QUANTIZATIONS
+        else in_format(sizes, loaded, gpu=False)
     )
 
 

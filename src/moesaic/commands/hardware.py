@@ -16,7 +16,7 @@ from moesaic.commands.options import MeasureHardware
 from moesaic.commands.progress import progress
 from moesaic.config import Device, ModelConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from moesaic.core.stored import COMPRESSED, is_packed
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
 from moesaic.cost.hardware import Hardware
 from moesaic.gpu import hardware as cuda
 from moesaic.kernels import table
@@ -91,7 +91,7 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
         )
     except (OSError, ValueError, MoesaicError):
         return effort
-    packed = COMPRESSED if model.compressed else model.quantized
+    packed = COMPRESSED_DTYPE if model.compressed else model.quantized
     packed = packed if packed is not None and is_packed(packed) else None
     sizes = effort.products.of_experts(model.hidden, model.expert_width, round(model.top_k), packed)
     converting = None

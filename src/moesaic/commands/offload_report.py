@@ -66,7 +66,7 @@ def phases(planned: Planned, passes: Sequence[PassStats]) -> list[PhaseReport]:
 
 
 def _phase(planned: Planned, name: str, passes: Sequence[PassStats]) -> PhaseReport:
-    loaded, busy = sum(one.loaded for one in passes), sum(one.busy.get("down", 0.0) for one in passes)
+    loaded, busy = sum(one.loaded_bytes for one in passes), sum(one.busy.get("down", 0.0) for one in passes)
     link = loaded / busy if loaded and busy and _over_disk(planned) else None
     return PhaseReport(
         name,

@@ -11,7 +11,7 @@ from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.kernels import table
 from moesaic.planning.hardware.products import random
-from moesaic.policy.scheduling.minimum_batch import MOST, Decisions, cpu_curves
+from moesaic.policy.scheduling.minimum_batch import MAX_THRESHOLD, Decisions, cpu_curves
 
 MODEL = "Qwen3-30B-A3B"
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -53,7 +53,7 @@ def find(gpu: str | None, threads: int) -> Schedule:
     if gpu is None:
         return of_curves(cpu_curves(expert, OTHERS, threads, _ratio(threads)))
     known = of_device(gpu, expert, OTHERS, 2.0)
-    return of_curves(known or replace(cpu_curves(expert, OTHERS), shared=False))
+    return of_curves(known or replace(cpu_curves(expert, OTHERS), shares_cores=False))
 
 
 def of_curves(curves: DeviceCurves) -> Schedule:
@@ -65,10 +65,10 @@ def of_curves(curves: DeviceCurves) -> Schedule:
         MODEL,
         _shown(curves.attention, 0),
         _shown(curves.experts, 1),
-        curves.shared,
-        None if separate == MOST else separate,
-        decisions.told_rows,
-        decisions.waited_pairs(EXPERTS),
+        curves.shares_cores,
+        None if separate == MAX_THRESHOLD else separate,
+        decisions.partial_answer_rows,
+        decisions.min_call_pairs(EXPERTS),
         decisions.has_expert_queues,
     )
 

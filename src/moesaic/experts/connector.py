@@ -70,7 +70,7 @@ class Connecting(Generic[Made]):
         return found
 
     def _connect(self, entry: ServerEntry, secret: bytes, stopped: threading.Event) -> None:
-        address = entry.endpoint.seen_from(this_host())
+        address = entry.endpoint.address_for(this_host())
         while not stopped.is_set():
             try:
                 made = self._dial(address, secret)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.config import ExpertServerConfig
-from moesaic.core import curves, messages, paced
+from moesaic.core import curves, messages, paced_devices
 from moesaic.core.curves import DeviceCurves
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats, PaceStats, ResidencyStats
-from moesaic.core.stored import is_native
+from moesaic.core.weight_types import is_native
 from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
@@ -194,7 +194,7 @@ def _scheduler(
 def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
     """The curves of the modelled device, of the file that is given, or of the device that computes."""
     if config.paced is not None:
-        return paced.read(Path(config.paced)).curves
+        return paced_devices.read(Path(config.paced)).curves
     if config.policy_file is not None:
         return curves.read(Path(config.policy_file))
     layout = config.layout
@@ -209,7 +209,7 @@ def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
         found = measuring.of_experts(backend, layout, config.threads)
         return cpu_curves(expert, others, config.threads, found)
     known = of_device(backend.device_name, expert, others, size)
-    return known or replace(cpu_curves(expert, others), shared=False)
+    return known or replace(cpu_curves(expert, others), shares_cores=False)
 
 
 def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) -> StartRule:
@@ -267,7 +267,7 @@ def _paced(
     """The backend with the timing of the modelled device, if there is one, and what is counted of it."""
     if config.paced is None:
         return backend, PaceStats
-    devices = paced.read(Path(config.paced))
+    devices = paced_devices.read(Path(config.paced))
     pace = Pace(devices.dilation)
     return PacedBackend(backend, devices, pace), lambda: pace.stats
 
@@ -330,7 +330,7 @@ class _ExpertLoader:
 
     def _fail(self, error: MoesaicError) -> None:
         with contextlib.suppress(ConnectionLost):  # the main loop notices it too
-            self._supervisor.send(messages.Failed(str(error), user_error=True))
+            self._supervisor.send(messages.WorkerFailed(str(error), user_error=True))
 
     def _next(self) -> messages.Hold | None:
         """Wait for the next message. Digests experts meanwhile.
@@ -352,7 +352,7 @@ class _ExpertLoader:
         """Report to the supervisor that the experts of `hold` are loaded."""
         name, threads = self._backend.name, self._config.threads
         weights, joins = self._config.layout.weights, self._job is not None and self._job.can_join
-        self._supervisor.send(messages.Holds(hold.version, self._endpoint, name, threads, weights, joins))
+        self._supervisor.send(messages.HoldReply(hold.version, self._endpoint, name, threads, weights, joins))
         if self._digests is not None:
             self._digests.add(hold.experts)
 

@@ -151,7 +151,7 @@ class ExpertServer:
         for end in self._listener.accepted():
             client = self._workers.connected()
             self._ends[client] = end
-            self._barrier.joined(client)
+            self._barrier.add_client(client)
 
     def _collect(self, client: int, end: Answerer) -> None:
         try:
@@ -188,7 +188,7 @@ class ExpertServer:
         if request.greeting:
             self._workers.is_relay(client)
             incoming.publish(np.zeros(1, dtype=np.int64))
-            self._open(self._barrier.left(client))
+            self._open(self._barrier.remove_client(client))
             return
         mine: Answering = incoming
         if request.parts:
@@ -204,19 +204,19 @@ class ExpertServer:
             self._arrive(client, call, request)
             return
         own = self._workers.own_connection(client, request.worker)
-        self._open([] if own is None else self._barrier.computes(own))
+        self._open([] if own is None else self._barrier.record_computing(own))
         caller = self._workers.caller(client, request.worker)
-        self._service.arrived(call, caller, request.layer, request.experts, self._clock())
+        self._service.add_call(call, caller, request.layer, request.experts, self._clock())
         self._observer.queued(self._service.waiting_pairs)
 
     def _arrive(self, client: int, call: int, request: wire.Request) -> None:
         """A client is at the barrier. It runs no step until this or another server's barrier opens."""
         assert request.work is not None
-        if self._barrier.has_begun(request.step):
+        if self._barrier.has_begun_step(request.step):
             self._begin(call)
             return
         self._workers.paused(client, request.worker)
-        self._open(self._barrier.arrived(client, call, request.work, request.step))
+        self._open(self._barrier.record_arrival(client, call, request.work, request.step))
 
     def _begin(self, call: int) -> None:
         """Answer a call that arrived at the barrier."""
@@ -228,7 +228,7 @@ class ExpertServer:
         end.close()
         self._workers.left(client)
         self._observer.queued(self._service.waiting_pairs)
-        self._open(self._barrier.left(client))
+        self._open(self._barrier.remove_client(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
 
     def _open(self, calls: list[int]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.stored import BLOCK, COMPRESSED, GROUP, GROUP_BYTES, HEAD, row_bytes
+from moesaic.core.weight_types import BLOCK, COMPRESSED_DTYPE, GROUP, GROUP_BYTES, HEAD, row_bytes
 
 WINDOW = 14
 """Codes below this are the difference from the head's exponent."""
@@ -36,11 +36,11 @@ class Incompressible(ValueError):
 def compress(matrix: Bits) -> Bytes:
     """The bits of bf16 [rows, columns] -> [rows, row_bytes]. Raises Incompressible."""
     rows, columns = matrix.shape
-    out = np.zeros((rows, row_bytes(COMPRESSED, columns)), dtype=np.uint8)
+    out = np.zeros((rows, row_bytes(COMPRESSED_DTYPE, columns)), dtype=np.uint8)
     at = 0
     for begin in range(0, columns, BLOCK):
         block = matrix[:, begin : begin + BLOCK]
-        size = row_bytes(COMPRESSED, block.shape[1])
+        size = row_bytes(COMPRESSED_DTYPE, block.shape[1])
         _compress_blocks(block, out[:, at : at + size])
         at += size
     return out
@@ -52,7 +52,7 @@ def decompress(stored: Bytes, columns: int) -> Bits:
     at = 0
     for begin in range(0, columns, BLOCK):
         count = min(BLOCK, columns - begin)
-        size = row_bytes(COMPRESSED, count)
+        size = row_bytes(COMPRESSED_DTYPE, count)
         out[:, begin : begin + count] = _decompress_blocks(stored[:, at : at + size])[:, :count]
         at += size
     return out

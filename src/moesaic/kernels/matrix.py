@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.core.stored import row_bytes
+from moesaic.core.weight_types import row_bytes
 from moesaic.kernels.quantized import dequantize
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.stored import BLOCK, QUANTIZED, Quantization
+from moesaic.core.weight_types import BLOCK, QUANTIZATIONS, Quantization
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -44,7 +44,7 @@ def pack(
 
     dtype: a key of QUANTIZED. codes [rows, columns], one a byte. scales and offsets [rows, groups].
     """
-    kind = QUANTIZED[dtype]
+    kind = QUANTIZATIONS[dtype]
     rows, columns = codes.shape
     stored = np.empty((rows, kind.row_bytes(columns)), dtype=np.uint8) if out is None else out
     heads = [scales] if offsets is None else [scales, offsets]
@@ -66,7 +66,7 @@ def pack(
 
 def dequantize(dtype: str, stored: Bytes, columns: int) -> Floats:
     """The numbers [rows, columns] of stored rows [rows, row_bytes]."""
-    kind = QUANTIZED[dtype]
+    kind = QUANTIZATIONS[dtype]
     out = np.empty((len(stored), columns), dtype=np.float32)
     at = 0
     for begin in range(0, columns, BLOCK):

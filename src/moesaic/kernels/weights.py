@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from moesaic.core.experts import SILU, Activation
-from moesaic.core.stored import COMPRESSED, expert_code, is_native, of_matrices, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, expert_code, is_native, row_bytes, split_dtype
 
 Part = tuple[torch.Tensor | None, ...]
 """One tensor of each expert, by logical id."""
@@ -81,7 +81,7 @@ class ExpertWeights:
     down_bias: Part = ()
     """[h] float32 each."""
     activation: Activation = field(default=SILU, kw_only=True)
-    packed: str = field(default=COMPRESSED, kw_only=True)
+    packed: str = field(default=COMPRESSED_DTYPE, kw_only=True)
     """Type of experts that are uint8: one for which `core.stored.is_packed` holds."""
     pages: DeviceTable | None = field(default=None, kw_only=True)
     """A table on a GPU that has these experts, and that gets others when they take their places. None:
@@ -94,7 +94,7 @@ class ExpertWeights:
         held: Mapping[int, Sequence[torch.Tensor]],
         parts: int = 3,
         activation: Activation = SILU,
-        packed: str = COMPRESSED,
+        packed: str = COMPRESSED_DTYPE,
     ) -> ExpertWeights:
         """held: expert -> its tensors in the order of PARTS. parts: their number, 3, or 6 with biases."""
         every = (
@@ -158,7 +158,7 @@ class ExpertWeights:
         kind = self.packed if dtype is torch.uint8 else NAMES.get(dtype)
         if kind is None or not is_native(kind):
             raise TypeError(f"experts: got {dtype}; allowed: float32, bfloat16, uint8")
-        types = of_matrices(self.packed) if dtype is torch.uint8 else (None, None)
+        types = split_dtype(self.packed) if dtype is torch.uint8 else (None, None)
         inner, outer = _row(types[0], hidden), _row(types[1], width)
         for gate, up, down in held:
             alike = gate.shape == up.shape == (width, inner) and down.shape == (hidden, outer)
@@ -181,7 +181,7 @@ class ExpertWeights:
         """A table for experts like these, of which at least one is held. addresses: see DeviceTable."""
         gate, _, down = self.of(self.held[0])
         name = str(gate.dtype).removeprefix("torch.")
-        kinds = of_matrices(self.packed) if gate.dtype is torch.uint8 else (name, name)
+        kinds = split_dtype(self.packed) if gate.dtype is torch.uint8 else (name, name)
         strides = gate.stride(0) * gate.element_size(), down.stride(0) * down.element_size()
         aligned = not any(one % ALIGNMENT for part in self.addresses[:3] for one in part)
         return DeviceTable(addresses, len(down), len(gate), kinds, *strides, aligned)

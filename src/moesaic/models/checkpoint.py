@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import COMPRESSED, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, row_bytes
 from moesaic.kernels.compressed import decompress
 from moesaic.models import fused
 from moesaic.models.columns import transpose
@@ -98,7 +98,7 @@ class Checkpoint:
         if found.get_dtype() == COMPRESSED_ROWS:
             if len(shape) != 2:
                 raise CheckpointError(f"{self.path}: tensor {name}: got dtype U8; allowed: only for matrices")
-            shape = shape[0], row_bytes(COMPRESSED, shape[1])
+            shape = shape[0], row_bytes(COMPRESSED_DTYPE, shape[1])
         if tuple(found.get_shape()) != shape:
             got = list(found.get_shape())
             raise CheckpointError(f"{self.path}: tensor {name}: got shape {got}; allowed: {list(shape)}")

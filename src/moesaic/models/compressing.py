@@ -22,7 +22,7 @@ import numpy as np
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, ExpertLayout
-from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANT_METHOD, row_bytes
 from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import fingerprint, fused
@@ -111,7 +111,7 @@ class _Matrix(_Tensor):
     @property
     def entry(self) -> dict[str, Any]:
         rows, columns = self.shape
-        return {"dtype": COMPRESSED_ROWS, "shape": [rows, row_bytes(COMPRESSED, columns)]}
+        return {"dtype": COMPRESSED_ROWS, "shape": [rows, row_bytes(COMPRESSED_DTYPE, columns)]}
 
     def read(self, at: int, size: int) -> Bytes:
         bits = np.frombuffer(super().read(at, size), dtype="<u2").reshape(-1, self.shape[1])

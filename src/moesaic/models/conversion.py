@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import ROWS, TURNED, ExpertLayout
-from moesaic.core.stored import is_packed
+from moesaic.core.experts import ROWS, TRANSPOSED_FORMS, ExpertLayout
+from moesaic.core.weight_types import is_packed
 from moesaic.models.checkpoint import Claims
 from moesaic.models.gguf.scheme import Gguf
 from moesaic.models.headers import BYTES, COMPRESSED_ROWS, Headers
@@ -55,14 +55,14 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
     sizes = {dtype: sizes_of(headers, layout, layer) for dtype, layer in of_types.items()}
     read = sum(sizes[layout.dtype_of(layer)][0] for layer in layout.layers) // len(layout.layers)
     kind = layout.largest if is_packed(layout.largest) else "float32"
-    name = "columns" if layout.form in TURNED else DECOMPRESSED if compressed else kind
+    name = "columns" if layout.form in TRANSPOSED_FORMS else DECOMPRESSED if compressed else kind
     return Conversion(name, read, max(staging for _, staging in sizes.values()))
 
 
 def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, int]:
     """`read` and `staging` of a conversion of the first expert of a layer."""
     tensors = layout.tensors(layer, 0)
-    matrices = [] if layout.form in TURNED else [headers.quantized(*one) for one in tensors]
+    matrices = [] if layout.form in TRANSPOSED_FORMS else [headers.quantized(*one) for one in tensors]
     places = set()
     for name, *shape in tensors:
         matrix = headers.quantized(name, *shape)

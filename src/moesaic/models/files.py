@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
-from moesaic.core.text_config import text_of
+from moesaic.core.text_config import read_text_config
 from moesaic.models import hub, lookalikes
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 from moesaic.models.gguf.header import is_gguf as is_gguf
@@ -244,7 +244,7 @@ def generation_defaults(path: Path) -> GenerationDefaults:
 
     Raises CheckpointError for a value that a request could not have.
     """
-    config = text_of(read_config(path))
+    config = read_text_config(read_config(path))
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     if is_gguf(path):

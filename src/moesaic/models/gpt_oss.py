@@ -104,7 +104,7 @@ def parse(raw: dict[str, Any]) -> Config:
         gating=Gating(chosen, normalise=True, biased="products"),
         activation=Activation(
             alpha=fields.number_above("swiglu_alpha", 0.0, 1.702),
-            added=1.0,
+            up_offset=1.0,
             limit=fields.number_above("swiglu_limit", 0.0, 7.0),
         ),
         windows=_windows(fields, layers),

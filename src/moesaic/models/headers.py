@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import COMPRESSED, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, row_bytes
 from moesaic.models import fused
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
@@ -38,7 +38,7 @@ COMPRESSED_ROWS = "U8"
 WIDTHS = {**NUMBERS, COMPRESSED_ROWS: 1}
 BYTES = {**WIDTHS, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
 """The same with the types that parts of quantised matrices may have."""
-STORED = {"float32": "F32", "bfloat16": "BF16", COMPRESSED: COMPRESSED_ROWS}
+STORED = {"float32": "F32", "bfloat16": "BF16", COMPRESSED_DTYPE: COMPRESSED_ROWS}
 """Data type that weights are computed from -> its name in files."""
 
 
@@ -156,7 +156,7 @@ class Headers:
         kind, found = str(entry.get("dtype")), entry.get("shape")
         allowed = f"{', '.join(NUMBERS)} {list(shape)}"
         if kind == COMPRESSED_ROWS and len(shape) == 2:
-            shape = shape[0], row_bytes(COMPRESSED, shape[1])
+            shape = shape[0], row_bytes(COMPRESSED_DTYPE, shape[1])
             allowed += f", {kind} {list(shape)} (compressed)"
         if kind not in WIDTHS or found != list(shape) or (kind == COMPRESSED_ROWS and len(shape) != 2):
             raise CheckpointError(f"{file}: tensor {name}: got {kind} {found}; allowed: {allowed}")

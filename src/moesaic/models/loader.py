@@ -18,17 +18,17 @@ from moesaic.core.experts import (
     ROWS,
     SILU,
     Activation,
-    Stored,
+    NamedShape,
     column_tensors,
 )
-from moesaic.core.stored import (
-    COMPRESSED,
-    QUANTIZED,
+from moesaic.core.weight_types import (
+    COMPRESSED_DTYPE,
+    QUANTIZATIONS,
     is_integer,
     is_packed,
-    of_expert,
-    of_matrices,
+    join_dtypes,
     row_bytes,
+    split_dtype,
 )
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of, of_one_type, plain
 from moesaic.kernels.table import Kernels
@@ -119,13 +119,13 @@ class Loader:
         )
         return _in_bf16(found) if narrow else found
 
-    def plain(self, matrix: Stored, *part: slice) -> torch.Tensor:
+    def plain(self, matrix: NamedShape, *part: slice) -> torch.Tensor:
         """Returns a part of an expert's matrix as it is stored."""
         return self.checkpoint.tensor(
             *matrix, dtype=self.dtype, device=self.device, part=part, scan=self.scan
         )
 
-    def transposed(self, matrix: Stored, *part: slice) -> torch.Tensor:
+    def transposed(self, matrix: NamedShape, *part: slice) -> torch.Tensor:
         """Returns a part of an expert's matrix, transposed."""
         return self.checkpoint.tensor(
             *matrix,
@@ -136,12 +136,12 @@ class Loader:
             transposed=True,
         )
 
-    def vector(self, vector: Stored) -> torch.Tensor:
+    def vector(self, vector: NamedShape) -> torch.Tensor:
         """Returns a vector of an expert, in float32."""
         return self.checkpoint.tensor(*vector, dtype=torch.float32, device=self.device, scan=self.scan)
 
     def expert_type(self, names: ExpertNames) -> str:
-        """Type of routed experts, a name of core/stored.py.
+        """Type of routed experts, a name of core/weight_types.py.
 
         Compressed and quantised ones stay so if the kernels support that and ranks do not share them. Raises
         ConfigError for kernels of integers where ranks share them.
@@ -158,7 +158,7 @@ class Loader:
         stays = self.of_expert.size == 1 and self.kernels.compressed
         stays = stays and quantised is None and self.dtype is torch.bfloat16
         if stays and self.checkpoint.dtype(names.stored(0)[0][0]) is torch.uint8:
-            return COMPRESSED
+            return COMPRESSED_DTYPE
         return str(self.dtype).removeprefix("torch.")
 
     def exact(self, name: str, *shape: int) -> torch.Tensor:
@@ -202,7 +202,7 @@ class Loader:
         gate, up = (self.weight(f"{name}.{word}", width, hidden) for word in words[:2])
         down = self.weight(f"{name}.{words[2]}", hidden, width)
         kinds = [kind_of(one) for one in (gate, up, down)]
-        if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or {kinds[1], kinds[2]} <= QUANTIZED.keys()):
+        if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or {kinds[1], kinds[2]} <= QUANTIZATIONS.keys()):
             return GatedMLP(self.kernels, gate, up, down)
         return GatedMLP(self.kernels, *of_one_type([plain(one) for one in (gate, up, down)]))
 
@@ -297,7 +297,7 @@ class ExpertNames:
     DOWN_COLUMNS they have no ".weight"."""
     activation: Activation = SILU
 
-    def stored(self, expert: int) -> tuple[Stored, ...]:
+    def stored(self, expert: int) -> tuple[NamedShape, ...]:
         """Returns name and shape of the tensors of one expert."""
         if self.form == COLUMNS:
             return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
@@ -308,11 +308,11 @@ class ExpertNames:
         return (*matrices, *self.biases(expert)) if self.form == BIASED_ROWS else matrices
 
     def bytes_of(self, dtype: str) -> int:
-        """Bytes of an expert's matrices in a type of core/stored.py."""
-        inner, down = of_matrices(dtype)
+        """Bytes of an expert's matrices in a type of core/weight_types.py."""
+        inner, down = split_dtype(dtype)
         return 2 * self.width * row_bytes(inner, self.hidden) + self.hidden * row_bytes(down, self.width)
 
-    def biases(self, expert: int) -> tuple[Stored, Stored]:
+    def biases(self, expert: int) -> tuple[NamedShape, NamedShape]:
         """Returns name and shape of the biases of one expert that has some."""
         inner, last = column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)[2:]
         return inner, last
@@ -332,4 +332,4 @@ def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
     matrix, down = checkpoint.quantized(*first), checkpoint.quantized(*last)
     if matrix is None or down is None:
         return None if matrix is None else matrix.dtype
-    return of_expert(matrix.dtype, down.dtype)
+    return join_dtypes(matrix.dtype, down.dtype)

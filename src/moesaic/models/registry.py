@@ -16,8 +16,8 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_matrices
-from moesaic.core.text_config import TEXT, WRAPPERS, text_of
+from moesaic.core.text_config import TEXT, WRAPPERS, read_text_config
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS, is_packed, split_dtype
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -212,7 +212,7 @@ def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
             return max(sorted(kinds), key=names[0].bytes_of)
         name = names[0].stored(0)[0][0]
     found = checkpoint.dtype(name)
-    return COMPRESSED if found is torch.uint8 else str(found).removeprefix("torch.")
+    return COMPRESSED_DTYPE if found is torch.uint8 else str(found).removeprefix("torch.")
 
 
 def quantised_type(raw: dict[str, Any]) -> str | None:
@@ -225,9 +225,9 @@ def quantised_type(raw: dict[str, Any]) -> str | None:
 
 
 def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
-    """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/stored.py."""
+    """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/weight_types.py."""
     number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
-    if of_matrices(stored)[0] in QUANTIZED and (kernels.packed or device.startswith("cpu")):
+    if split_dtype(stored)[0] in QUANTIZATIONS and (kernels.packed or device.startswith("cpu")):
         return stored if kernels.packed else "float32"
     if stored not in DTYPES and kernels.compressed and number is torch.bfloat16:
         return stored
@@ -259,9 +259,9 @@ def expert_layout(
         prefixes={
             layer: checkpoint.stored_as(each.prefix, *each.stored(0)[0]) for layer, each in names.items()
         },
-        gate=one.gate,
-        up=one.up,
-        down=one.down,
+        gate_name=one.gate,
+        up_name=one.up,
+        down_name=one.down,
         hidden=one.hidden,
         width=one.width,
         num_experts=one.num_experts,
@@ -271,7 +271,7 @@ def expert_layout(
         origin=fingerprint.origin(path),
         form=one.form,
         activation=one.activation,
-        others=other_types(loader, names, kind),
+        layer_dtypes=other_types(loader, names, kind),
         prediction=spec.num_layers if predicting else None,
     )
 
@@ -322,7 +322,7 @@ def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
 def _understood(whole: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:
     """The model file of a parsed config.json, and its config."""
     quantization.parse(whole)
-    raw = text_of(whole)
+    raw = read_text_config(whole)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
         where = f"{TEXT}.model_type" if str(whole.get("model_type")) in WRAPPERS else "model_type"

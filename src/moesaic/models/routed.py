@@ -13,7 +13,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_integer, is_packed, of_matrices
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS, is_integer, is_packed, split_dtype
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.loader import ExpertNames, Loader
@@ -43,7 +43,7 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     kind = loader.expert_type(names)
     if is_packed(kind) or (kind != "float32" and loader.device.startswith("cpu")):
         _refuse_other_types(loader.checkpoint, names, sorted(wanted), kind)
-    packed = kind if is_packed(kind) else COMPRESSED
+    packed = kind if is_packed(kind) else COMPRESSED_DTYPE
     loader = replace(loader, dtype=torch.uint8 if is_packed(kind) else getattr(torch, kind), scan=False)
     load = FORMS[names.form]
     held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
@@ -52,13 +52,13 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
 
 def _refuse_other_types(checkpoint: Checkpoint, names: ExpertNames, wanted: Iterable[int], kind: str) -> None:
     """Raises CheckpointError unless these experts are all of type `kind`, or none is quantised."""
-    inner, down = of_matrices(kind)
+    inner, down = split_dtype(kind)
     for expert in wanted:
         *inners, last = (one for one in names.stored(expert) if len(one) == 3)
         for matrix, allowed in [*((one, inner) for one in inners), (last, down)]:
             quantized = checkpoint.quantized(*matrix)
             found = None if quantized is None else quantized.dtype
-            if found != (allowed if allowed in QUANTIZED else None):
+            if found != (allowed if allowed in QUANTIZATIONS else None):
                 found = found or str(checkpoint.dtype(matrix[0])).removeprefix("torch.")
                 problem = f"got {found}; allowed: {allowed}, as the layer's first expert"
                 raise CheckpointError(f"{checkpoint.path}: tensor {matrix[0]}: {problem}")
@@ -140,5 +140,5 @@ def refuse_integer_kernels(path: Path, loader: Loader, names: Mapping[int, Exper
 def other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> dict[int, str]:
     """Layer -> the type of its experts, of quantised ones that are not of type `kind`, or near such ones."""
     found = {layer: loader.expert_type(each) for layer, each in names.items()}
-    quantized = [one for one in {kind, *found.values()} if of_matrices(one)[0] in QUANTIZED]
+    quantized = [one for one in {kind, *found.values()} if split_dtype(one)[0] in QUANTIZATIONS]
     return {layer: one for layer, one in found.items() if one != kind} if quantized else {}

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from moesaic.core.experts import PARTS, ExpertLayout
-from moesaic.core.stored import COMPRESSED, is_packed
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.offload.arrangement import Arrangement
 from moesaic.offload.reading import ALIGNMENT
@@ -130,7 +130,7 @@ def weights_in(
     """The experts of a layer that are in these places. places: expert -> its place."""
     held = {expert: reader.tensors(layer, expert, place) for expert, place in places.items()}
     dtype = layout.dtype_of(layer)
-    packed = dtype if is_packed(dtype) else COMPRESSED
+    packed = dtype if is_packed(dtype) else COMPRESSED_DTYPE
     return ExpertWeights.of_held(layout.num_experts, held, PARTS[layout.form], layout.activation, packed)
 
 

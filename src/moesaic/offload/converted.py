@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import BIASED, COLUMNS, DOWN_COLUMNS, ExpertLayout
-from moesaic.core.stored import of_matrices, row_bytes
+from moesaic.core.experts import COLUMNS, DOWN_COLUMNS, FORMS_WITH_BIASES, ExpertLayout
+from moesaic.core.weight_types import row_bytes, split_dtype
 from moesaic.kernels.compressed import decompress
 from moesaic.models.columns import transpose
 from moesaic.models.headers import COMPRESSED_ROWS, Headers, Place
@@ -68,7 +68,7 @@ class ConvertingReader:
             return found
 
         self._convert(self._plan.headers, self._layout, layer, expert, stored, target)
-        if self._layout.form in BIASED:
+        if self._layout.form in FORMS_WITH_BIASES:
             _put_biases(self._plan.headers, self._layout, layer, expert, stored, target)
 
 
@@ -177,11 +177,11 @@ def dense_size(layout: ExpertLayout) -> int:
 def dense_expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:
     """The tensors of an expert of this layer in its memory."""
     width, hidden, dtype = layout.width, layout.hidden, layout.dtype_of(layer)
-    inner, outer = (DTYPES[one] for one in of_matrices(dtype))
-    columns = row_bytes(of_matrices(dtype)[0], hidden) // inner.itemsize
-    rows = row_bytes(of_matrices(dtype)[1], width) // outer.itemsize
+    inner, outer = (DTYPES[one] for one in split_dtype(dtype))
+    columns = row_bytes(split_dtype(dtype)[0], hidden) // inner.itemsize
+    rows = row_bytes(split_dtype(dtype)[1], width) // outer.itemsize
     shapes: list[tuple[int, ...]] = [(width, columns), (width, columns), (hidden, rows)]
-    shapes += [(width,), (width,), (hidden,)] if layout.form in BIASED else []
+    shapes += [(width,), (width,), (hidden,)] if layout.form in FORMS_WITH_BIASES else []
     types = [inner, inner, outer, *[torch.float32] * 3]
     parts, at = [], 0
     for shape, size, kind in zip(shapes, layout.bytes_of(dtype), types, strict=False):

@@ -178,7 +178,7 @@ class Passes:
             context=old.context + context,
             padding_rows=old.padding_rows + batch.num_rows - asked.num_rows,
             padding_context=old.padding_context + int(self._settings.rows.contexts(batch).sum()) - context,
-            loaded=old.loaded + loaded,
+            loaded_bytes=old.loaded_bytes + loaded,
             seconds=old.seconds + sum(one.makespan for one in times),
             busy={name: old.busy.get(name, 0.0) + busy[name] for name in busy},
         )

@@ -18,7 +18,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.stored import NUMBER_BYTES, PACKED, of_matrices
+from moesaic.core.weight_types import NUMBER_BYTES, PACKED_DTYPES, split_dtype
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
@@ -28,7 +28,7 @@ from moesaic.offload.reading import DirectFile
 
 NOT_HERE = (None, None, None)
 """Stands for the gate, up and down matrices of an expert that this process does not have."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **dict.fromkeys(PACKED, torch.uint8)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **dict.fromkeys(PACKED_DTYPES, torch.uint8)}
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _find(
     found, converts = {}, conversion_of(headers, layout) is not None
     for layer in layout.layers:
         dtype = layout.dtype_of(layer)
-        if not set(of_matrices(dtype)) <= DTYPES.keys():
+        if not set(split_dtype(dtype)) <= DTYPES.keys():
             raise ConfigError.field("--dtype", dtype, f"{', '.join(STORED)} where experts are streamed")
         types = [*(dtype_of_part(part, dtype) for part in range(3)), dtype, dtype, dtype]
         for expert in range(layout.num_experts) if owned is None else map(int, owned[layer]):
@@ -287,7 +287,7 @@ def _find(
 
 def dtype_of_part(part: int, dtype: str) -> str:
     """The type of gate, up or down (0, 1, 2) of experts of type `dtype`."""
-    return of_matrices(dtype)[part == 2]
+    return split_dtype(dtype)[part == 2]
 
 
 def _places(headers: Headers, name: str, *shape: int, stored: str, converts: bool) -> list[Place]:

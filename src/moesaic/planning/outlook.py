@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.config import ModelConfig, WorkerConfig
-from moesaic.core.stored import OF_EXPERTS
+from moesaic.core.weight_types import NATIVE_DTYPES
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.plan import NEAR, OVER_DISK
@@ -43,7 +43,7 @@ class Format:
 
 def formats(model: ModelSizes, *more: str) -> list[Format]:
     """The model in every type that experts can have. more: further types of numbers, such as float16."""
-    every = dict.fromkeys((*OF_EXPERTS, *more))
+    every = dict.fromkeys((*NATIVE_DTYPES, *more))
     return [format_of(in_format(model, name, gpu=False), name) for name in every]
 
 

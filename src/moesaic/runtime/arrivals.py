@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.core import messages
 from moesaic.core.request import Request
-from moesaic.policy.scheduling.schedulers.actions import Arrived
+from moesaic.policy.scheduling.schedulers.actions import RequestsArrived
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Arrivals:
         """Whether any request is held back."""
         return bool(self._waiting)
 
-    def add(self, message: messages.Submit) -> Arrived:
+    def add(self, message: messages.Submit) -> RequestsArrived:
         """Those of the new requests that need not wait."""
-        arrived = Arrived([])
-        generated = [*message.generated, *([] for _ in message.requests[len(message.generated) :])]
+        arrived = RequestsArrived([])
+        generated = [*message.generated_ids, *([] for _ in message.requests[len(message.generated_ids) :])]
         for request, tokens in zip(message.requests, generated, strict=True):
             grammar = self._compiled(request)
             if grammar is None or grammar.done():
-                arrived.extend(Arrived([request], [tokens]))
+                arrived.extend(RequestsArrived([request], [tokens]))
             else:
                 self._waiting.append(_Waiting(request, tokens, grammar))
         return arrived
@@ -49,7 +49,7 @@ class Arrivals:
         """Forget requests. Unknown ids are ignored."""
         self._waiting = [one for one in self._waiting if one.request.request_id not in request_ids]
 
-    def ready(self, timeout: float) -> Arrived:
+    def ready(self, timeout: float) -> RequestsArrived:
         """The requests whose grammars are compiled now, in order of arrival.
 
         Waits up to `timeout` seconds for the first one.
@@ -61,4 +61,4 @@ class Arrivals:
         for one in self._waiting:  # each is asked once, since a grammar may be compiled meanwhile
             (done if one.grammar.done() else left).append(one)
         self._waiting = left
-        return Arrived([one.request for one in done], [one.generated for one in done])
+        return RequestsArrived([one.request for one in done], [one.generated for one in done])

@@ -21,7 +21,7 @@ def drafter_of(config: SpeculativeConfig) -> Drafter:
 def predicting(config: WorkerConfig) -> bool:
     """Whether the model's own layer for the token after the next one drafts tokens."""
     given = config.scheduler.speculative_config
-    return given is not None and SpeculativeConfig.of(given).method == "mtp"
+    return given is not None and SpeculativeConfig.parse(given).method == "mtp"
 
 
 def with_room_for_drafts(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
@@ -29,7 +29,7 @@ def with_room_for_drafts(loaded: LoadedModel, config: WorkerConfig) -> LoadedMod
     given, spec = config.scheduler.speculative_config, loaded.model.spec
     if given is None or spec.states is None:
         return loaded
-    states = replace(spec.states, drafted=SpeculativeConfig.of(given).num_speculative_tokens)
+    states = replace(spec.states, drafted=SpeculativeConfig.parse(given).num_speculative_tokens)
     return replace(loaded, model=replace(loaded.model, spec=replace(spec, states=states)))
 
 
@@ -41,7 +41,7 @@ def speculation_of(config: WorkerConfig, model: Model, elsewhere: int = 0) -> Sp
     given = config.scheduler.speculative_config
     if given is None:
         return Speculation()
-    chosen, spec = SpeculativeConfig.of(given), model.spec
+    chosen, spec = SpeculativeConfig.parse(given), model.spec
     others = replace(model, experts={}).num_bytes
     experts = model.num_bytes - others + elsewhere
     prices = StepPrices(work_by_rows(others, experts, spec.num_experts, spec.top_k))

@@ -155,8 +155,8 @@ class Executor:
                 self._emit(action)
             case Release():
                 for request_id in action.request_ids:
-                    self._sampler.release(request_id, action.preempted)
-                if not action.preempted:
+                    self._sampler.release(request_id, action.is_preemption)
+                if not action.is_preemption:
                     self._transfers.forget(action.request_ids)
                 self._routes.release(action)
                 if self._recorder is not None:
@@ -234,7 +234,7 @@ class Executor:
                 self._events += [] if done is None else [done]
 
     def _admit(self, action: Admit) -> None:
-        for request, generated in zip(action.requests, action.generated, strict=True):
+        for request, generated in zip(action.requests, action.generated_ids, strict=True):
             self._sampler.admit(request, generated)
         self._routes.admit(action)
         if self._recorder is not None:
@@ -242,7 +242,7 @@ class Executor:
         first = [index for index, epoch in enumerate(action.epochs) if epoch == 0]
         if first:
             self._connection.send(
-                messages.Admitted(
+                messages.RequestsAdmitted(
                     [action.requests[index].request_id for index in first],
                     [action.queue_seconds[index] for index in first],
                     [action.cached_tokens[index] for index in first],
@@ -255,10 +255,10 @@ class Executor:
         Returns None where drafting waits for experts. It is under way as a step then.
         """
         self._observer.sampling()
-        for sequence in plan.scored:
+        for sequence in plan.scored_sequences:
             self._score(plan, int(sequence), result.hidden)
         found = Sampled(np.zeros(0, dtype=np.int64), [])
-        if len(plan.sampled):
+        if len(plan.sampled_sequences):
             found = self._sample(plan, result)
             self._report_broken(plan, found)
             if found.logprobs:
@@ -280,29 +280,33 @@ class Executor:
     def _drafted(self, plan: StepPlan, done: StepDone, drafts: StepResult) -> StepDone:
         """The end of a step, with the tokens that the model's own layer drafts."""
         self._transfers.computed(plan)
-        if not len(plan.sampled):
+        if not len(plan.sampled_sequences):
             return done
-        return replace(done, proposed=self._model.predicted(drafts.hidden).cpu().numpy())
+        return replace(done, proposed_tokens=self._model.predicted(drafts.hidden).cpu().numpy())
 
     def _sample(self, plan: StepPlan, result: StepResult) -> Sampled:
         """The next tokens of each sampled sequence, and their log-probabilities."""
-        if result.logits is not None and len(plan.sampled) == len(result.logits):
+        if result.logits is not None and len(plan.sampled_sequences) == len(result.logits):
             return sample_step(self._sampler, plan, result.logits)
         hidden = self._sampled_rows(plan, result.hidden)
         most = self._logit_rows or len(hidden)
         if len(hidden) <= most:
             return sample_step(self._sampler, plan, self._model.logits(hidden))
-        assert not len(plan.drafted), "a draft's rows are sampled together"
+        assert not len(plan.num_draft_tokens), "a draft's rows are sampled together"
         parts: list[Sampled] = []
         for begin in range(0, len(hidden), most):
             part = slice(begin, begin + most)
-            some = replace(plan, sampled=plan.sampled[part])
+            some = replace(plan, sampled_sequences=plan.sampled_sequences[part])
             parts.append(sample_step(self._sampler, some, self._model.logits(hidden[part])))
         return joined(parts)
 
     def _report_broken(self, plan: StepPlan, found: Sampled) -> None:
         """Say of which requests the logits were not finite, and where that began."""
-        owners = plan.sampled if found.counts is None else np.repeat(plan.sampled, found.counts)
+        owners = (
+            plan.sampled_sequences
+            if found.counts is None
+            else np.repeat(plan.sampled_sequences, found.counts)
+        )
         for sequence in owners[found.tokens == NO_TOKEN].tolist():
             request_id, layer = int(plan.request_ids[sequence]), None
             if self._memory is not None:

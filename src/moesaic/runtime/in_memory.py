@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moesaic.config import WorkerConfig
-from moesaic.core import curves, paced
+from moesaic.core import curves, paced_devices
 from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
@@ -119,12 +119,14 @@ def with_servers(
     observer = observer_of(config.trace, context.clock)
     stages = _stages(config, loaded, size, layout, shared)
     wakeup = Wakeup()
-    pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
+    pacing = None if config.paced is None else Pacing.of(paced_devices.read(Path(config.paced)), wakeup.ring)
     curves = curves_of(config, loaded, layout)
     others = config.expert_servers, config.attention_workers
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *others)
     replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
-    remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows, replicas)
+    remote = _remote(
+        context, layout, loaded, observer, wakeup, pacing, decisions.partial_answer_rows, replicas
+    )
     recorded = _runner(context, stages, remote)
     runner, expert_stats = _paced(recorded, remote.stats, pacing)
     asked = Asked(runner, remote, expert_stats)
@@ -300,7 +302,7 @@ def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -
     not known has those of a CPU, but shares nothing.
     """
     if config.paced is not None:
-        return paced.read(Path(config.paced)).curves
+        return paced_devices.read(Path(config.paced)).curves
     if config.policy_file is not None:
         return curves.read(Path(config.policy_file))
     model, size = loaded.model, torch.empty(0, dtype=loaded.dtype).element_size()
@@ -309,7 +311,7 @@ def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -
     if loaded.device.type != "cuda":
         return cpu_curves(expert, others, loaded.threads, _ratio(loaded))
     known = of_device(torch.cuda.get_device_name(loaded.device), expert, others, size)
-    return known or replace(cpu_curves(expert, others), shared=False)
+    return known or replace(cpu_curves(expert, others), shares_cores=False)
 
 
 def _ratio(loaded: LoadedModel) -> float | None:

@@ -67,12 +67,18 @@ def known_rows(plan: StepPlan, found: Sampled) -> tuple[TokenBatch, IntArray]:
     are the last ones of plan.sampled.
     """
     batch = plan.batch
-    counts = np.ones(len(plan.sampled), np.int64) if found.counts is None else found.counts
-    drafted = plan.drafted if len(plan.drafted) else np.zeros(len(plan.sampled), np.int64)
+    counts = np.ones(len(plan.sampled_sequences), np.int64) if found.counts is None else found.counts
+    drafted = (
+        plan.num_draft_tokens
+        if len(plan.num_draft_tokens)
+        else np.zeros(len(plan.sampled_sequences), np.int64)
+    )
     stops, following = batch.query_starts[1:].copy(), plan.following.copy()
-    stops[plan.sampled] -= drafted - (counts - 1)
+    stops[plan.sampled_sequences] -= drafted - (counts - 1)
     newest = found.tokens[np.cumsum(counts) - 1] if len(counts) else found.tokens
-    following[plan.sampled] = np.maximum(newest, 0)  # an answer that ended without a token needs no draft
+    following[plan.sampled_sequences] = np.maximum(
+        newest, 0
+    )  # an answer that ended without a token needs no draft
     lengths = stops - batch.query_starts[:-1]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = np.arange(starts[-1]) + np.repeat(batch.query_starts[:-1] - starts[:-1], lengths)
@@ -84,6 +90,6 @@ def known_rows(plan: StepPlan, found: Sampled) -> tuple[TokenBatch, IntArray]:
         query_starts=starts,
         context_lens=batch.positions[stops - 1] + 1,
         block_tables=batch.block_tables,
-        logit_rows=starts[plan.sampled + 1] - 1,
+        logit_rows=starts[plan.sampled_sequences + 1] - 1,
     )
     return known, rows

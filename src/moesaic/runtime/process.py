@@ -49,7 +49,7 @@ def serve(
         logging.warning("%s; this worker ends too", reason)
         with contextlib.suppress(ConnectionLost):
             if not config.supervised:
-                connection.send(messages.Failed(reason, user_error=False))
+                connection.send(messages.WorkerFailed(reason, user_error=False))
         os._exit(1)
 
     told, own = _progress(connection), kept or KeptModel()
@@ -70,7 +70,7 @@ def serve(
         if kept is not None:
             worker.close()
         if not config.supervised:  # a supervisor starts another worker; otherwise the user needs the reason
-            connection.send(messages.Failed(str(error), user_error=False))
+            connection.send(messages.WorkerFailed(str(error), user_error=False))
         raise
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.of_step(error)) from error

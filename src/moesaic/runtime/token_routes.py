@@ -87,7 +87,9 @@ class TokenRoutes:
         mine = self._mine(plan) if self._wanted else []
         if not mine:
             return []
-        counts = np.ones(len(plan.sampled), dtype=np.int64) if found.counts is None else found.counts
+        counts = (
+            np.ones(len(plan.sampled_sequences), dtype=np.int64) if found.counts is None else found.counts
+        )
         begins = np.cumsum(counts) - counts
         routes: list[TokenRoute | None] = [None] * int(counts.sum())
         for entry, request, start, _ in mine:
@@ -109,9 +111,9 @@ class TokenRoutes:
         """Of each sampled sequence that asks: its index in `plan.sampled`, its request, the start and stop of
         the rows from which its tokens may be sampled.
         """
-        stops = plan.batch.query_starts[plan.sampled + 1].tolist()
-        drafted = plan.drafted.tolist() or [0] * len(stops)
-        requests = plan.request_ids[plan.sampled].tolist()
+        stops = plan.batch.query_starts[plan.sampled_sequences + 1].tolist()
+        drafted = plan.num_draft_tokens.tolist() or [0] * len(stops)
+        requests = plan.request_ids[plan.sampled_sequences].tolist()
         return [
             (entry, request, stop - 1 - more, stop)
             for entry, (request, stop, more) in enumerate(zip(requests, stops, drafted, strict=True))

@@ -219,7 +219,7 @@ class StepPieces:
         if piece is None:
             return
         batch, counts = piece.plan.batch, np.diff(piece.plan.batch.query_starts)
-        drafted = piece.plan.drafted
+        drafted = piece.plan.num_draft_tokens
         decodes = int(np.count_nonzero(counts == 1) + np.count_nonzero(drafted))
         rest = batch.num_rows - decodes - int(drafted.sum())
         rows = {"rows": batch.num_rows, "decode": decodes, "prefill": rest}

@@ -13,10 +13,10 @@ from moesaic.experts.client import ExpertServers, NoServers
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
-    Arrived,
-    Cancelled,
     Event,
     Release,
+    RequestsArrived,
+    RequestsCancelled,
     RunSegment,
     RunStep,
     Scheduler,
@@ -89,7 +89,7 @@ class Worker:
 
         Raises ConnectionLost when the engine or another rank of the group is gone.
         """
-        self._events.append(Arrived([]))  # so that a scheduler can act before the first request
+        self._events.append(RequestsArrived([]))  # so that a scheduler can act before the first request
         while not self._stopping:
             self.turn(timeout=None)
         self._transfers.close()
@@ -129,7 +129,7 @@ class Worker:
         if self._journal is not None:
             self._journal(event, now, actions)
         self._carry_out(actions)
-        if isinstance(event, Cancelled):
+        if isinstance(event, RequestsCancelled):
             self._transfers.forget(event.request_ids)  # from now on the scheduler does not admit them
         self._report(now)
         return True
@@ -169,7 +169,7 @@ class Worker:
         settled = self._servers.oldest_version_in_use
         if settled > self._settled:
             self._settled = settled
-            self._connection.send(messages.Settled(settled))
+            self._connection.send(messages.DirectorySettled(settled))
 
     def _receive(self, timeout: float | None, linger: float) -> None:
         """Turn messages into events. linger: seconds to wait for a further message after each one.
@@ -186,7 +186,7 @@ class Worker:
                     self._take(self._arrivals.add(message))
                 case messages.Cancel():
                     self._arrivals.cancel(message.request_ids)
-                    put(self._events, Cancelled(message.request_ids))
+                    put(self._events, RequestsCancelled(message.request_ids))
                 case messages.DropKV(transfers):
                     self._transfers.drop(transfers)
                     self._unreported = True
@@ -202,9 +202,9 @@ class Worker:
                     raise ConnectionLost(f"a worker was sent {type(message).__name__}")
             message = self._connection.receive(linger)
 
-    def _take(self, arrived: Arrived) -> None:
+    def _take(self, arrived: RequestsArrived) -> None:
         if arrived.requests:
-            arrived.received.update(self._transfers.received(arrived.requests))
+            arrived.received_tokens.update(self._transfers.received(arrived.requests))
             put(self._events, arrived)
 
     def _carry_out(self, actions: list[Action]) -> None:

@@ -135,10 +135,10 @@ class Meter:
 
     def received(self, message: messages.ToEngine, outputs: Iterable[RequestOutput], now: float) -> None:
         """Count a message of the worker, and the outputs that the engine made from it."""
-        if isinstance(message, messages.Admitted):
+        if isinstance(message, messages.RequestsAdmitted):
             for request_id, seconds in zip(message.request_ids, message.queue_seconds, strict=True):
                 self._admitted(request_id, seconds)
-        elif isinstance(message, messages.Moved):
+        elif isinstance(message, messages.RequestsMoved):
             for group, request_id in ((self._groups.get(one), one) for one in message.request_ids):
                 if group is not None:
                     self._times[group][request_id - group].moved.append(now)

@@ -30,8 +30,8 @@ def families(stats: ExpertStats, model_name: str) -> Iterator[CounterMetricFamil
         yield counter
     text = "Decode steps by how they load experts: those that were chosen, or all in pages."
     family = CounterMetricFamily("moesaic:offloaded_decode_steps", text, labels=[*LABELS, "schedule"])
-    family.add_metric([model_name, "on-demand"], plan.on_demand)
-    family.add_metric([model_name, "paged"], plan.paged)
+    family.add_metric([model_name, "on-demand"], plan.on_demand_steps)
+    family.add_metric([model_name, "paged"], plan.paged_steps)
     yield family
     gauge = GaugeMetricFamily(
         "moesaic:micro_batch_size", "Requests of a micro-batch of --fast-memory.", labels=LABELS

@@ -228,7 +228,7 @@ class Tokenizer:
                 {"tools": None, "documents": None, **variables, **own, "messages": messages}, most
             )
         except TemplateError as error:
-            does = f"refuses them: {error}" if error.refused else str(error)
+            does = f"refuses them: {error}" if error.is_refusal else str(error)
             code = "context_length_exceeded" if error.too_long and most is not None else None
             raise RequestError(f"messages: the chat template {does}", "messages", code) from error
         return continuation.cut_at_mark(text) if continue_final_message else text
@@ -353,7 +353,7 @@ def _started(source: str, where: Path, limits: Limits) -> Renderers:
     try:
         return Renderers(source, limits)
     except TemplateError as error:
-        does = f"is damaged: {error}" if error.refused else f"{error}, while it was compiled"
+        does = f"is damaged: {error}" if error.is_refusal else f"{error}, while it was compiled"
         raise CheckpointError(f"{where}: the chat template {does}") from error
 
 

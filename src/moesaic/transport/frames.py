@@ -101,7 +101,7 @@ class Frames:
                     return
             self.more = True
         except ConnectionLost as lost:
-            self.lost = lost.again()
+            self.lost = lost.copy()
 
     def close(self) -> None:
         self.lost = self.lost or ConnectionLost("this end is closed")

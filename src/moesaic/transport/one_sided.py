@@ -163,7 +163,7 @@ class _End(Generic[News]):
     def _check(self) -> None:
         """Raises ConnectionLost if the connection or the link has ended."""
         if self._frames.lost is not None:
-            raise self._frames.lost.again()
+            raise self._frames.lost.copy()
         if self._link.failed is not None:
             raise ConnectionLost(self._link.failed)
 

@@ -157,7 +157,7 @@ class Opener:
 
     def _open(self, sealed: memoryview, into: memoryview) -> None:
         if self._damaged is not None:
-            raise self._damaged.again()
+            raise self._damaged.copy()
         key, nonce = self._cipher.next()
         try:
             key.decrypt_into(nonce, sealed, None, into)

@@ -89,7 +89,7 @@ class _ShmEnd:
             self._next_look = now + LOOK_SECONDS
             self._look()
         if self._lost is not None and not self._end.ready():
-            raise self._lost.again()
+            raise self._lost.copy()
 
     def _look(self) -> None:
         """Read the wakeup bytes from the socket, and note whether it was closed."""
@@ -105,12 +105,12 @@ class _ShmEnd:
 
     def _check(self) -> None:
         if self._lost is not None:
-            raise self._lost.again()
+            raise self._lost.copy()
 
     def _broken(self, error: Exception) -> ConnectionLost:
         self._lost = DamagedMessage(str(error))
         self._end.close()
-        return self._lost.again()
+        return self._lost.copy()
 
 
 class ShmCaller(_ShmEnd):

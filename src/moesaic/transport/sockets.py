@@ -110,7 +110,7 @@ class StreamCaller(_StreamEnd):
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
         if self._frames.lost is not None:
-            raise self._frames.lost.again()
+            raise self._frames.lost.copy()
         size = call_bytes(request_bytes, rows, row_bytes)
         if min(request_bytes, row_bytes) < 0 or not 1 <= rows <= MAX_ROWS or size > self._heap_bytes:
             raise refuse(request_bytes, rows, row_bytes, self._heap_bytes)
@@ -127,7 +127,7 @@ class StreamCaller(_StreamEnd):
         if mine._state != "open":
             raise ValueError("the call was posted")
         if self._frames.lost is not None:
-            raise self._frames.lost.again()
+            raise self._frames.lost.copy()
         mine._state = "posted"
         header = HEADER.pack(REQUEST, mine.rows, mine.number, mine.row_bytes, len(mine.request))
         if not self._frames.push([memoryview(header), mine.request]):
@@ -137,7 +137,7 @@ class StreamCaller(_StreamEnd):
         self._frames.pump()
         if not self._news:
             if self._frames.lost is not None:
-                raise self._frames.lost.again()
+                raise self._frames.lost.copy()
             return []
         news, self._news = self._news, []
         return news
@@ -225,7 +225,7 @@ class StreamAnswerer(_StreamEnd):
         self._frames.pump()
         if not self._news:
             if self._frames.lost is not None:
-                raise self._frames.lost.again()
+                raise self._frames.lost.copy()
             return []
         news, self._news = self._news, []
         return news

@@ -95,7 +95,7 @@ def told(connection: StreamConnection, joining: JoinOptions) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        connection.send(messages.Failed(str(error), user_error=True))
+        connection.send(messages.WorkerFailed(str(error), user_error=True))
         raise
     except ConnectionLost as lost:
         raise type(lost)(f"{joining.cluster}: {lost}") from lost
@@ -103,7 +103,7 @@ def told(connection: StreamConnection, joining: JoinOptions) -> Iterator[None]:
 
 def enlist(
     connection: StreamConnection, joining: JoinOptions, kept: Mapping[int, Sequence[int]] | None = None
-) -> messages.Enlisted:
+) -> messages.EnlistReply:
     """Send the role of this process, and send back the messages that measure the link.
 
     kept: for a server, layer -> the experts that it has in memory. Returns the settings that the cluster
@@ -120,7 +120,7 @@ def enlist(
         connection.send(answer)
         answer = connection.receive(None)
     match answer:
-        case messages.Enlisted():
+        case messages.EnlistReply():
             return answer
         case messages.Shutdown():
             raise SentAway("the cluster is shutting down and accepts no processes")
@@ -129,7 +129,7 @@ def enlist(
     raise ConnectionLost("its first message was not Enlisted")
 
 
-def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> ExpertServerConfig:
+def server_config(joining: JoinOptions, enlisted: messages.EnlistReply, here: str) -> ExpertServerConfig:
     """The settings of an expert server on this host. here: its address towards the cluster.
 
     Raises ConfigError for a checkpoint that is not there, or is another one.
@@ -153,7 +153,7 @@ def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
     )
 
 
-def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> WorkerConfig:
+def worker_config(joining: JoinOptions, enlisted: messages.EnlistReply, here: str) -> WorkerConfig:
     """The settings of an attention worker on this host. Otherwise like `server_config`."""
     told = WorkerConfig.from_json(enlisted.config)
     _check_host(told, ("--placement", told.parallel.placement))
@@ -175,7 +175,7 @@ def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) 
     )
 
 
-def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path, str]:
+def checkpoint(joining: JoinOptions, enlisted: messages.EnlistReply) -> tuple[Path, str]:
     """The checkpoint on this host, and the stamp of its files as they were compared.
 
     Raises ConfigError if it is not there, or if it is not the one that the cluster serves.

@@ -61,7 +61,7 @@ def run(recorded: Sequence[Path], source: str, model: str, output: Path, show: S
     if not profile.tokens:
         raise ConfigError.field("FILES", "no token", "files with at least one token and its experts")
     if profile.token_ids:
-        known = profile.counts[0].known.astype(np.int32)
+        known = profile.counts[0].known_tokens.astype(np.int32)
         near = nearest_known(path, known, lambda done, all_: show("nearest tokens", done, all_))
         profile = replace(profile, nearest=near)
     try:
@@ -95,5 +95,5 @@ def with_nearest(
     """
     path = files.resolve(model)
     profile.check(routed_model(path).model, str(file))
-    known = profile.counts[0].known.astype(np.int32)
+    known = profile.counts[0].known_tokens.astype(np.int32)
     return replace(profile, nearest=nearest_known(path, known, show))

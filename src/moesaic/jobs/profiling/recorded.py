@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import NO_TOPIC, Counts, Profile, Routes, transitions
-from moesaic.core.routing import RoutedModel, joined
+from moesaic.core.routing import RoutedModel, join_routes
 from moesaic.core.tokens import IntArray
 
 AnyArray = npt.NDArray[Any]
@@ -42,12 +42,12 @@ def profile_of(model: RoutedModel, parts: Sequence[Recorded]) -> Profile:
     if loads and len(loads) < len(parts):
         raise ConfigError.field("FILES", "loads and tokens", "files of one recording mode")
     if loads:
-        made = Profile.of_routes(*_sizes(model), joined(model, []))
+        made = Profile.from_routes(*_sizes(model), join_routes(model, []))
         return replace(
             made, counts=_of_loads(sum(loads), model.vocab_size), hidden=model.hidden, token_ids=False
         )
     routes = [route for part in parts for route in part.routes]
-    made = Profile.of_routes(*_sizes(model), joined(model, routes))
+    made = Profile.from_routes(*_sizes(model), join_routes(model, routes))
     tokens = [rows for part in parts for rows in part.tokens]
     if tokens:
         experts = np.concatenate([rows for part in parts for rows in part.experts])
@@ -105,7 +105,7 @@ def _sizes(model: RoutedModel) -> tuple[str, int, int, tuple[int, ...]]:
 def _with_tokens(profile: Profile, tokens: AnyArray, experts: AnyArray) -> Profile:
     """`profile` with more tokens counted, which belong to no known request."""
     more = [
-        Counts.of(tokens, experts[:, layer], profile.vocab_size, profile.num_experts)
+        Counts.from_pairs(tokens, experts[:, layer], profile.vocab_size, profile.num_experts)
         for layer in range(len(profile.layers))
     ]
     return replace(

@@ -78,7 +78,7 @@ class Gatherer:
         """
         waiting = int(OPEN_SHARE * options.most_bytes)
         self.tally = Tally(model, options.most_bytes - waiting, options.seed)
-        if self.tally.full:
+        if self.tally.is_full:
             allowed = "more: the empty counts of this model need it"
             raise ConfigError.field("--max-memory", options.max_memory, allowed)
         self.assembly = Assembly(model, waiting)
@@ -91,7 +91,7 @@ class Gatherer:
         self.assembly.add(rows)
         self._rows += int(np.count_nonzero(rows["position"] >= 0))
         self._show(self._rows)
-        if self.assembly.full:
+        if self.assembly.is_full:
             self.fold()
 
     def fold(self) -> None:
@@ -131,7 +131,7 @@ def run(
     _feed(llm, tokens, options.max_tokens, gatherer)
     seconds = clock() - begun
     tally = gatherer.tally
-    near = nearest_known(path, tally.known, lambda done, all_: show("nearest tokens", done, all_))
+    near = nearest_known(path, tally.known_tokens, lambda done, all_: show("nearest tokens", done, all_))
     profile = tally.profile(names, near)
     show("writing", 0, 0)
     _save(profile, options)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moesaic.core.stored import OF_EXPERTS
+from moesaic.core.weight_types import NATIVE_DTYPES
 from moesaic.kernels.matrix import QuantizedMatrix, Weight
 
-NARROW, WIDE = OF_EXPERTS.index("bfloat16"), OF_EXPERTS.index("float32")
+NARROW, WIDE = NATIVE_DTYPES.index("bfloat16"), NATIVE_DTYPES.index("float32")
 STORED = frozenset({torch.float32, torch.bfloat16})
 """Dtypes that weights may be stored in. Sums are float32."""
 CACHED = STORED | {torch.int8}
@@ -85,7 +85,7 @@ def weight(matrix: Weight, *wanted: int) -> tuple[int, int]:
         shape(matrix, *wanted)
     if not matrix.stored.is_contiguous():
         raise TypeError("a weight is not dense")
-    return matrix.stored.data_ptr(), OF_EXPERTS.index(matrix.kind)
+    return matrix.stored.data_ptr(), NATIVE_DTYPES.index(matrix.kind)
 
 
 def cache(stored: torch.Tensor, *wanted: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moesaic.core.stored import OF_EXPERTS, expert_code, of_expert
+from moesaic.core.weight_types import NATIVE_DTYPES, expert_code, join_dtypes
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width, width_of
 from moesaic.kernels.gating import Gating
@@ -142,7 +142,7 @@ def gated_mlp(rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> tor
         raise TypeError("gate, up and down differ in type")
     checks.axes(down, 2)
     out = MEMORY.empty(n, hidden)
-    stored = expert_code(of_expert(OF_EXPERTS[types[0]], OF_EXPERTS[types[2]]))
+    stored = expert_code(join_dtypes(NATIVE_DTYPES[types[0]], NATIVE_DTYPES[types[2]]))
     _native.gated_mlp(rows.data_ptr(), *addresses, out.data_ptr(), n, hidden, width, stored)
     return out
 

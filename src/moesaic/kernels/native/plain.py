@@ -45,7 +45,7 @@ Part = tuple[FloatRows, IntArray, IntArray, FloatRows, IntArray]
 def numbers(activation: Activation) -> tuple[float, float, float]:
     """An activation as the compiled module takes it: alpha, added, limit."""
     limit = float("inf") if activation.limit is None else activation.limit
-    return activation.alpha, activation.added, limit
+    return activation.alpha, activation.up_offset, limit
 
 
 def experts(

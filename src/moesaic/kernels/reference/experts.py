@@ -44,8 +44,8 @@ def activate(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> to
     """
     if activation.limit is not None:
         gate, up = gate.clamp_(max=activation.limit), up.clamp_(-activation.limit, activation.limit)
-    if activation.added:
-        up = up.add_(activation.added)
+    if activation.up_offset:
+        up = up.add_(activation.up_offset)
     if activation.alpha == 1.0:
         return functional.silu(gate, inplace=True).mul_(up)
     return gate.mul_(torch.sigmoid(gate * activation.alpha)).mul_(up)
@@ -93,7 +93,7 @@ def _activated(kind: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.
     """As `activate`, in the words of its definition."""
     limit = float("inf") if kind.limit is None else kind.limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + kind.added) * gate * torch.sigmoid(kind.alpha * gate)
+    return (up + kind.up_offset) * gate * torch.sigmoid(kind.alpha * gate)
 
 
 def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:

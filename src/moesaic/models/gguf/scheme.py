@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels.quantized import dequantize, pack
 from moesaic.models.config import Fields
 from moesaic.models.gguf.blocks import BLOCKS, NUMBERS, decoded
@@ -168,7 +168,7 @@ def _across(kind: str, order: Order, stored: Array) -> Floats:
 
 def _whole_groups(kind: str, order: Order) -> Order | None:
     """Where our groups of a row are in the file, if `order` only moves whole ones; else None."""
-    size = QUANTIZED[BLOCKS[kind].dtype].group
+    size = QUANTIZATIONS[BLOCKS[kind].dtype].group
     firsts = order[::size]
     moved = (firsts[:, None] + np.arange(size)).reshape(-1)
     return firsts // size if not (firsts % size).any() and np.array_equal(order, moved) else None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.models.config import Fields, shown
 from moesaic.models.quantization.fp8 import Fp8, block_of
 from moesaic.models.quantization.scheme import (
@@ -48,7 +48,7 @@ class Packed:
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight_packed") is None:
             return None
-        groups = groups_of(name, columns, self.group, QUANTIZED[self.dtype].group)
+        groups = groups_of(name, columns, self.group, QUANTIZATIONS[self.dtype].group)
         per_word = 32 // self.bits
         parts = [
             Part(f"{name}.weight_packed", ("I32",), (rows, -(-columns // per_word))),
@@ -91,7 +91,7 @@ class Plain:
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight") != "I8":
             return None
-        groups = groups_of(name, columns, self.group, QUANTIZED[self.dtype].group)
+        groups = groups_of(name, columns, self.group, QUANTIZATIONS[self.dtype].group)
         parts = [
             Part(f"{name}.weight", ("I8",), (rows, columns)),
             Part(f"{name}.weight_scale", FLOATS, (rows, groups)),

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANT_METHOD, unquantized
 from moesaic.core.text_config import TEXT
+from moesaic.core.weight_types import QUANT_METHOD, is_unquantized
 from moesaic.models.config import Fields, shown
 from moesaic.models.files import read_config
 from moesaic.models.gguf import scheme as gguf
@@ -43,7 +43,7 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
     inner = raw.get(TEXT)
     if "quantization_config" not in raw and isinstance(inner, dict):
         raw = inner
-    if unquantized(raw):
+    if is_unquantized(raw):
         return None
     told = raw["quantization_config"]
     method = told.get("quant_method", "unknown") if isinstance(told, dict) else told

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels.quantized import TABLES, dequantize, pack
 from moesaic.models.gguf.blocks import BLOCKS, row_bytes
 
@@ -106,7 +106,7 @@ class Matrix:
         self._check(made.scales, "a scale")
         if made.offsets is not None:
             self._check(made.offsets, "an offset")
-        values = QUANTIZED[self.dtype].values
+        values = QUANTIZATIONS[self.dtype].values
         with np.errstate(over="ignore"):
             largest = np.abs(made.scales) * np.nanmax(np.abs(TABLES[values]))
             self._check(largest if made.offsets is None else largest + np.abs(made.offsets), "the matrix")
@@ -121,9 +121,12 @@ class Matrix:
 
         group: also whole groups of this power of two.
         """
-        if self.dtype not in QUANTIZED:
+        if self.dtype not in QUANTIZATIONS:
             return False
-        columns, size = range(self.columns)[(*part, slice(None), slice(None))[1]], QUANTIZED[self.dtype].group
+        columns, size = (
+            range(self.columns)[(*part, slice(None), slice(None))[1]],
+            QUANTIZATIONS[self.dtype].group,
+        )
         return all(
             end % max(size, group) == 0 or end == self.columns for end in (columns.start, columns.stop)
         )
@@ -149,7 +152,7 @@ class Matrix:
 
     def _grouped(self, made: Coded) -> tuple[Bytes, Floats, Floats | None]:
         """Codes, scales and offsets with groups of the size that `dtype` has."""
-        groups = -(-self.columns // QUANTIZED[self.dtype].group)
+        groups = -(-self.columns // QUANTIZATIONS[self.dtype].group)
         scales, offsets = made.scales, made.offsets
         if scales.shape[1] != groups:
             of = np.arange(groups) * scales.shape[1] // groups
@@ -163,7 +166,7 @@ class Matrix:
         if not part:
             return codes, scales, offsets
         rows, columns = part[0], range(self.columns)[part[1] if len(part) > 1 else slice(None)]
-        size = QUANTIZED[self.dtype].group
+        size = QUANTIZATIONS[self.dtype].group
         groups = slice(columns.start // size, -(-columns.stop // size))
         kept = codes[rows, columns.start : columns.stop]
         return kept, scales[rows, groups], None if offsets is None else offsets[rows, groups]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.topology import Host, HostLink, Topology
 from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.spec import ClusterSpec
@@ -20,9 +20,9 @@ def topology(layout: Layout, spec: ClusterSpec, part: float = 1.0) -> Topology:
     pool, names = layout.pool, layout.pool.names[: layout.hosts]
     wide = LinkModel(spec.between.latency, spec.between.bandwidth * pool.per_host)
     links = tuple(
-        HostLink(one.one, one.other, _times(one.link, part))
+        HostLink(one.first_host, one.second_host, _times(one.link, part))
         for one in spec.links
-        if one.one in names and one.other in names
+        if one.first_host in names and one.second_host in names
     )
     hosts = tuple(
         Host(name, tuple(workers), tuple(servers))
@@ -40,7 +40,7 @@ def device_link(layout: Layout, spec: ClusterSpec) -> LinkModel:
         key=lambda link: link.bandwidth,
         default=spec.between,
     )
-    if slowest == found.between:
+    if slowest == found.inter_host_link:
         return spec.between
     return LinkModel(slowest.latency, slowest.bandwidth / layout.pool.per_host)
 

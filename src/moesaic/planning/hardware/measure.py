@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moesaic.core.stored import COMPRESSED, QUANTIZED
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.gpu import hardware as cuda
 from moesaic.gpu.hardware import Copy, Device
@@ -93,7 +93,7 @@ class Processing:
         efficiency = products.prefill_efficiency(self.rates, self.dtype)
         overlap = products.overlap(self.rates, self.dtype, bandwidth)
         experts = products.by_rows(self.rates, self.dtype)
-        kinds = sorted({one.dtype for one in self.rates} & QUANTIZED.keys())
+        kinds = sorted({one.dtype for one in self.rates} & QUANTIZATIONS.keys())
         packed = tuple((kind, products.by_rows(self.rates, kind)) for kind in kinds)
         peak = products.peak(self.rates, self.dtype)
         processor = Processor(peak, efficiency, overlap=overlap, experts=experts, packed=packed)
@@ -188,7 +188,7 @@ class Measuring:
         source = f"measured in {took:.0f} s by microbenchmarks: {fast.kernels}, weights in {fast.dtype}"
         sizes = self.effort.products
         form = "" if sizes.packed is None else f", also {sizes.packed}"
-        form = ", compressed where bf16" if sizes.packed == COMPRESSED else form
+        form = ", compressed where bf16" if sizes.packed == COMPRESSED_DTYPE else form
         figures = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}{form}"}
         return replace(hardware, source=source, measured={**figures, **found})
 

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, is_packed, of_matrices, row_bytes
 from moesaic.core.tokens import TokenBatch
+from moesaic.core.weight_types import COMPRESSED_DTYPE, NUMBER_BYTES, is_packed, row_bytes, split_dtype
 from moesaic.cost.mixed import DeltaRule, Mixed, Recurrent, ShortConvolution
 from moesaic.cost.ops import Work
 from moesaic.cost.sizes import GroupedQuery, Latent, ModelSizes
@@ -189,14 +189,14 @@ def of_experts(kernels: Kernels, sizes: Sizes, stored: str) -> Iterator[Call]:
 
 
 def _expert_bytes(model: ModelSizes, stored: str) -> float:
-    inner, outer = of_matrices(stored)
+    inner, outer = split_dtype(stored)
     rows = 2 * model.expert_width * row_bytes(inner, model.hidden)
     return float(rows + model.hidden * row_bytes(outer, model.expert_width))
 
 
 def experts(model: ModelSizes, stored: str, count: int, device: str = "cpu") -> ExpertWeights:
     """So many experts of a model in one type. Their numbers are random, and the same in each of them."""
-    inner, outer = of_matrices(stored)
+    inner, outer = split_dtype(stored)
     shapes = (
         (inner, (model.expert_width, model.hidden)),
         (inner, (model.expert_width, model.hidden)),
@@ -206,7 +206,7 @@ def experts(model: ModelSizes, stored: str, count: int, device: str = "cpu") -> 
     for kind, shape in shapes:
         first = products.in_type(kind, shape).to(device)
         parts.append((first, *(first.clone() for _ in range(count - 1))))
-    return ExpertWeights(*parts, packed=stored if is_packed(stored) else COMPRESSED)
+    return ExpertWeights(*parts, packed=stored if is_packed(stored) else COMPRESSED_DTYPE)
 
 
 def _steps(sizes: Sizes, rows: int) -> AttentionBatch:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from moesaic.core.stored import COMPRESSED, QUANTIZED
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS
 from moesaic.kernels.compressed import compress
 from moesaic.kernels.quantized import pack
 from moesaic.kernels.table import Kernels
@@ -82,7 +82,7 @@ class Rate:
 
     shape: Shape
     dtype: str
-    """Type of the weights, a name of core/stored.py. Rows are float32."""
+    """Type of the weights, a name of core/weight_types.py. Rows are float32."""
     rows: int
     """Number of rows that each matrix is multiplied with."""
     flops: float
@@ -100,7 +100,7 @@ def rates(
 ) -> tuple[Rate, ...]:
     """Measure every combination of dtype, shape and rows. beyond: minimum bytes of a shape's matrices."""
     found: list[Rate] = []
-    packed = sizes.packed if sizes.packed in QUANTIZED and kernels.packed else None
+    packed = sizes.packed if sizes.packed in QUANTIZATIONS and kernels.packed else None
     total = (len(dtypes) * len(SHAPES) + (packed is not None)) * len(sizes.rows)
     jobs = [(name_of(one), _jobs(kernels, one, sizes.beyond(beyond, one.itemsize), device)) for one in dtypes]
     if packed is not None:
@@ -168,7 +168,7 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
-    hidden, stored = sizes.hidden, sizes.packed == COMPRESSED and kernels.compressed
+    hidden, stored = sizes.hidden, sizes.packed == COMPRESSED_DTYPE and kernels.compressed
     stored = stored and dtype is torch.bfloat16
     yield from _expert_jobs(kernels, dtype, sizes, device, _compressed if stored else _as_it_is)
     matrices = [random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
@@ -217,7 +217,7 @@ def _experts(sizes: Sizes, dtype: torch.dtype, device: str, stored: Store) -> Ex
 
     hidden, width = sizes.hidden, sizes.width
     parts = part(width, hidden), part(width, hidden), part(hidden, width)
-    return ExpertWeights(*parts, packed=sizes.packed or COMPRESSED)
+    return ExpertWeights(*parts, packed=sizes.packed or COMPRESSED_DTYPE)
 
 
 def _as_it_is(matrix: torch.Tensor) -> torch.Tensor:
@@ -235,16 +235,16 @@ def _like(kind: str, matrix: torch.Tensor) -> torch.Tensor:
 
 def in_type(kind: str, shape: tuple[int, int]) -> torch.Tensor:
     """A matrix of random numbers in a type of `core.stored.OF_EXPERTS`."""
-    if kind in QUANTIZED:
+    if kind in QUANTIZATIONS:
         return _quantised(kind, shape)
-    if kind == COMPRESSED:
+    if kind == COMPRESSED_DTYPE:
         return _compressed(random(shape, torch.bfloat16, "cpu"))
     return random(shape, getattr(torch, kind), "cpu")
 
 
 def _quantised(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A matrix of random numbers in a quantised type."""
-    stored, (rows, columns) = QUANTIZED[kind], shape
+    stored, (rows, columns) = QUANTIZATIONS[kind], shape
     codes = torch.randint(0x7F if stored.bits == 8 else 16, (rows, columns), dtype=torch.uint8).numpy()
     scales = random((rows, -(-columns // stored.group)), torch.float32, "cpu").numpy()
     return torch.from_numpy(pack(kind, codes, scales, -scales if stored.offset else None))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.planning.sim.timeline import Timeline
 
 Span = Callable[[str, str, float, float, dict[str, int]], None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from moesaic.core import paced
+from moesaic.core import paced_devices
 from moesaic.core.curves import Curve
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.cost import ops, roofline
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.machines import MACHINES
@@ -33,7 +33,7 @@ def of_scenario(scenario: Scenario, model: ModelSizes) -> PacedDevices:
     else:
         found = _of_file(scenario, given)
     if topology is not None:
-        return replace(found, link=topology.inside)
+        return replace(found, link=topology.intra_host_link)
     link = LinkModel(
         _or(scenario.links.latency_us, 1e-6, found.link.latency),
         _or(scenario.links.gb_per_s, 1e9, found.link.bandwidth),
@@ -44,12 +44,14 @@ def of_scenario(scenario: Scenario, model: ModelSizes) -> PacedDevices:
 def _of_file(scenario: Scenario, given: str | dict[str, object]) -> PacedDevices:
     try:
         if isinstance(given, dict):
-            return paced.of_tables(given, "the scenario")
+            return paced_devices.parse_tables(given, "the scenario")
         if not given.endswith(".toml"):
             raise ConfigError.field("devices", given, ", ".join((*MACHINES, "a .toml file")))
-        return paced.read(scenario.path(given))
+        return paced_devices.read(scenario.path(given))
     except ConfigError as error:
-        raise ConfigError("devices" + str(error).removeprefix(paced.FLAG).removeprefix("devices")) from error
+        raise ConfigError(
+            "devices" + str(error).removeprefix(paced_devices.FLAG).removeprefix("devices")
+        ) from error
 
 
 def _or(given: float | None, unit: float, default: float) -> float:

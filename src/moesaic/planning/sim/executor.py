@@ -51,7 +51,7 @@ class Reports(Protocol):
 
 def constant(plan: StepPlan) -> tuple[IntArray, IntArray | None]:
     """One token for each entry, and always the same."""
-    return np.full(len(plan.sampled), TOKEN, dtype=np.int64), None
+    return np.full(len(plan.sampled_sequences), TOKEN, dtype=np.int64), None
 
 
 @dataclass

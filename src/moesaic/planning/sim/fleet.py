@@ -58,7 +58,9 @@ def first_placement(
             "placement.file", got, f"{len(layers)} layers with {layout.num_experts} experts"
         )
     inner = dict(zip(placement.layers, layers, strict=True))  # routed layers count from 0 here
-    return Placement(0, layout.num_experts, {inner[layer]: held for layer, held in placement.held.items()})
+    return Placement(
+        0, layout.num_experts, {inner[layer]: held for layer, held in placement.experts_by_layer.items()}
+    )
 
 
 class Fleet:
@@ -113,7 +115,7 @@ class Fleet:
         self.servers[number] = self._make(number)
 
     def _publish(self) -> None:
-        experts = {server: self.placement.of(server) for server in self.servers}
+        experts = {server: self.placement.server_experts(server) for server in self.servers}
         for client in self._clients:
             client.update(self.servers, experts)
             client.wake()

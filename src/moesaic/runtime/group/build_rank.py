@@ -215,7 +215,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     if context.lost is not None:
         launcher.when_lost(context.lost)
     offload, cache = config.offload, config.cache
-    padded = None if offload is None else offload.padded
+    padded = None if offload is None else offload.padded_prompt_len
     blocks = block_pool(cache, size, padded)
     speculation = speculation_of(config, loaded.model)
     return WorkerParts(

@@ -59,8 +59,8 @@ def placed(config: WorkerConfig) -> ExpertOwners:
         found = ExpertOwners(equal_owners(layout.layers, layout.num_experts, units), None)
     else:
         placement = Placement.read(parallel.placement, units)
-        tables = Tables.beside(parallel.placement, placement)
-        placement = placement.covering(layout.prediction)
+        tables = Tables.load_for(parallel.placement, placement)
+        placement = placement.with_layer(layout.prediction)
         placement.check(layout.fingerprint, layout.layers, layout.num_experts)
         found = _placed_by(placement, tables)
     if parallel.moe_collectives == "shuffled" and found.tables is None:

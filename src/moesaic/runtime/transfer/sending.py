@@ -124,7 +124,7 @@ class Link:
     def _run(self) -> None:
         caller: Caller | None = None
         try:
-            address = self.endpoint.seen_from(this_host())
+            address = self.endpoint.address_for(this_host())
             transport = "shm" if self._transport == "cuda_ipc" else self._transport  # images are of the host
             kind = kind_of(transport, address)
             caller = connect(address, self._target.secret, kind, self._heap)
@@ -234,7 +234,9 @@ class KVSender(Transfers):
         memory.watch(self._written)
 
     def expect(self, message: messages.Submit) -> None:
-        generated = dict(zip((one.request_id for one in message.requests), message.generated, strict=False))
+        generated = dict(
+            zip((one.request_id for one in message.requests), message.generated_ids, strict=False)
+        )
         for request in message.requests:
             target = message.targets.get(request.request_id)
             if target is not None:
@@ -313,7 +315,7 @@ class KVSender(Transfers):
             if link.queued > self._most or not link.put(piece):
                 self._give_up([outgoing.target.transfer])
                 return False
-            self._count(TransferStats(sent=int(last)))
+            self._count(TransferStats(sent_requests=int(last)))
         return True
 
     def _parts(self, outgoing: _Outgoing, blocks: int, layers: int) -> list[tuple[range, int, int]]:
@@ -359,7 +361,7 @@ class KVSender(Transfers):
             )
 
     def _give_up(self, transfers: list[int]) -> None:
-        self._count(TransferStats(failed=len(transfers)))
+        self._count(TransferStats(failed_transfers=len(transfers)))
         with contextlib.suppress(ConnectionLost):  # the process ends
             self._report(messages.KVNotSent(transfers))
 

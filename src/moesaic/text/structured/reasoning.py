@@ -56,7 +56,7 @@ class BudgetFilter:
         self._every.view(np.uint8)[: (width + 7) // 8] = np.packbits(
             np.ones(width, np.uint8), bitorder="little"
         )
-        self._states = [_State(_Phase.INSIDE if budget.inside else _Phase.OUTSIDE)]
+        self._states = [_State(_Phase.INSIDE if budget.starts_inside else _Phase.OUTSIDE)]
         """Behind each number of accepted tokens."""
 
     @property
@@ -130,7 +130,7 @@ class BudgetFilter:
         return state
 
     def _outside(self, text: bytes, used: int) -> _State:
-        if self._budget.anywhere:
+        if self._budget.can_start_later:
             place = text.find(self._opening)
             if place >= 0:
                 return self._inside(text[place + len(self._opening) :], used)
@@ -148,4 +148,4 @@ class BudgetFilter:
         return _State(_Phase.INSIDE, used, text[-self._longest + 1 :] if self._longest > 1 else b"", last)
 
     def _ended(self, rest: bytes, used: int) -> _State:
-        return self._outside(rest, used) if self._budget.anywhere else _BEHIND
+        return self._outside(rest, used) if self._budget.can_start_later else _BEHIND
