@@ -71,7 +71,7 @@ def test_a_process_that_joined_is_disconnected() -> None:
     assert killed(far) == (
         f"the connection to {NAME} on 10.0.0.2 was closed; the process joins again as a new one"
     )
-    assert child.killed and connection.ended == ["kill"]
+    assert child.is_killed and connection.ended == ["kill"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_process_that_joined_is_disconnected() -> None:
             f"{NAME} has no process now: it is waiting to be restarted",
         ),
         ({"deaths": [99.0] * 5}, f"{NAME} died 5 times within 60 s; one more death would end the service"),
-        ({"elsewhere": True, "stage": Stage.STARTING}, f"{NAME} does not serve yet: it is starting"),
+        ({"is_external": True, "stage": Stage.STARTING}, f"{NAME} does not serve yet: it is starting"),
     ],
 )
 def test_what_cannot_be_killed_now(fields: dict[str, Any], message: str) -> None:

@@ -6,7 +6,7 @@ from moesaic.cluster.member import Role
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
 
-FROM_SERVER = (
+SERVER_MESSAGES = (
     messages.Holds,
     messages.Digests,
     messages.ServerReport,
@@ -14,11 +14,11 @@ FROM_SERVER = (
     messages.LinkTest,  # an answer that came too late
 )
 """The messages that an expert server may send."""
-FROM_RANKS = (messages.RanksWait, messages.Failed, messages.LinkTest)
+RANKS_MESSAGES = (messages.RanksWait, messages.Failed, messages.LinkTest)
 """The messages that the ranks of another host may send."""
-FROM = {Role.SERVER: FROM_SERVER, Role.RANKS: FROM_RANKS}
+MESSAGES_BY_ROLE = {Role.SERVER: SERVER_MESSAGES, Role.RANKS: RANKS_MESSAGES}
 """Workers may send any message."""
-TO_ROUTER = (
+ROUTER_MESSAGES = (
     messages.Tokens,
     messages.Admitted,
     messages.PromptLogprobs,
@@ -30,7 +30,7 @@ TO_ROUTER = (
 """The messages of a worker that requests wait for."""
 
 
-def why_not(role: Role, worker: WorkerConfig, prefill: bool) -> str | None:
+def explain_refusal(role: Role, worker: WorkerConfig, prefill: bool) -> str | None:
     """Why no process of this role can join a cluster with these workers; None if one can.
 
     prefill: whether it was started with prefill workers.
@@ -39,8 +39,8 @@ def why_not(role: Role, worker: WorkerConfig, prefill: bool) -> str | None:
     if role is Role.RANKS:
         return None if nodes > 1 else f"{flag}: the cluster was started without --nnodes"
     if role is Role.SERVER:
-        started = "the cluster was started without --expert-servers"
-        return None if worker.remote_experts else f"{flag}: {started}"
+        reason = "the cluster was started without --expert-servers"
+        return None if worker.remote_experts else f"{flag}: {reason}"
     if role is Role.PREFILL and not prefill:
         return f"{flag}: the cluster was started without --prefill-workers"
     if worker.record is not None:

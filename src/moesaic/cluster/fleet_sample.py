@@ -22,12 +22,14 @@ def take_sample(members: Members, router: Router) -> Sample:
             "attention_workers": waiting - prompts,
             "prefill_workers": prompts,
         },
-        missed=router.objectives.missed,
+        missed_objectives=router.objectives.total_misses,
         busy={
-            "expert_servers": {one.process: one.stats.busy_seconds for one in members.servers},
+            "expert_servers": {member.process_key: member.stats.busy_seconds for member in members.servers},
             "prefill_workers": {
-                one.process: prefill[one.worker] for one in members.prefill_workers if one.worker in prefill
+                member.process_key: prefill[member.worker_id]
+                for member in members.prefill_workers
+                if member.worker_id in prefill
             },
         },
-        occupied=router.occupied(),
+        occupancy=router.measure_occupancy(),
     )

@@ -22,23 +22,25 @@ def kill(members: Collection[Member], name: str, now: float, rule: RestartRule) 
     Raises ConfigError if no member has that name. Raises ScalingError if there is no process now, if one more
     death would end the service, or if a process that joined does not serve yet.
     """
-    found = {member.name: member for member in members}
-    if name not in found:
-        raise ConfigError.field("name", name, ", ".join(found))
-    member = found[name]
+    members_by_name = {member.name: member for member in members}
+    if name not in members_by_name:
+        raise ConfigError.field("name", name, ", ".join(members_by_name))
+    member = members_by_name[name]
     child, stage = member.child, member.stage
     if child is None:
         raise ScalingError(f"{name} has no process now: it is {stage.value}", conflict=True)
-    if member.elsewhere:
+    if member.is_external:
         if not member.in_service:  # `moesaic join` would end instead of joining again
             raise ScalingError(f"{name} does not serve yet: it is {stage.value}", conflict=True)
         child.kill()
         return f"the connection to {name} on {member.host} was closed; the process joins again as a new one"
     recent = sum(now - death < rule.window for death in member.deaths)
-    if recent + 1 >= rule.most:
-        what = f"{name} died {recent} times within {rule.window:g} s; one more death would end the service"
-        raise ScalingError(what, conflict=True)
+    if recent + 1 >= rule.max_deaths:
+        message = f"{name} died {recent} times within {rule.window:g} s; one more death would end the service"
+        raise ScalingError(message, conflict=True)
     child.kill()
-    after = "it is not started again, as it was leaving" if stage is Stage.DRAINING else "it is started again"
-    where = f" on {member.host}" if isinstance(child, LaunchedProcess) and member.host else ""
-    return f"{name}{where} was killed; {after}"
+    outlook = (
+        "it is not started again, as it was leaving" if stage is Stage.DRAINING else "it is started again"
+    )
+    location = f" on {member.host}" if isinstance(child, LaunchedProcess) and member.host else ""
+    return f"{name}{location} was killed; {outlook}"

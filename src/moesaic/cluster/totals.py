@@ -10,7 +10,7 @@ from moesaic.core.metrics import StateStats, WorkerStats
 from moesaic.core.worker_info import WorkerInfo
 
 
-def as_one(infos: list[WorkerInfo]) -> WorkerInfo:
+def merge_infos(infos: list[WorkerInfo]) -> WorkerInfo:
     """Describes workers as one, with the seats and memory of all."""
     names = ("num_blocks", "kv_bytes", "max_num_seqs", "state_bytes", "state_seats", "state_snapshots")
     return replace(infos[0], **{name: sum(getattr(info, name) for info in infos) for name in names})
@@ -29,7 +29,7 @@ def counters(stats: WorkerStats) -> WorkerStats:
     )
 
 
-def with_news(stats: WorkerStats, news: Stats | KVSent) -> WorkerStats:
+def update_stats(stats: WorkerStats, news: Stats | KVSent) -> WorkerStats:
     """What is known of a worker once it has reported again.
 
     A prefill worker reports pieces that have arrived from other threads than its steps, so that the newer
@@ -50,9 +50,9 @@ def total(records: list[WorkerStats]) -> WorkerStats:
             return sum(parts)  # type: ignore[arg-type]
         if isinstance(first, tuple):  # one number for each layer, or none yet
             return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
-        names = [one.name for one in fields(first)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(first)]  # type: ignore[arg-type]
         return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
 
-    added = add(list(records))
-    assert isinstance(added, WorkerStats)
-    return added
+    result = add(list(records))
+    assert isinstance(result, WorkerStats)
+    return result

@@ -32,7 +32,7 @@ def stand_by(
     secret = read_secret(Path(cluster.cluster_secret_file or ""), "--cluster-secret-file")
     with closing(bind(server.host, server.port)):
         pass
-    weights = standby.prepared(cluster.standby_for, cluster.cluster_address, path)
+    weights = standby.prepare(cluster.standby_for, cluster.cluster_address, path)
     template = Path(server.chat_template) if server.chat_template else None
     Tokenizer(path, template, special_tokens_in_content=server.allow_special_tokens_in_content).close()
     for name in SLOW_IMPORTS:
