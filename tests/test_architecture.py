@@ -177,7 +177,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
         "policy.fleet.silence",
         "policy.fleet.nodes",  # where Ray should start a process
-        *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
+        *("policy.placement.around_homes", "policy.placement.dispatch"),
         "policy.placement.spreading",  # how many experts have all of their copies on one host
         "policy.placement.returning",  # which experts servers keep under a new supervisor
         *("trace.parts", "transport"),
@@ -215,13 +215,11 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "text.detokenizer": ("text.tokenizer",),
     "text.stop_strings": (),
-    "text.bad_words": ("core", "text.tokenizer"),
     # Workers are known through a transport only.
     # the tokens that an answer of a certain form may have: masks for a worker, a grammar for an engine
     "text.structured": ("core", "trace.logs", "text.tokenizer"),
     "engine": (
         *(
-            "text.bad_words",
             "core",
             "text.detokenizer",
             "text.stop_strings",
