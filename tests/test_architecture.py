@@ -249,8 +249,6 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("models.conversion", "models.headers"),  # how many bytes of the files an expert has
         "policy.scheduling.step_prices",  # with which a worker that drafts tokens begins
     ),
-    # published results, computed again
-    "papers": ("core", "cost", "policy.offloading"),
     # the HTTP API's own code in this process, in front of workers; how long a file's requests are
     "jobs.batch": (
         *(
@@ -332,7 +330,7 @@ EDGES: dict[str, tuple[str, ...]] = {
             "planning",
             "text.tokenizer",
         ),
-        *("cost", "planning.hardware", "papers", "policy.offloading", "policy.placement", "jobs.profiling"),
+        *("cost", "planning.hardware", "policy.offloading", "policy.placement", "jobs.profiling"),
         *("jobs.quantizing", "planning.sim"),
         *("runtime.machine", "server", "jobs.verify"),
         # what the loader says about a model before it is loaded
