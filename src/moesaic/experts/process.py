@@ -25,10 +25,10 @@ from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
 from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.observer import ServerTrace
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.tracing import ServerTrace
 from moesaic.gpu.exchange.mailbox_answerer import MailboxAnswerer
 from moesaic.gpu.nvshmem.package import Membership
 from moesaic.models import fingerprint
