@@ -14,8 +14,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes, JoinedProcess
-from moesaic.cluster.scaling_limits import ScalingLimits
+from moesaic.cluster.scaling import Change, Changes, JoinedProcess, ScalingLimits
 from moesaic.config import ClusterConfig, ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -234,7 +233,7 @@ def test_a_server_whose_join_another_one_spoilt_may_join_again(
     """Example: it joins while the host of an earlier server dies. After a Shutdown it would end for good."""
     scene = Scene(2)
     more = Placement(1, 4, {0: {0: [0, 1], 1: [0, 1, 2, 3], 2: [2]}})
-    monkeypatch.setattr(scene.changes, "_plan_placement", lambda numbers, kept: more)
+    monkeypatch.setattr(scene.changes, "_plan_placement", lambda numbers, resident_experts: more)
     process = scene.process("expert server 2")
     change = scene.changes.add_server(JoinedProcess(process, "w"))  # type: ignore[arg-type]
     assert advance(change)

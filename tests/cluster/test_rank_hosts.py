@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.cluster import instruction_sets
-from moesaic.cluster.admission import explain_refusal
+from moesaic.cluster.admission import choose_local_set, explain_refusal
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
@@ -63,7 +62,7 @@ def test_a_worker_starts_once_all_hosts_are_there(members: Members, caplog: pyte
     spare, _ = join(members)
     members.spawn_worker(worker)
     assert (worker.stage, worker.waiting) == (Stage.STARTING, "") and worker.child is not None
-    assert [one.number for one in members.ranks.of(worker)] == [0, 2] and spare.spare
+    assert [one.number for one in members.ranks.list_group(worker)] == [0, 2] and spare.spare
     members.stop()
 
 
@@ -104,7 +103,7 @@ def test_a_group_ends_as_a_whole_and_the_next_one_is_another(victim: str, member
         members.ranks.remove_group(member)
     again, _ = join(members)
     members.spawn_worker(worker)
-    assert worker.stage is Stage.STARTING and members.ranks.of(worker) == [spare, again]
+    assert worker.stage is Stage.STARTING and members.ranks.list_group(worker) == [spare, again]
     members.stop()
 
 
@@ -115,9 +114,7 @@ def test_a_worker_that_is_removed_frees_its_hosts(members: Members) -> None:
     members.stop()
 
 
-def test_ranks_compute_with_the_instruction_set_of_this_host(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_compute_with_the_choose_local_set(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moesaic.cluster.joining.enlisting.instruction_sets", lambda: ("avx512", "avx2"))
 
     def other(*sets: str) -> str | None:
@@ -127,8 +124,8 @@ def test_ranks_compute_with_the_instruction_set_of_this_host(
     told = other("avx2", "portable")
     assert told is not None and "computes with avx512, which the CPU of 10.0.0.2 lacks" in told
     assert other("avx512", "avx2") is None
-    assert instruction_sets.choose_local_set("avx2") == "avx2"
-    assert instruction_sets.choose_local_set("reference") is None
+    assert choose_local_set("avx2") == "avx2"
+    assert choose_local_set("reference") is None
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ class Processes:
         self.servers = [Member(Role.SERVER, number) for number in range(servers)]
 
     @property
-    def all(self) -> list[Member]:
+    def all_members(self) -> list[Member]:
         return self.workers + self.servers
 
     @property
-    def servers_here(self) -> list[Member]:
+    def launched_servers(self) -> list[Member]:
         return [member for member in self.servers if not member.is_external]
 
     def links(self, file: Path | None = None, ranks: int | None = None) -> Links:

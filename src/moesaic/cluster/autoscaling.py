@@ -43,7 +43,7 @@ class Autoscaling:
     def __init__(self, cluster: ClusterConfig, now: float) -> None:
         """Raises ConfigError if --autoscale is not possible."""
         self._scalers = {role: Autoscaler(rule) for role, rule in autoscale_rules(cluster).items()}
-        self._decided_at = now
+        self._last_decision = now
         self._busy: Mapping[str, Mapping[Process, float]] = {}
         self._missed_objectives = 0
 
@@ -53,7 +53,7 @@ class Autoscaling:
         Servers and prefill workers are as busy as their mean share of the time. Attention workers are as busy
         as they are occupied, and ranks as the busier of their two halves. Example: {"expert_servers": 3}.
         """
-        elapsed_seconds = now - self._decided_at
+        elapsed_seconds = now - self._last_decision
         if not self._scalers or elapsed_seconds < SECONDS:
             return {}
         use = {kind: self._share(kind, sample, elapsed_seconds) for kind in sample.busy}
@@ -61,7 +61,7 @@ class Autoscaling:
         # The counter only grows, so the difference is what was missed since the last decision.
         late = sample.missed_objectives - self._missed_objectives
         self._missed_objectives = sample.missed_objectives
-        self._decided_at, self._busy = now, sample.busy
+        self._last_decision, self._busy = now, sample.busy
         counts: dict[str, int] = {}
         for role, scaler in self._scalers.items():
             busiest = max(use.get(kind, 0.0) for kind in ROLES[role])

@@ -19,10 +19,9 @@ from inspect import GEN_CREATED, GEN_SUSPENDED, getgeneratorstate
 import numpy as np
 
 from moesaic.cluster import live_placement
-from moesaic.cluster.autoscaling import Autoscaling
+from moesaic.cluster.autoscaling import Autoscaling, Sample
 from moesaic.cluster.balancing import Balancing
 from moesaic.cluster.dispatching import dispatch_by_tables
-from moesaic.cluster.fleet_sample import take_sample
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
@@ -425,3 +424,31 @@ class ChangeQueue:
         if self.balancing is not None:
             return self.balancing.loads.window()
         return np.zeros((len(self.layout.layers), self.layout.num_experts), dtype=np.int64)
+
+
+def take_sample(members: Members, router: Router) -> Sample:
+    """The sample of this moment."""
+    waiting, prompts = router.stats().waiting, router.waiting_prompts()
+    prefill = router.prefill_seconds()
+    return Sample(
+        processes={
+            "expert_servers": len(members.servers),
+            "attention_workers": len(members.workers),
+            "prefill_workers": len(members.prefill_workers),
+        },
+        waiting={
+            "expert_servers": waiting,
+            "attention_workers": waiting - prompts,
+            "prefill_workers": prompts,
+        },
+        missed_objectives=router.objectives.total_misses,
+        busy={
+            "expert_servers": {member.process_key: member.stats.busy_seconds for member in members.servers},
+            "prefill_workers": {
+                member.process_key: prefill[member.worker_id]
+                for member in members.prefill_workers
+                if member.worker_id in prefill
+            },
+        },
+        occupancy=router.measure_occupancy(),
+    )

@@ -72,7 +72,6 @@ def launch(
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
     live = _live_routing(config, cluster, record)
     with closing(tokenizer), collecting(config.trace), ExitStack() as stack:
-        # Several workers may have rows of one request, so the engine has to say when it has ended.
         ends = Ends() if cluster is not None and cluster.apart and (live or record.record_routing) else None
         routing_file = stack.enter_context(recording(record, live=live, ends=ends))
         local_config = _local_config(config, cluster, path, replace(record, record_routing=routing_file))

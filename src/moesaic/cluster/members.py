@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from moesaic.cluster import admission, instruction_sets, numa
+from moesaic.cluster import admission, numa
 from moesaic.cluster.admission import MESSAGES_BY_ROLE, ROUTER_MESSAGES
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
@@ -200,13 +200,13 @@ class Members:
 
     def explain_difference(self, process: RemoteProcess) -> str | None:
         """Why a process that joins would compute other bits than this cluster; None if it would not."""
-        return instruction_sets.explain_difference(process, self._instruction_set(process.role))
+        return admission.explain_difference(process, self._instruction_set(process.role))
 
     def _instruction_set(self, role: Role) -> KernelName | None:
         """The instruction set with which members of this role compute. None: it is not fixed yet."""
-        set_in_use = instruction_sets.find_set_in_use(self.servers if role is Role.SERVER else self.clients)
+        set_in_use = admission.find_set_in_use(self.servers if role is Role.SERVER else self.clients)
         if set_in_use is None and role is Role.RANKS and not self._gpus:
-            return instruction_sets.choose_local_set(self._worker_config.model.kernels)
+            return admission.choose_local_set(self._worker_config.model.kernels)
         return set_in_use
 
     def explain_misfit(self, member: Member, ready: messages.Ready) -> str | None:

@@ -38,7 +38,7 @@ class _CheckedServer:
     """(layer, expert) pairs whose bytes are those of the checkpoint here."""
     waiting: messages.Holds | None = None
     """The last Holds of the server, which is not passed on yet."""
-    received_at: float = 0.0
+    receipt_time: float = 0.0
     """When `waiting` came."""
 
 
@@ -85,7 +85,7 @@ class WeightCheck:
             self._refuse(member, "its checkpoint has another fingerprint than this cluster's")
             return
         server = self._find_server(member)
-        server.waiting, server.received_at = message, self._clock()
+        server.waiting, server.receipt_time = message, self._clock()
 
     def record_digests(self, member: Member, message: messages.Digests) -> None:
         """Compares a server's digests, in the background."""
@@ -101,7 +101,7 @@ class WeightCheck:
         if message is None or message.version != member.last_hold:
             return
         pairs = {(layer, expert) for layer, experts in list_experts().items() for expert in experts}
-        if pairs <= server.equal or self._clock() - server.received_at > SECONDS:
+        if pairs <= server.equal or self._clock() - server.receipt_time > SECONDS:
             server.waiting = None
             self._accept(member, message)
 

@@ -25,10 +25,10 @@ from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
 from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.observer import ServerTrace
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.tracing import ServerTrace
 from moesaic.gpu.exchange.mailbox_answerer import MailboxAnswerer
 from moesaic.gpu.nvshmem.package import Membership
 from moesaic.models import fingerprint
@@ -40,7 +40,7 @@ from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, serv
 from moesaic.trace.track import Track
 from moesaic.transport.authentication import SentAway
 from moesaic.transport.calls import HEAP_BYTES
-from moesaic.transport.listening import Listener
+from moesaic.transport.listening import ONE_SIDED, Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
@@ -151,20 +151,26 @@ def _listener(
     """The listener, and what computes rows that stay on GPUs. None: rows come by the host."""
     remote = config.remote_address
     if job is None and config.transport != "cuda_ipc":
-        return Listener(config.address, secret, remote=remote, one_sided=config.transport == "nixl"), None
+        return Listener(
+            config.address, secret, remote=remote, kinds=ONE_SIDED if config.transport == "nixl" else None
+        ), None
     import torch
 
+    from moesaic.gpu.exchange.lifeline import lifeline_kind
+    from moesaic.gpu.exchange.mailbox import mailbox_kind
     from moesaic.gpu.ipc import device_sharing
+    from moesaic.gpu.ipc.device_calls import device_kind
     from moesaic.gpu.ipc.device_rows import ServerRows
     from moesaic.gpu.nvshmem.answerer import Inbox
 
     device = torch.device(config.device)
     if job is not None:
-        listener = Listener(config.address, secret, remote=remote, lifelines=Inbox(job).accept)
+        listener = Listener(config.address, secret, remote=remote, kinds=lifeline_kind(Inbox(job).accept))
         return listener, ServerRows(device)
     opened = device_sharing.sharing(device).open
     mailboxes = partial(MailboxAnswerer, open_memory=opened, hidden=config.layout.hidden)
-    return Listener(config.address, secret, open_memory=opened, mailboxes=mailboxes), ServerRows(device)
+    kinds = device_kind(opened) | mailbox_kind(mailboxes)
+    return Listener(config.address, secret, kinds=kinds), ServerRows(device)
 
 
 def _relay(config: ExpertServerConfig) -> Relay:

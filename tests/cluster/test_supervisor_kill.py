@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from moesaic.cluster.join_listener import RemoteProcess
-from moesaic.cluster.killing import kill
 from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
+from moesaic.cluster.supervisor import kill_member
 from moesaic.core.errors import ConfigError, ScalingError
 from tests.cluster.test_identity import alone, workload
 from tests.cluster.test_join_workers import joined, steps_of, worker
@@ -47,7 +47,7 @@ def member(process: object, **fields: Any) -> Member:
 
 
 def killed(one: Member, now: float = 100.0) -> str:
-    return kill([Member(Role.WORKER, 0), one], one.name, now, RestartRule())
+    return kill_member([Member(Role.WORKER, 0), one], one.name, now, RestartRule())
 
 
 def test_a_process_of_this_host_is_killed_and_started_again() -> None:
@@ -60,14 +60,14 @@ def test_a_process_of_this_host_is_killed_and_started_again() -> None:
 
 def test_a_process_that_a_launcher_started_is_killed_on_its_host() -> None:
     child = Launched()
-    said = killed(member(child, joined=True, host="10.0.0.2"))
+    said = killed(member(child, has_tcp_connection=True, host="10.0.0.2"))
     assert said == f"{NAME} on 10.0.0.2 was killed; it is started again" and child.ended == 1
 
 
 def test_a_process_that_joined_is_disconnected() -> None:
     connection = Child()
     child = RemoteProcess(cast("Any", connection), "10.0.0.2:5")
-    far = member(child, joined=True, elsewhere=True, host="10.0.0.2", deaths=[99.0] * 9)
+    far = member(child, has_tcp_connection=True, is_external=True, host="10.0.0.2", deaths=[99.0] * 9)
     assert killed(far) == (
         f"the connection to {NAME} on 10.0.0.2 was closed; the process joins again as a new one"
     )
@@ -94,7 +94,7 @@ def test_what_cannot_be_killed_now(fields: dict[str, Any], message: str) -> None
 
 def test_a_wrong_name_is_told_with_the_right_ones() -> None:
     with pytest.raises(ConfigError, match="name: got 'x'; allowed: attention worker 0, expert server 1"):
-        kill([Member(Role.WORKER, 0), member(Child())], "x", 0.0, RestartRule())
+        kill_member([Member(Role.WORKER, 0), member(Child())], "x", 0.0, RestartRule())
 
 
 @pytest.mark.slow
