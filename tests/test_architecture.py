@@ -206,7 +206,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "cluster.joining": (
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "trace.logs"),
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
-        *("runtime.process", "runtime.keeping", "runtime.group.other_host"),
+        *("runtime.process", "runtime.keeping", "runtime.group.build_rank"),
     ),
     "cluster.solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "text.templates": ("config", "core"),

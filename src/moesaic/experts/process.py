@@ -24,11 +24,11 @@ from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
 from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.observer import ServerTrace
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.server_memory import HostMemory, JoinedJob, ServerTransport
-from moesaic.experts.tracing import ServerTrace
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
 from moesaic.policy.scheduling.microqueue import QueuePolicy

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from moesaic.cluster.join_listener import RemoteProcess
-from moesaic.cluster.killing import kill
 from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
+from moesaic.cluster.supervisor import kill_member
 from moesaic.core.errors import ConfigError, ScalingError
 from tests.cluster.test_identity import alone, workload
 from tests.cluster.test_join_workers import joined, steps_of, worker
@@ -47,7 +47,7 @@ def member(process: object, **fields: Any) -> Member:
 
 
 def killed(one: Member, now: float = 100.0) -> str:
-    return kill([Member(Role.WORKER, 0), one], one.name, now, RestartRule())
+    return kill_member([Member(Role.WORKER, 0), one], one.name, now, RestartRule())
 
 
 def test_a_process_of_this_host_is_killed_and_started_again() -> None:
@@ -94,7 +94,7 @@ def test_what_cannot_be_killed_now(fields: dict[str, Any], message: str) -> None
 
 def test_a_wrong_name_is_told_with_the_right_ones() -> None:
     with pytest.raises(ConfigError, match="name: got 'x'; allowed: attention worker 0, expert server 1"):
-        kill([Member(Role.WORKER, 0), member(Child())], "x", 0.0, RestartRule())
+        kill_member([Member(Role.WORKER, 0), member(Child())], "x", 0.0, RestartRule())
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from moesaic.cluster.lateness import Lateness
 from moesaic.cluster.member import Member, Role
 from moesaic.cluster.supervisor import FROZEN_SECONDS
+from moesaic.cluster.suspicion import Lateness
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import cluster
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.transport.line_limit import LineLimit
+from moesaic.transport.acceptor import LineLimit
 
 
 def test_a_burst_is_two_lines() -> None:
