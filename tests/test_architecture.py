@@ -188,7 +188,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
         "policy.fleet.silence",
         "policy.fleet.nodes",  # where Ray should start a process
-        *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
+        *("policy.placement.around_homes", "policy.placement.dispatch"),
         "policy.placement.spreading",  # how many experts have all of their copies on one host
         "policy.placement.returning",  # which experts servers keep under a new supervisor
         *("trace.parts", "transport"),
@@ -226,13 +226,11 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "text.detokenizer": ("text.tokenizer",),
     "text.stop_strings": (),
-    "text.bad_words": ("core", "text.tokenizer"),
     # Workers are known through a transport only.
     # the tokens that an answer of a certain form may have: masks for a worker, a grammar for an engine
     "text.structured": ("core", "trace.logs", "text.tokenizer"),
     "engine": (
         *(
-            "text.bad_words",
             "core",
             "text.detokenizer",
             "text.stop_strings",
@@ -262,8 +260,6 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("models.conversion", "models.headers"),  # how many bytes of the files an expert has
         "policy.scheduling.step_prices",  # with which a worker that drafts tokens begins
     ),
-    # published results, computed again
-    "papers": ("core", "cost", "policy.offloading"),
     # the HTTP API's own code in this process, in front of workers; how long a file's requests are
     "jobs.batch": (
         *(
@@ -345,7 +341,7 @@ EDGES: dict[str, tuple[str, ...]] = {
             "planning",
             "text.tokenizer",
         ),
-        *("cost", "planning.hardware", "papers", "policy.offloading", "policy.placement", "jobs.profiling"),
+        *("cost", "planning.hardware", "policy.offloading", "policy.placement", "jobs.profiling"),
         *("jobs.quantizing", "planning.sim"),
         *("runtime.machine", "server", "jobs.verify"),
         # what the loader says about a model before it is loaded
