@@ -62,7 +62,7 @@ def test_a_worker_starts_once_all_hosts_are_there(members: Members, caplog: pyte
     spare, _ = join(members)
     members.spawn_worker(worker)
     assert (worker.stage, worker.waiting) == (Stage.STARTING, "") and worker.child is not None
-    assert [one.number for one in members.ranks.list_group(worker)] == [0, 2] and spare.spare
+    assert [one.number for one in members.ranks.list_group(worker)] == [0, 2] and spare.is_spare
     members.stop()
 
 
