@@ -154,6 +154,8 @@ class OperationRecorder(Protocol):
         ...
 
 
+MOST_RECORDED_ROWS = 256
+"""Steps of more rows are not recorded: their launches take less time than what they compute."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
 
