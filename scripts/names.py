@@ -108,6 +108,7 @@ KEPT: dict[str, str] = {
     "policy/placement/routing_prediction.py: both": "a field of profile show, as JSON",
     "policy/placement/routing_prediction.py: most": "a field of profile show, as JSON",
     "policy/placement/routing_statistics.py: repeated": "a field of profile show, as JSON",
+    "cluster/member.py: STOPPED": "a stage of the status, where it is written `stopped`",
 }
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
 flags, fields of a file or of an answer, or methods that a library calls."""
