@@ -24,7 +24,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "delta rule": ("qwen3_next", ("bfloat16",), "bfloat16"),
     "short convolutions": ("lfm2_moe", ("bfloat16",), "bfloat16"),
     "other formats": (
-        "qwen3-30b-a3b", tuple(kind for kind in QUANTIZATIONS if kind not in ("fp8", "int8", "int4", "mxfp4")),
+        "qwen3-30b-a3b",
+        tuple(name for name in QUANTIZATIONS if name not in ("fp8", "int8", "int4", "mxfp4")),
         "bfloat16",
     ),
 }  # fmt: skip

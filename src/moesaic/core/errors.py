@@ -48,8 +48,8 @@ class RequestError(MoesaicError):
 class TemplateError(MoesaicError):
     """A chat template failed. The message is a predicate, such as "ran for more than 5 seconds".
 
-    is_refusal: the template or Jinja raised an error, and the message says which. too_long: the rendered text is
-    longer than allowed. fatal: the process that rendered it is of no more use.
+    is_refusal: the template or Jinja raised an error, and the message says which. too_long: the rendered text
+    is longer than allowed. fatal: the process that rendered it is of no more use.
     """
 
     def __init__(

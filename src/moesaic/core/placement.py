@@ -96,7 +96,7 @@ class Placement:
             }
             for layer in sorted(self.experts_by_layer)
         }
-        object.__setattr__(self, "held", experts_by_layer)
+        object.__setattr__(self, "experts_by_layer", experts_by_layer)
 
     def _sort_experts(self, layer: int, server: int, experts: Sequence[int]) -> tuple[int, ...]:
         place = f"{FLAG}: layer {layer}, server {server}"
@@ -201,7 +201,8 @@ class Placement:
         return copies
 
     def orphans(self, excluded_servers: Collection[int] = ()) -> list[tuple[int, int]]:
-        """(layer, expert) pairs that no server holds, not counting the servers in `excluded_servers`, ascending."""
+        """(layer, expert) pairs that no server holds, not counting the servers in `excluded_servers`,
+        ascending."""
         missing = []
         for layer, by_server in self.experts_by_layer.items():
             left = {

@@ -289,25 +289,49 @@ def _check_numbers(name: str, array: npt.NDArray[Any]) -> None:
 
 def _check(profile: Profile) -> None:
     """Raise ValueError where arrays do not fit each other, so that users of the profile need no checks."""
-    size, routes = profile.num_experts, profile.routes
+    if not (_counts_fit(profile) and _routes_fit(profile) and _ids_are_valid(profile)):
+        raise ValueError("its arrays do not fit each other")
+
+
+def _counts_fit(profile: Profile) -> bool:
+    """Whether the counts and transitions have the sizes of the profile."""
+    size = profile.num_experts
+    transitions_shape = (max(0, len(profile.layers) - 1), size, size)
+    counts_fit = all(
+        len(part.starts) == profile.vocab_size + 1
+        and part.starts[-1] == len(part.experts) == len(part.counts)
+        and (np.diff(part.starts) >= 0).all()
+        and part.starts[0] == 0
+        for part in profile.counts
+    )
+    return counts_fit and profile.transitions.shape == transitions_shape
+
+
+def _routes_fit(profile: Profile) -> bool:
+    """Whether the routes and the nearest token ids have the sizes of the profile."""
+    routes = profile.routes
     tokens, layers, k = routes.experts.shape
-    fits = (
-        all(len(part.starts) == profile.vocab_size + 1 for part in profile.counts)
-        and all(part.starts[-1] == len(part.experts) == len(part.counts) for part in profile.counts)
-        and all((np.diff(part.starts) >= 0).all() and part.starts[0] == 0 for part in profile.counts)
-        and (layers, k) == (len(profile.layers), profile.top_k)
+    return bool(
+        (layers, k) == (len(profile.layers), profile.top_k)
         and (np.diff(profile.layers) > 0).all()
-        and profile.transitions.shape == (max(0, layers - 1), size, size)
         and len(routes.starts) == len(routes.prompts) + 1 == len(routes.topics) + 1
         and routes.starts[0] == 0
         and routes.starts[-1] == tokens == len(routes.tokens)
         and (np.diff(routes.starts) >= routes.prompts).all()
         and (profile.nearest is None or profile.nearest.shape == (profile.vocab_size,))
     )
-    ids: list[tuple[npt.NDArray[Any], int]] = [(routes.experts, size), (routes.tokens, profile.vocab_size)]
-    ids += [(part.experts, size) for part in profile.counts]
-    ids += [(routes.topics + 1, len(profile.topics) + 1)]
+
+
+def _ids_are_valid(profile: Profile) -> bool:
+    """Whether all ids of experts, tokens and topics are in range."""
+    size, routes = profile.num_experts, profile.routes
+    # NO_TOPIC is -1, so topics are checked with 1 added.
+    limits: list[tuple[npt.NDArray[Any], int]] = [
+        (routes.experts, size),
+        (routes.tokens, profile.vocab_size),
+        (routes.topics + 1, len(profile.topics) + 1),
+        *((part.experts, size) for part in profile.counts),
+    ]
     if profile.nearest is not None:
-        ids.append((profile.nearest, profile.vocab_size))
-    if not fits or any(part.size and not 0 <= part.min() <= part.max() < most for part, most in ids):
-        raise ValueError("its arrays do not fit each other")
+        limits.append((profile.nearest, profile.vocab_size))
+    return all(not ids.size or 0 <= ids.min() <= ids.max() < limit for ids, limit in limits)

@@ -227,7 +227,8 @@ def quantised_type(raw: dict[str, Any]) -> str | None:
 
 
 def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
-    """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/weight_types.py."""
+    """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of
+    core/weight_types.py."""
     number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
     if split_dtype(stored)[0] in QUANTIZATIONS and (kernels.packed or device.startswith("cpu")):
         return stored if kernels.packed else "float32"

@@ -81,9 +81,8 @@ def place(
     gets experts 0, 1 and one of the others, and a load of 8.
     """
     _check(load, layers, servers, redundant, min_replicas, previous)
-    ids, experts = sorted(servers), load.shape[1]
+    load, ids, experts = np.asarray(load, dtype=np.float64), sorted(servers), load.shape[1]
     capacity = np.array([servers[server] for server in ids], dtype=np.float64)
-    load = np.asarray(load, dtype=np.float64)
     slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
     before = [copy_mask(previous, layer, ids, experts) for layer in layers]
     there = Hosts.where(ids, hosts)
@@ -96,9 +95,8 @@ def place(
     if previous is None:
         return Placement(0, experts, held, model)
     new = Placement(previous.version + 1, experts, held, model or previous.model)
-    return (
-        previous if (previous.experts_by_layer, previous.model) == (new.experts_by_layer, new.model) else new
-    )
+    is_same = (previous.experts_by_layer, previous.model) == (new.experts_by_layer, new.model)
+    return previous if is_same else new
 
 
 def _check(

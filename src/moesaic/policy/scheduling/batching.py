@@ -120,8 +120,9 @@ class ContinuousBatching:
     ) -> None:
         """Queue a request. It must have arrived later than all requests before.
 
-        generated_ids: tokens that a worker which died had generated for it. Their KV is computed again, as after
-        a preemption. received_tokens: how many of all these tokens have KV here, which another worker sent.
+        generated_ids: tokens that a worker which died had generated for it. Their KV is computed again, as
+        after a preemption. received_tokens: how many of all these tokens have KV here, which another worker
+        sent.
 
         Raises RequestError when the prompt is empty or leaves no room for an answer, although
         the engine has checked that before.

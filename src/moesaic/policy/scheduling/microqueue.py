@@ -53,8 +53,8 @@ class QueuePolicy(Protocol):
     def choose(self, tokens: IntArray, wait_seconds: FloatArray) -> Queue | None:
         """The queue to run next, or None when all are empty. The first queue wins a tie.
 
-        tokens: [B, E] rows waiting. wait_seconds: [B, E] seconds that the oldest row of each queue has waited.
-        Values of `wait_seconds` for empty queues are ignored.
+        tokens: [B, E] rows waiting. wait_seconds: [B, E] seconds that the oldest row of each queue has
+        waited. Values of `wait_seconds` for empty queues are ignored.
         """
         ...
 

@@ -69,8 +69,8 @@ def cpu_curves(
 ) -> DeviceCurves:
     """The curves of a CPU that shares its cores. They are straight lines behind the reading of weights.
 
-    expert: weights of a routed expert. dense_weights: weights of a layer besides. measured_rows: rows at which computing
-    takes as long as reading. None: SHARED_ROWS.
+    expert: weights of a routed expert. dense_weights: weights of a layer besides. measured_rows: rows at
+    which computing takes as long as reading. None: SHARED_ROWS.
     """
     ratio = float(SHARED_ROWS) if measured_rows is None else measured_rows
     rate = CPU_FLOPS * threads
@@ -275,13 +275,14 @@ class Decisions:
         """Whether a server should let its clients wait for each other, so that a run has all their calls.
 
         pairs: mean of a call. clients: those that ask again and again. experts: of a layer on this server.
-        away_seconds: seconds from an answer to the next call of the same client, at least those of a worker's run.
-        unevenness_factor: pairs of the server with the most of a layer, over the mean server's (`unevenness`).
+        away_seconds: seconds from an answer to the next call of the same client, at least those of a worker's
+        run. unevenness_factor: pairs of the server with the most of a layer, over the mean server's
+        (`unevenness`).
 
-        If they wait, all are answered in `away_seconds` and one run of the server with the most pairs. If not, a
-        client is answered in `away_seconds` and one run at best. A server with its own device has no time for that
-        with many clients. Then half of them wait meanwhile, some in the queue of the same layer. Clients that
-        are in step already (in_step) stay so while waiting is no loss.
+        If they wait, all are answered in `away_seconds` and one run of the server with the most pairs. If
+        not, a client is answered in `away_seconds` and one run at best. A server with its own device has no
+        time for that with many clients. Then half of them wait meanwhile, some in the queue of the same
+        layer. Clients that are in step already (in_step) stay so while waiting is no loss.
         """
         if clients < 2:
             return False

@@ -56,7 +56,7 @@ class Speculation:
         """Number of requests -> `_least_rate`, by the prices of the last refresh."""
 
     def describe(self) -> str:
-        """A text that says from which acceptance drafts pay, by the prices so far. Empty without a drafter."""
+        """A text that says from which acceptance drafts pay, by the prices so far. Empty: no drafter."""
         if not self._max_tokens:
             return ""
         parts, price = [], self._prices.price

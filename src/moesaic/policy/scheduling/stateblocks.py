@@ -119,7 +119,8 @@ class StateBlocks(KVBlocks):
         return num_cached
 
     def reserve(self, request_id: int, num_tokens: int, num_draft_tokens: int, spare: int) -> int:
-        """Reserve up to the next multiple of STATE_CHUNK: no page may have rows that turn out not to count."""
+        """Reserve up to the next multiple of STATE_CHUNK: no page may have rows that turn out not to
+        count."""
         return super().reserve(
             request_id, num_tokens, min(num_draft_tokens, -(num_tokens + 1) % STATE_CHUNK), spare
         )
@@ -154,7 +155,8 @@ class StateBlocks(KVBlocks):
         return states.position
 
     def restore(self, request_id: int, num_tokens: int) -> None:
-        """Record that the request's page has the state at the last multiple of STATE_CHUNK, and its seat the rest."""
+        """Record that the request's page has the state at the last multiple of STATE_CHUNK, and its seat the
+        rest."""
         states = self._request_states[request_id]
         self._leave(states)
         states.position = num_tokens // STATE_CHUNK * STATE_CHUNK

@@ -169,7 +169,8 @@ class Restore:
     blocks: IntArray
     """[b] the request's blocks, from position 0 on."""
     states: tuple[int, ...]
-    """The request's line of TokenBatch.states. Its page to write and its seat are written. () without states."""
+    """The request's line of TokenBatch.states. Its page to write and its seat are written. () without
+    states."""
 
 
 @dataclass(frozen=True)

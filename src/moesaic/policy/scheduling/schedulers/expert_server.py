@@ -180,7 +180,7 @@ class ExpertServerScheduler:
         groups: int = 1,
         runs_alone: AloneRule = run_every_queue_alone,
     ) -> None:
-        """groups: queues of a layer, 1 or the number of experts. runs_alone: whether one of them runs alone."""
+        """groups: queues of a layer, 1 or the number of experts. runs_alone: whether one runs alone."""
         self._runs_alone, self._policy, self._rule = runs_alone, policy, rule
         self._layers = tuple(layers)
         self._index = {layer: index for index, layer in enumerate(self._layers)}

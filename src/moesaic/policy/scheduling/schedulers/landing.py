@@ -21,7 +21,7 @@ def land(plan: StepPlan, chunks: Ordered[Chunk], step_done: StepDone, batching: 
         for index, token in zip(
             plan.sampled_sequences.tolist(), step_done.proposed_tokens.tolist(), strict=True
         ):
-            chunks[index][0].proposed = [token]
+            chunks[index][0].proposed_tokens = [token]
     for index, (sequence, rows) in enumerate(chunks):
         first, tokens = tokens_by_sequence.get(index, (0, []))
         num_accepted = max(0, len(tokens) - 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from itertools import accumulate
 
 import numpy as np
 
@@ -31,28 +30,49 @@ def plan_step(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     if not chunks:
         return _empty_plan(step)
     sequences = [sequence for sequence, _ in chunks]
-    counts = [rows for _, rows in chunks]
-    starts = [sequence.num_computed for sequence in sequences]
-    ends = [sequence.num_computed + rows for sequence, rows in chunks]
-    query_starts = _ints([0, *accumulate(counts)])
-    newest = [end - len(sequence.draft_tokens) for sequence, end in zip(sequences, ends, strict=True)]
-    sampled = _ints([i for i, sequence in enumerate(sequences) if newest[i] == sequence.num_tokens])
-    drafted = _ints([len(sequences[i].drafted) for i in sampled.tolist()])
-    scored = _ints([i for i, sequence in enumerate(sequences) if sequence.next_rows_need_scores])
-    batch = TokenBatch(
-        token_ids=np.concatenate([sequence.next_rows(rows) for sequence, rows in chunks]),
-        positions=_ints([row for start, end in zip(starts, ends, strict=True) for row in range(start, end)]),
-        query_starts=query_starts,
-        context_lens=_ints(ends),
-        block_tables=_block_tables([blocks.table(sequence.request_id) for sequence in sequences]),
-        logit_rows=_logit_rows(query_starts, sampled, scored, drafted),
-        states=_states([blocks.states(sequence.request_id) for sequence in sequences]),
+    starts = _ints([sequence.num_computed for sequence in sequences])
+    ends = starts + _ints([rows for _, rows in chunks])
+    draft_lengths = _ints([len(sequence.draft_tokens) for sequence in sequences])
+    # Only a sequence whose newest token is in the step gets a next token. Drafted tokens come after it.
+    newest_ends = ends - draft_lengths
+    sampled = np.flatnonzero(newest_ends == _ints([sequence.num_tokens for sequence in sequences]))
+    scored = np.flatnonzero([sequence.next_rows_need_scores for sequence in sequences])
+    num_draft_tokens = draft_lengths[sampled]
+    return StepPlan(
+        step,
+        _token_batch(chunks, starts, ends, blocks, sampled, scored, num_draft_tokens),
+        _ints([sequence.request_id for sequence in sequences]),
+        _ints([sequence.epoch for sequence in sequences]),
+        sampled,
+        scored,
+        num_draft_tokens if num_draft_tokens.any() else num_draft_tokens[:0],
+        _ints(
+            [sequence.token_at(end) for sequence, end in zip(sequences, newest_ends.tolist(), strict=True)]
+        ),
     )
-    request_ids = _ints([sequence.request_id for sequence in sequences])
-    epochs = _ints([sequence.epoch for sequence in sequences])
-    drafted = drafted if drafted.any() else drafted[:0]
-    following = _ints([sequence.token_at(end) for sequence, end in zip(sequences, newest, strict=True)])
-    return StepPlan(step, batch, request_ids, epochs, sampled, scored, drafted, following)
+
+
+def _token_batch(
+    chunks: list[Chunk],
+    starts: IntArray,
+    ends: IntArray,
+    blocks: KVBlocks,
+    sampled_sequences: IntArray,
+    scored_sequences: IntArray,
+    num_draft_tokens: IntArray,
+) -> TokenBatch:
+    """The rows of these chunks. starts, ends: [s] positions of each chunk's first row, and after its last."""
+    request_ids = [sequence.request_id for sequence, _ in chunks]
+    query_starts = np.concatenate([[0], np.cumsum(ends - starts)])
+    return TokenBatch(
+        token_ids=np.concatenate([sequence.next_rows(rows) for sequence, rows in chunks]),
+        positions=np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], ends - starts),
+        query_starts=query_starts,
+        context_lens=ends,
+        block_tables=_block_tables([blocks.table(request_id) for request_id in request_ids]),
+        logit_rows=_logit_rows(query_starts, sampled_sequences, scored_sequences, num_draft_tokens),
+        states=_states([blocks.states(request_id) for request_id in request_ids]),
+    )
 
 
 def _empty_plan(step: int) -> StepPlan:
