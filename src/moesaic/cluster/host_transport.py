@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 
-from moesaic.config import ClusterConfig, HostTransport, Transport, WorkerConfig, ucx_tls
+from moesaic.config import ON_GPUS, ClusterConfig, HostTransport, Transport, WorkerConfig, ucx_tls
+from moesaic.core import gpu_parts
 from moesaic.core.errors import ConfigError
-from moesaic.gpu.nvshmem.package import check_installed
 from moesaic.transport.nixl_link import check_nixl
 
 LOG = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def host_transport(asked: Transport) -> HostTransport:
         LOG.warning("--transport nixl: rows, answers and KV between hosts are not encrypted")
         return "nixl"
     if asked == "nvshmem":
-        check_installed()
+        gpu_parts.check_nvshmem()
         LOG.warning("--transport nvshmem: rows and answers of decode steps are not encrypted between hosts")
         return "nvshmem"
     if asked == "cuda_ipc" and find_spec(COMPILED) is not None:
@@ -62,7 +62,7 @@ def transport_of(cluster: ClusterConfig, worker: WorkerConfig) -> HostTransport:
     if pes is not None and not (isinstance(pes, int) and pes >= least):  # from Python anything may come
         allowed = f"at least {least}, --attention-workers and --expert-servers together"
         raise ConfigError.field("--nvshmem-pes", pes, allowed)
-    if asked in ("cuda_ipc", "nvshmem"):
+    if asked in ON_GPUS:
         reasons = _rows_on_gpus(cluster, worker)
         reasons |= _one_host(cluster, worker) if asked == "cuda_ipc" else _graphs(cluster, worker)
         for reason, refused in reasons.items():

@@ -147,9 +147,9 @@ class Member:
     info: WorkerInfo | None = None
     """For a worker: what it said when it was ready. None: it was not yet."""
     kernels: str = ""
-    nvshmem_id: bytes = b""
+    job_id: bytes = b""
     """For a worker: name of an NVSHMEM job that it can be PE 0 of. Empty: it can join none."""
-    joins_nvshmem: bool = False
+    can_join_job: bool = False
     """For a server: whether it can join an NVSHMEM job."""
     threads: int = 0
     capacity: float = 0.0

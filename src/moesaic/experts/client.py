@@ -108,7 +108,7 @@ class ExpertServers(Protocol):
         ...
 
     @property
-    def nvshmem_id(self) -> bytes:
+    def job_id(self) -> bytes:
         """Name of an NVSHMEM job that this worker can be PE 0 of. Empty: it joins none."""
         ...
 
@@ -148,7 +148,7 @@ class NoServers:
     """The ExpertServers of a worker that computes all experts itself."""
 
     oldest_version_in_use = -1
-    nvshmem_id = b""
+    job_id = b""
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Ignores the directory."""

@@ -72,7 +72,7 @@ class RemoteExperts:
     process again, and keeps a report for the supervisor.
     """
 
-    nvshmem_id = b""
+    job_id = b""
     routes: Routes | None = None
     """Who wants to know which server answers for which pair."""
     before_late: Callable[[], None] = staticmethod(lambda: None)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from moesaic.cluster.joining.options import JoinOptions
 from moesaic.config import ExpertServerConfig, WorkerConfig, ucx_tls
-from moesaic.core import messages
+from moesaic.core import gpu_parts, messages
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
-from moesaic.gpu.nvshmem.package import check_installed
 from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
 from moesaic.policy.fleet.silence import RULE
@@ -201,7 +200,7 @@ def _check_host(told: ExpertServerConfig | WorkerConfig, *more: tuple[str, str |
     if told.transport == "nixl":
         check_nixl(ucx_tls())
     if told.transport == "nvshmem":
-        check_installed()
+        gpu_parts.check_nvshmem()
     for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file), *more):
         if file is not None and not Path(file).is_file():
             raise ConfigError.field(flag, file, "a file at the same path as on the host of moesaic serve")

@@ -338,8 +338,8 @@ class DeviceExchange:
             self._follow()
 
     @property
-    def nvshmem_id(self) -> bytes:
-        return self._dialer.nvshmem_id
+    def job_id(self) -> bytes:
+        return self._dialer.job_id
 
     def meet(self, place: JoinNvshmem) -> None:
         self._dialer.join(place)

@@ -16,7 +16,7 @@ from moesaic.core.metrics import ExpertStats
 from moesaic.experts.client import ExpertServers
 from moesaic.experts.remote import RemoteExperts
 from moesaic.gpu.exchange.exchange import DeviceExchange
-from moesaic.gpu.exchange.exchange_launches import ExchangeOperations
+from moesaic.gpu.exchange.exchange_launches import ExchangeOperations, GraphKernels
 from moesaic.gpu.exchange.exchanged_step import ExchangedRunner
 from moesaic.gpu.exchange.server_mailbox import IpcDialer, MailboxDialer
 from moesaic.gpu.graphs.graphs import GraphRunner
@@ -25,7 +25,7 @@ from moesaic.gpu.ipc.device_sharing import DeviceSharing
 from moesaic.gpu.nvshmem import symmetric_heap
 from moesaic.gpu.nvshmem.job import NvshmemJob
 from moesaic.gpu.nvshmem.nvshmem_mailbox import NvshmemDialer
-from moesaic.kernels.table import MOST_RECORDED_ROWS, Kernels
+from moesaic.kernels.table import MOST_RECORDED_ROWS
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.step.eager import EagerRunner
@@ -75,7 +75,7 @@ def full_graphs(
 ) -> Asked:
     """parts: computes steps in parts, by `remote`. Raises ConfigError where kernels cannot ask servers."""
     kernels, table_width = stages.model.kernels, -(-context.limits.max_model_len // stages.block_size)
-    if kernels.recorder is None or kernels.exchange is None:
+    if not isinstance(kernels, GraphKernels) or kernels.recorder is None or kernels.exchange is None:
         raise ConfigError("--cudagraph-mode full: this Triton has no atomic loads; pip install -U triton")
     if stages.model.spec.states is not None:
         LOG.warning(
@@ -103,7 +103,7 @@ def full_graphs(
 
 def _by(
     context: WorkerContext,
-    kernels: Kernels,
+    kernels: GraphKernels,
     layout: ExpertLayout,
     sharing: DeviceSharing,
     device: torch.device,

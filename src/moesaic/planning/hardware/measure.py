@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from moesaic.core import gpu_parts
 from moesaic.core.stored import COMPRESSED, QUANTIZED
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
-from moesaic.gpu import hardware as cuda
-from moesaic.gpu.hardware import Copy, Device
 from moesaic.kernels.table import Kernels, pick
 from moesaic.planning.hardware import disk, memory, products
+from moesaic.planning.hardware.device import Copy, Device
 from moesaic.planning.hardware.disk import Disk
 from moesaic.planning.hardware.memory import Reading
 from moesaic.planning.hardware.products import Rate, name_of
@@ -132,7 +132,7 @@ class Measuring:
         """
         begun = self.clock()
         cpu, gpu = self._cpu(), self._device(device)
-        moved = cuda.copies(device, self.effort.copied, self._watch(device), self.show)
+        moved = gpu_parts.measure_copies(device, self.effort.copied, self._watch(device), self.show)
         device.release()
         speed = {one.way: one.bandwidth for one in moved if one.pinned}
         link = Link(speed["down"], speed["up"], speed["staging"])
