@@ -24,10 +24,13 @@ EDGES: dict[str, tuple[str, ...]] = {
     # The only door to what only a GPU runs: shared code asks it for a part when the configuration names one.
     # Its functions are typed by what their users know of the parts.
     "core.gpu_parts": (
-        *("config", "core.job_membership", "cluster.job_places", "cluster.members", "kernels.table"),
-        *("experts.server_memory", "planning.hardware.device", "planning.hardware.timing"),
-        *("gpu.exchange.server_transport", "gpu.hardware", "gpu.nvshmem.package", "gpu.nvshmem.places"),
-        "gpu.triton.table",
+        *("config", "core.experts", "core.job_membership", "cluster.job_places", "cluster.members"),
+        *("experts.remote", "experts.server_memory", "experts.worker_memory", "kernels.table"),
+        *("planning.hardware.device", "planning.hardware.timing", "policy.fleet.replicas"),
+        *("runtime.context", "runtime.step.running_step", "runtime.step.stages"),
+        *("gpu.exchange.full_graphs", "gpu.exchange.server_transport", "gpu.graphs.graphs", "gpu.hardware"),
+        *("gpu.ipc.device_rows", "gpu.nvshmem.package", "gpu.nvshmem.places", "gpu.triton.table"),
+        *("gpu.ranks.recorded_attention", "gpu.ranks.recorded_rank"),
     ),
     "cost": ("core",),
     "policy": ("core", "cost"),
@@ -113,16 +116,17 @@ EDGES: dict[str, tuple[str, ...]] = {
         "kernels.batch",
         "kernels.moving",
         "kernels.table",
-        "models.spec",
         "runtime.step.recordings",
         "runtime.step.running_step",
         "runtime.step.stages",
+        "runtime.step.step_kind",
     ),
     "gpu.hardware": ("planning.hardware.device", "planning.hardware.timing"),
     "gpu.ipc": (
         "core.errors",
         "core.tokens",
         "experts.client",
+        "experts.outstanding",
         "experts.server_memory",
         "experts.wire",
         "kernels.moving",
@@ -168,8 +172,10 @@ EDGES: dict[str, tuple[str, ...]] = {
         "runtime.group.exchanges",
         "runtime.group.rows",
         "runtime.group.sharded",
+        "runtime.group.together",
         "runtime.step.running_step",
         "runtime.step.stages",
+        "runtime.step.step_kind",
     ),
     "gpu.triton": (
         "core",
@@ -179,6 +185,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     # programs
     "runtime": (
+        "core.gpu_parts",
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
         *("cost.curves", "experts.measuring", "experts.observer", "experts.pacing", "experts.remote"),
         *(
@@ -367,27 +374,6 @@ EDGES: dict[str, tuple[str, ...]] = {
     "": ("core", "llm"),  # the package itself: public names, loaded on first use
 }
 """Room -> what it may import beside itself. "a.b" allows that one module, "" the package's own names."""
-
-GPU_EDGES: dict[str, tuple[str, ...]] = {
-    "experts": (
-        "gpu.ipc.device_calls",
-        "gpu.ipc.device_heap",
-        "gpu.ipc.device_rows",
-    ),
-    "runtime": (
-        "gpu.exchange.exchanged_step",
-        "gpu.exchange.full_graphs",
-        "gpu.graphs.graph_inputs",
-        "gpu.graphs.graphs",
-        "gpu.ipc.device_rows",
-        "gpu.ipc.device_sharing",
-        "gpu.ranks.recorded_attention",
-        "gpu.ranks.recorded_rank",
-    ),
-}
-"""Rooms that import what only a GPU runs, beside what EDGES allows."""
-for _room, _modules in GPU_EDGES.items():
-    EDGES[_room] += _modules
 
 TORCH_ROOMS = (
     *(

@@ -22,10 +22,18 @@ import torch
 from moesaic.core.experts import Directory
 from moesaic.core.messages import FaultyServer, JoinNvshmem
 from moesaic.core.tokens import FloatRows, IntArray
-from moesaic.gpu.ipc.device_heap import Place
 from moesaic.kernels.moving import arrays
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
+
+
+class RowPlace(Protocol):
+    """A place in memory of the own GPU, from which servers read the rows of a request."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class RequestArrays:
     weights: FloatRows | None
     """[n * k]"""
     top_k: int
-    place: Place | None = None
+    place: RowPlace | None = None
     """Where servers read the rows on the GPU. None: the rows are sent."""
 
 
