@@ -40,12 +40,12 @@ def test_the_rooms_of_the_architecture_exist() -> None:
 
 
 def test_the_files_that_pages_name_exist() -> None:
-    """A path in code quotes is one of the project or of the package, or the end of one of the package."""
+    """A path in code quotes is one of the project, of the package or beside the page, or the end of one of the package."""
     package = prose.ROOT / "src" / "moesaic"
     ends = tuple(path.relative_to(package).as_posix() for path in package.rglob("*.*"))
 
-    def exists(name: str) -> bool:
-        return any((root / name).exists() for root in (prose.ROOT, package)) or any(
+    def exists(name: str, page: Path) -> bool:
+        return any((root / name).exists() for root in (prose.ROOT, package, page.parent)) or any(
             end.endswith(f"/{name}") for end in ends
         )
 
@@ -53,8 +53,23 @@ def test_the_files_that_pages_name_exist() -> None:
     for page in prose.files():
         if not page.relative_to(prose.ROOT).as_posix().startswith(prose.LAB):
             names = re.findall(r"`((?:\w+/)+\w+\.(?:py|h|svg|md)|(?:\w+/){2,})`", page.read_text())
-            gone += [f"{page.name}: {name}" for name in names if not exists(name)]
+            gone += [f"{page.name}: {name}" for name in names if not exists(name, page)]
     assert gone == []
+
+
+def test_the_names_of_the_architecture_exist() -> None:
+    """A file in code quotes is one of the project, and a name is a word of its code."""
+    text = (prose.ROOT / "ARCHITECTURE.md").read_text()
+    folders = [prose.ROOT / name for name in ("src/moesaic", "tests", "scripts")]
+    paths = [path for folder in folders for path in folder.rglob("*.*")]
+    files = {path.name for path in paths}
+    named = set(re.findall(r"`(?:\w+/)*(\w+\.(?:py|pyi|h|cpp|js))`", text))
+    assert named - files == set()
+    code = [path.read_text() for path in paths if path.suffix == ".py"]
+    words = {word for source in code for word in re.findall(r"\w+", source)}
+    names = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)
+    parts = {part for name in names if name not in named for part in name.split(".")}
+    assert parts - words == set()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.models import files
-from moesaic.text.bad_words import BadWords, check_some_token_is_left
-from moesaic.text.tokenizer import Tokenizer
+from moesaic.text.tokenizer import BadWords, Tokenizer, check_some_token_is_left
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB
 from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
-from moesaic.papers import moe_lightning
-from moesaic.papers.moe_lightning import Priced, plateau, price, search
-from moesaic.papers.moe_lightning_settings import (
+from moesaic.policy.offloading import flexgen
+from moesaic.policy.offloading.flexgen import FITTED
+from moesaic.policy.offloading.policies import Workload
+
+from .conftest import FOLDER
+
+sys.path.append(str(FOLDER / "papers"))
+
+import moe_lightning_search
+from moe_lightning_search import Priced, plateau, price, search
+from moe_lightning_settings import (
     FLEXGEN,
     LARGE,
     FlexGenPublished,
@@ -17,9 +27,6 @@ from moesaic.papers.moe_lightning_settings import (
     setting,
     settings,
 )
-from moesaic.policy.offloading import flexgen
-from moesaic.policy.offloading.flexgen import FITTED
-from moesaic.policy.offloading.policies import Workload
 
 N = (32, 64, 128, 256)
 
@@ -58,7 +65,7 @@ def test_s1_padded(n: int, tokens: float, whole: int) -> None:
     given = setting("mixtral-8x7b", "t4", 418, n)
     found = search(given)
     assert policy(found) == (36, 14) and found.batch == 504 and round(found.throughput, 1) == tokens
-    assert round(moe_lightning.with_prefill(given, found)) == whole
+    assert round(moe_lightning_search.with_prefill(given, found)) == whole
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_s2_padded_with_the_residual_off_loaded(n: int, batch: int, tokens: int,
     given = setting("mixtral-8x7b", "l4", 418, n, residual_offloaded=True)
     found = search(given)
     assert (found.micro_batch, found.batch, round(found.throughput)) == (68, batch, tokens)
-    assert abs(moe_lightning.with_prefill(given, found) - whole) < 0.7
+    assert abs(moe_lightning_search.with_prefill(given, found) - whole) < 0.7
 
 
 def test_the_default_variant_does_not_give_the_padded_l4_policies() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesaic.models import memory
-from moesaic.models.memory import Copies
+from moesaic.models import checkpoint
+from moesaic.models.checkpoint import BYTES_AT_A_TIME, Copies
 from moesaic.models.pages import ALIGNMENT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_are_aligned_equal_and_apart(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several chunks, one of them for a tensor that is larger."""
-    monkeypatch.setattr(memory, "CHUNK", 1 << 12)
+    monkeypatch.setattr(checkpoint, "BYTES_AT_A_TIME", 1 << 12)
     shapes = [(3, 5), (1, 1), (40, 50), (64,), (0, 4), (7, 9), (1000,), (33, 31)]
     originals = [torch.randn(shape).to(dtype) for shape in shapes]
     copies = Copies()
@@ -39,4 +39,4 @@ def test_pages_that_hold_nothing_cost_nothing() -> None:
 
     copies, before = Copies(), resident()
     kept = copies.of(torch.ones(16))
-    assert kept.sum() == 16 and resident() - before < memory.CHUNK // 4
+    assert kept.sum() == 16 and resident() - before < BYTES_AT_A_TIME // 4

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moe_lightning_search import Setting
+
 from moesaic.cost.hardware import GIB
 from moesaic.cost.machines import machine
 from moesaic.cost.sizes import KNOWN
-from moesaic.papers.moe_lightning import Setting
 from moesaic.policy.offloading.flexgen import FITTED
 from moesaic.policy.offloading.flexgen import Found as FlexGenFound
 from moesaic.policy.offloading.flexgen import search as flexgen_search

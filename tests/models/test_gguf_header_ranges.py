@@ -9,7 +9,9 @@ from tests.support import gguf_files, model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError
 from moesaic.models import hub
-from moesaic.models.gguf import beginning, header
+from moesaic.models.gguf import header
+from moesaic.models.gguf import hub as gguf_hub
+from moesaic.models.gguf.hub import read_header
 
 
 class Elsewhere:
@@ -49,10 +51,10 @@ def test_every_beginning_says_whether_the_header_is_whole(data: bytes, tmp_path:
 def test_ranges_grow_until_the_header_is_whole(
     data: bytes, first: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beginning, "FIRST", first)
-    monkeypatch.setattr(beginning, "LARGEST", largest)
+    monkeypatch.setattr(gguf_hub, "FIRST_RANGE", first)
+    monkeypatch.setattr(gguf_hub, "LARGEST_RANGE", largest)
     length, file = header.length(data, len(data)), Elsewhere(data)
-    assert beginning.read(file.fetch) == (data[:length], len(data))
+    assert read_header(file.fetch) == (data[:length], len(data))
     ends = [end for _, end in file.asked]
     assert [begin for begin, _ in file.asked] == [0, *ends[:-1]], "no byte is asked for twice"
     assert length <= ends[-1] <= max(first, length + largest)
@@ -67,21 +69,21 @@ def test_a_repository_cannot_name_a_file_elsewhere(name: str, tmp_path: Path) ->
 
 
 def test_headers_that_are_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginning, "FIRST", 256)
+    monkeypatch.setattr(gguf_hub, "FIRST_RANGE", 256)
     with pytest.raises(ValueError, match="not a GGUF file .it is empty"):
-        beginning.read(Elsewhere(b"").fetch)
+        read_header(Elsewhere(b"").fetch)
     for cut in (300, 3000, len(data) - 1):
         with pytest.raises(ValueError, match="truncated or corrupt"):
-            beginning.read(Elsewhere(data[:cut]).fetch)
+            read_header(Elsewhere(data[:cut]).fetch)
     length = header.length(data, len(data))
-    monkeypatch.setattr(beginning, "MOST", length - 1)
+    monkeypatch.setattr(gguf_hub, "LONGEST_HEADER", length - 1)
     file = Elsewhere(data)
     with pytest.raises(ValueError, match=f"bytes or more; allowed: at most {length - 1}"):
-        beginning.read(file.fetch)
+        read_header(file.fetch)
     assert file.asked[-1][1] < length
-    monkeypatch.setattr(beginning, "MOST", 1 << 20)
+    monkeypatch.setattr(gguf_hub, "LONGEST_HEADER", 1 << 20)
     at = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 16
     file = Elsewhere(data[:at] + (1 << 40).to_bytes(8, "little") + data[at + 8 :], size=1 << 50)
     with pytest.raises(ValueError, match="bytes or more; allowed: at most"):
-        beginning.read(file.fetch)
+        read_header(file.fetch)
     assert file.asked[-1][1] <= at + 256, "a text of a terabyte is not asked for"

@@ -1,18 +1,23 @@
-"""The report of `moesaic plan --paper`: published searches, repeated, with every input and the measured
-throughput."""
+"""The published searches of MoE-Lightning and FlexGen: `python benchmarks/papers/moe_lightning_plan.py`.
+
+It finds the published policies of both anew, and prints every input and the measured throughput beside them.
+It also prices Table 5 of MoE-Lightning, and shows what moesaic's own planner chooses for the same machines.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import moe_lightning_search
+from moe_lightning_settings import FLEXGEN, Published, settings
 
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.machines import machine
 from moesaic.cost.sizes import KNOWN
-from moesaic.papers import moe_lightning
-from moesaic.papers.moe_lightning_settings import FLEXGEN, Published, settings
 from moesaic.policy.offloading import planner
 from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.policies import Policy, Workload
@@ -24,7 +29,7 @@ class Row:
     """A setting: what was published, what the same search finds, and what moesaic's planner chooses."""
 
     setting: Published
-    found: moe_lightning.Priced
+    found: moe_lightning_search.Priced
     last: int
     """The largest number of micro-batches with the same predicted throughput."""
     whole: float
@@ -107,7 +112,7 @@ def reproduce() -> Paper:
 
 def _row(one: Published) -> Row:
     given = one.setting
-    found = moe_lightning.search(given)
+    found = moe_lightning_search.search(given)
     hardware, workload = given.hardware.parallel(given.gpus), Workload(given.prompt, given.generate)
     try:
         ours = planner.search(given.model, hardware, workload)
@@ -115,9 +120,9 @@ def _row(one: Published) -> Row:
         ours = None
     run = found
     if one.micro_batch and one.micro_batches:
-        run = moe_lightning.price(given, one.micro_batch, one.micro_batches)
-    whole = moe_lightning.with_prefill(given, run)
-    return Row(one, found, moe_lightning.plateau(given, found), whole, ours)
+        run = moe_lightning_search.price(given, one.micro_batch, one.micro_batches)
+    whole = moe_lightning_search.with_prefill(given, run)
+    return Row(one, found, moe_lightning_search.plateau(given, found), whole, ours)
 
 
 TABLE_5: tuple[tuple[str, int, int, float, float | None], ...] = (
@@ -252,3 +257,18 @@ def _planned(price: Price) -> dict[str, object]:
         "static_experts": price.policy.static_experts,
         "throughput": price.throughput,
     }
+
+
+def main() -> None:
+    """Print the report, as tables or as one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args()
+    paper = reproduce()
+    print(as_json(paper) if options.json else as_text(paper))
+
+
+if __name__ == "__main__":
+    main()
