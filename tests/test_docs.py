@@ -40,7 +40,7 @@ def test_the_rooms_of_the_architecture_exist() -> None:
 
 
 def test_the_files_that_pages_name_exist() -> None:
-    """A path in code quotes is one of the project, of the package or beside the page, or the end of one of the package."""
+    """A path in code quotes begins at the project, the package or the page, or it ends one of the package."""
     package = prose.ROOT / "src" / "moesaic"
     ends = tuple(path.relative_to(package).as_posix() for path in package.rglob("*.*"))
 
