@@ -464,7 +464,7 @@ BROAD_EXCEPTS = {
     "cluster.watchdog": "whatever ends the supervisor's thread, another one takes its place",
 }
 LONGER_FILES: dict[str, int] = {}
-"""Module -> lines, where more than 400 read better; the reason stands beside it."""
+"""Module -> lines, where more than 600 read better; the reason stands beside it."""
 NAMES = ("utils", "util", "common", "helpers", "manager", "misc")
 
 RULES: dict[str, Callable[[list[Module]], list[str]]] = {
@@ -514,6 +514,11 @@ VIOLATIONS = [
     ("nouns, prices and decisions are pure", "policy.x", "import random\nx = random.random()"),
     ("nouns, prices and decisions are pure", "cost.x", "import numpy as np\nx = np.random.default_rng()"),
     ("no import cycles", "core.x", "from moesaic.core import x2"),
+    (
+        "no import cycles",
+        "core.x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moesaic.core import x2",
+    ),
     ("function-level imports only where listed", "engine", "def f() -> None:\n    import json"),
     ("no broad except that does not raise", "engine", "try:\n    f()\nexcept Exception:\n    pass"),
     ("no broad except that does not raise", "engine", "try:\n    f()\nexcept (OSError, Exception):\n    g()"),
@@ -534,7 +539,7 @@ from typing import TYPE_CHECKING
 import random
 from moesaic.core.errors import ConfigError
 if TYPE_CHECKING:
-    from moesaic.core import x2
+    from moesaic.core.errors import RequestError
 def f(rng: random.Random) -> None:
     try:
         rng.random()

@@ -15,11 +15,12 @@ from moesaic.experts.outstanding import (
     CallCounts,
     OpenCall,
     PartialSumCall,
+    RelayedPart,
     ServerConnection,
     Submission,
     every_pair,
 )
-from moesaic.experts.relaying import RelayedPart, Relaying, Shares
+from moesaic.experts.relaying import Relaying, Shares
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
 from moesaic.transport.calls import Call, Caller
 
