@@ -87,7 +87,12 @@ PREFIXES = frozenset(("is", "has", "can", "on"))
 
 ALLOWED = frozenset(("all_to_all", "unembed"))
 """Terms of the field that are made of such words."""
-KEPT: dict[str, str] = {}
+KEPT: dict[str, str] = {
+    "planning/sim/figures.py: completed": "a field of `moesaic simulate --json`",
+    "planning/sim/scenario.py: at": "a field of a scenario's table [[faults]]",
+    "planning/sim/scenario.py: back": "a field of a scenario's table [[faults]]",
+    "planning/sim/scenario.py: shuffled": "a field of a scenario's table [routing]",
+}
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
 flags, fields of a file or of an answer, or methods that a library calls."""
 OPERAND = "other"

@@ -33,9 +33,9 @@ class ReadTest:
         parts = [start + part * self._length for part in range(2 * self._threads)]
         pairs = zip(parts[::2], parts[1::2], strict=True)
         threads = [threading.Thread(target=self._memcmp, args=(*pair, self._length)) for pair in pairs]
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return time.perf_counter() - started
+        return time.perf_counter() - start_time

@@ -21,7 +21,7 @@ from moesaic.planning.sim.durations import Durations
 from moesaic.planning.sim.executor import SimulatedExecutor
 from moesaic.planning.sim.figures import Figures, Record
 from moesaic.planning.sim.fleet import Fleet, first_placement
-from moesaic.planning.sim.front import Front, items
+from moesaic.planning.sim.front import Front, generate_items
 from moesaic.planning.sim.links import HostLinks
 from moesaic.planning.sim.routes import Routes
 from moesaic.planning.sim.scenario import Scenario
@@ -62,9 +62,9 @@ class KnownPrompts(KVBlocks):
     """
 
     def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
-        """See `KVBlocks`. The number need not be a multiple of block_size."""
-        found = super().allocate(request_id, token_ids, reusable, spare)
-        return None if found is None else len(token_ids) - 1
+        """Allocate as `KVBlocks` does. The returned number need not be a multiple of block_size."""
+        num_known = super().allocate(request_id, token_ids, reusable, spare)
+        return None if num_known is None else len(token_ids) - 1
 
 
 class SimulatedCluster:
@@ -78,28 +78,28 @@ class SimulatedCluster:
         routes: Routes | None = None,
         dispatch: Dispatch | None = None,
         topology: Topology | None = None,
-        folded: float = 1.0,
+        layer_ratio: float = 1.0,
     ) -> None:
         """span: gets every run of every device. routes, dispatch, topology: in place of the scenario's.
-        folded: layers for which each simulated one stands; a relay needs that many times as long.
+        layer_ratio: layers for which each simulated one stands; a relay needs that many times as long.
 
         Raises ConfigError for files that cannot be read, and for sizes that do not fit.
         """
         self.scenario = scenario
         self.model = model.name
-        self.shape = Shape.of(scenario, model)
+        self.shape = Shape.from_scenario(scenario, model)
         if routes is not None:
             self.shape = replace(self.shape, routes=routes)
-        self.devices = durations.of_scenario(scenario, model)
+        self.devices = durations.build_scenario_devices(scenario, model)
         self.timeline = Timeline()
-        topology, beside = topology or scenario.topology, scenario.servers.beside_workers
-        self.links = None if topology is None else HostLinks(self.timeline, topology, beside)
+        topology, is_colocated = topology or scenario.topology, scenario.servers.beside_workers
+        self.links = None if topology is None else HostLinks(self.timeline, topology, is_colocated)
         """The links between hosts. None without a topology."""
         if self.links is not None:
             self.links.check(scenario.workers.count)
         layers, sampler = len(self.shape.layout.layers), scenario.workers.sampler_ms
         self.durations = Durations(self.devices, layers + 1, None if sampler is None else 1e-3 * sampler)
-        self._span, self._dispatch, self._hop = span, dispatch, folded * HOP
+        self._span, self._dispatch, self._hop = span, dispatch, layer_ratio * HOP
         self.hardware: dict[str, Device] = {}
         """The devices by name."""
         self.streams: dict[str, Stream] = {}
@@ -108,21 +108,21 @@ class SimulatedCluster:
         self.front = self._front()
         self.workers = [self._worker(number) for number in range(scenario.workers.count)]
         hosts = None if topology is None else topology.server_hosts(scenario.servers.count)
-        placement = first_placement(scenario, self.shape.layout, self._solved(), hosts)
+        placement = first_placement(scenario, self.shape.layout, self._solve_placement(), hosts)
         self.fleet = Fleet(self.timeline, scenario, self.shape.layout, placement, self._server, self.front)
 
     def run(self) -> Figures:
         """Simulate the whole duration. Returns what was measured after the warm-up."""
         scenario, timeline = self.scenario, self.timeline
         self.fleet.begin([worker.executor.experts for worker in self.workers])
-        self.front.begin(self.workers, items(scenario))
+        self.front.begin(self.workers, generate_items(scenario))
         for sample in range(1, SAMPLES + 1):
-            timeline.at(sample * scenario.duration / SAMPLES, self.record.sample, SAMPLE)
-        timeline.at(scenario.warm_up, self.record.begin, SAMPLE)
+            timeline.schedule(sample * scenario.duration / SAMPLES, self.record.sample, SAMPLE)
+        timeline.schedule(scenario.warm_up, self.record.begin, SAMPLE)
         timeline.run(scenario.duration)
         return self.record.figures()
 
-    def _solved(self) -> Placement | None:
+    def _solve_placement(self) -> Placement | None:
         table, routing = self.scenario.placement, self.scenario.routing
         if table.kind != "solver" or routing.file is None:
             return None
@@ -149,9 +149,9 @@ class SimulatedCluster:
 
     def _front(self) -> Front:
         scenario = self.scenario
-        named = RoundRobin() if scenario.workers.dispatch == "round-robin" else least_loaded
+        dispatch = RoundRobin() if scenario.workers.dispatch == "round-robin" else least_loaded
         block_size, clients = scenario.workers.block_size, scenario.workload.clients
-        front = Front(self.timeline, self._dispatch or named, block_size, self._blocks, clients)
+        front = Front(self.timeline, self._dispatch or dispatch, block_size, self._blocks, clients)
         ttft, itl = scenario.objectives.ttft_ms, scenario.objectives.itl_ms
         front.slo_ttft = None if ttft is None else 1e-3 * ttft
         front.slo_itl = None if itl is None else 1e-3 * itl
@@ -167,18 +167,18 @@ class SimulatedCluster:
 
     def _worker(self, number: int) -> SimulatedWorker:
         scenario, layout = self.scenario, self.shape.layout
-        kind, beside = scenario.schedule.kind, scenario.servers.beside_workers
-        device, stream = self._device(f"device {number}" if beside else f"worker {number}")
+        kind, is_colocated = scenario.schedule.kind, scenario.servers.beside_workers
+        device, stream = self._device(f"device {number}" if is_colocated else f"worker {number}")
         row, links = layout.hidden * scenario.links.number_bytes, self.links
         experts = SimulatedExperts(
             self.timeline,
             stream,
-            Replicas(own=number if beside else None, pair_bytes=2 * row),
+            Replicas(own=number if is_colocated else None, pair_bytes=2 * row),
             layout.num_experts,
             row,
             portion_rows=self._decisions.told_rows if kind in SEPARATE else None,
             every_server=kind in IN_ROUNDS,
-            done=self.record.answered,
+            on_call_answered=self.record.record_answer,
             way=None if links is None else partial(links.way, number),
             relays=Relays(scenario.schedule.relay, row, self._hop),
             partial=scenario.schedule.combine == "partial",
@@ -203,12 +203,12 @@ class SimulatedCluster:
 
         Servers beside workers share their devices, as processes share the cores of a CPU.
         """
-        given, layout = self.scenario.schedule.run_rows, self.shape.layout
+        run_rows, layout = self.scenario.schedule.run_rows, self.shape.layout
         curves = replace(self.devices.curves, shared=self.scenario.servers.beside_workers)
-        if given is not None:
-            curves = replace(curves, thresholds=replace(curves.thresholds, separate_rows=given))
-        others = self.scenario.servers.count, self.scenario.workers.count
-        return Decisions(curves, layout.num_experts, layout.top_k, *others)
+        if run_rows is not None:
+            curves = replace(curves, thresholds=replace(curves.thresholds, separate_rows=run_rows))
+        process_counts = self.scenario.servers.count, self.scenario.workers.count
+        return Decisions(curves, layout.num_experts, layout.top_k, *process_counts)
 
     def _scheduler(self) -> Scheduler:
         table, workers, layout = self.scenario.schedule, self.scenario.workers, self.shape.layout
@@ -228,8 +228,8 @@ class SimulatedCluster:
 
     def _server(self, number: int) -> SimulatedServer:
         scenario, layout = self.scenario, self.shape.layout
-        beside = scenario.servers.beside_workers
-        device, stream = self._device(f"device {number}" if beside else f"server {number}")
+        is_colocated = scenario.servers.beside_workers
+        device, stream = self._device(f"device {number}" if is_colocated else f"server {number}")
         rule = self._start_rule(len(self.fleet.placement.of(number).get(0, ())))
         return SimulatedServer(
             number,

@@ -27,7 +27,7 @@ class Device:
     """When the runs so far end."""
 
     def compute(
-        self, process: str, what: str, seconds: float, **numbers: int
+        self, process: str, label: str, seconds: float, **numbers: int
     ) -> Generator[float, None, None]:
         """Compute for `seconds`, once the device is free. Yields the seconds until the end."""
         now = self.timeline.now
@@ -36,7 +36,7 @@ class Device:
         self.busy += seconds
         self.runs += 1
         if self.span is not None:
-            self.span(process, what, begin, self._free, numbers)
+            self.span(process, label, begin, self._free, numbers)
         if self._free > now:
             yield self._free - now
 
@@ -47,7 +47,7 @@ class Device:
 
 @dataclass(eq=False)
 class Channel:
-    """One direction of a link. Messages pass one after another. Each then travels for the link's latency."""
+    """A direction of a link. Messages pass one after another. Each then travels for the link's latency."""
 
     timeline: Timeline
     link: LinkModel
@@ -64,11 +64,11 @@ class Channel:
         self.busy += passing
         self.size += round(size)
         arrival = self._free + self.link.latency
-        self.timeline.at(arrival, arrive)
+        self.timeline.schedule(arrival, arrive)
         return arrival
 
 
-def _no_channel(device: str, other: str) -> Channel | None:
+def _no_channel(sender: str, receiver: str) -> Channel | None:
     return None
 
 
@@ -81,24 +81,25 @@ class Stream:
     link: LinkModel
     channel: Callable[[str, str], Channel | None] = _no_channel
     """Returns the link that a host's devices share, for the names of a sender and a receiver, or None."""
-    sent: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes by receiver."""
 
     def __post_init__(self) -> None:
-        self._own = Channel(self.timeline, self.link)
+        self._own_channel = Channel(self.timeline, self.link)
 
     @property
     def busy(self) -> float:
         """Seconds that it has sent so far, without those on shared links."""
-        return self._own.busy
+        return self._own_channel.busy
 
-    def send(self, to: str, size: float, arrive: Callable[[], None]) -> float:
+    def send(self, receiver: str, size: float, arrive: Callable[[], None]) -> float:
         """Send `size` bytes; `arrive` is called when all of them have arrived. Returns that time.
 
         A message to the own device takes no time and uses no link.
         """
-        if to == self.name:
-            self.timeline.at(self.timeline.now, arrive)
+        # Also without time the message is an event: it arrives after what was set for this moment before.
+        if receiver == self.name:
+            self.timeline.schedule(self.timeline.now, arrive)
             return self.timeline.now
-        self.sent[to] += round(size)
-        return (self.channel(self.name, to) or self._own).send(size, arrive)
+        self.sent_bytes[receiver] += round(size)
+        return (self.channel(self.name, receiver) or self._own_channel).send(size, arrive)

@@ -30,14 +30,18 @@ def by_server(servers: IntArray, pairs: IntArray, experts: IntArray, top_k: int)
     if not len(pairs):
         return []
     order = np.argsort(servers, kind="stable")
-    found, mine, chosen = servers[order], pairs[order], experts[order]
-    another = found[1:] != found[:-1]
-    row, first = mine // top_k, np.ones(len(mine), dtype=np.int64)
-    first[1:] = another | (row[1:] != row[:-1])
-    starts = np.concatenate([[0], np.flatnonzero(another) + 1])
-    rows, numbers, bounds = np.add.reduceat(first, starts).tolist(), found[starts].tolist(), starts.tolist()
-    ends = [*bounds[1:], len(mine)]
+    sorted_servers, sorted_pairs, sorted_experts = servers[order], pairs[order], experts[order]
+    is_new_server = sorted_servers[1:] != sorted_servers[:-1]
+    row, first = sorted_pairs // top_k, np.ones(len(sorted_pairs), dtype=np.int64)
+    first[1:] = is_new_server | (row[1:] != row[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(is_new_server) + 1])
+    rows, numbers, bounds = (
+        np.add.reduceat(first, starts).tolist(),
+        sorted_servers[starts].tolist(),
+        starts.tolist(),
+    )
+    ends = [*bounds[1:], len(sorted_pairs)]
     return [
-        Share(server, mine[begin:end], chosen[begin:end], count)
+        Share(server, sorted_pairs[begin:end], sorted_experts[begin:end], count)
         for server, begin, end, count in zip(numbers, bounds, ends, rows, strict=True)
     ]
