@@ -13,7 +13,7 @@ from moesaic.cluster.joining import enlisting
 from moesaic.cluster.joining.options import JoinOptions, OnJoined
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.runtime.group.other_host import follow
+from moesaic.runtime.group.build_rank import follow
 from moesaic.transport.authentication import SentAway
 from moesaic.transport.stream import StreamConnection
 

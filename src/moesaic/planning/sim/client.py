@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from moesaic.planning.sim.connection import (
     Submission,
 )
 from moesaic.planning.sim.device import Stream
-from moesaic.planning.sim.shares import Share, by_server
 from moesaic.planning.sim.timeline import Timeline
 from moesaic.policy.fleet.relays import Relays, needing, waited_for
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
@@ -53,7 +53,7 @@ class SimulatedExperts:
     ) -> None:
         """row_bytes: of a row that travels. portion_rows, every_server: as in `RemoteExperts`.
 
-        wake: called when something has arrived. on_call_answered: called with each answered call and the time.
+        wake: called when something has arrived. on_call_answered: called with each answered call and when.
         way: returns the way to a server. None: all servers are near.
         relays: which servers are asked through another one. None: none. partial: answers are sums.
         """
@@ -384,3 +384,41 @@ class SimulatedExperts:
                 connection = self._connections.pop(server)
                 self.replicas.lost(server)
                 self._close(connection)
+
+
+class Share(NamedTuple):
+    """The pairs of a submission that one server gets."""
+
+    server: int
+    pairs: IntArray
+    """[p] ascending."""
+    experts: IntArray
+    """[p] the expert of each."""
+    rows: int
+    """Number of their rows."""
+
+
+def by_server(servers: IntArray, pairs: IntArray, experts: IntArray, top_k: int) -> list[Share]:
+    """The pairs [n] of each server, by ascending servers. servers, experts: [n] of each pair.
+
+    Example: top-2, pairs 0 1 2 3 with servers 5 5 3 5 -> server 3 has pair 2, and server 5 has pairs 0 1 3 of
+    two rows.
+    """
+    if not len(pairs):
+        return []
+    order = np.argsort(servers, kind="stable")
+    sorted_servers, sorted_pairs, sorted_experts = servers[order], pairs[order], experts[order]
+    is_new_server = sorted_servers[1:] != sorted_servers[:-1]
+    row, first = sorted_pairs // top_k, np.ones(len(sorted_pairs), dtype=np.int64)
+    first[1:] = is_new_server | (row[1:] != row[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(is_new_server) + 1])
+    rows, numbers, bounds = (
+        np.add.reduceat(first, starts).tolist(),
+        sorted_servers[starts].tolist(),
+        starts.tolist(),
+    )
+    ends = [*bounds[1:], len(sorted_pairs)]
+    return [
+        Share(server, sorted_pairs[begin:end], sorted_experts[begin:end], count)
+        for server, begin, end, count in zip(numbers, bounds, ends, rows, strict=True)
+    ]
