@@ -73,7 +73,7 @@ def test_rows_choose_the_experts_of_recorded_requests() -> None:
     )
     routes = serving.LocatedRoutes(np.full((2, 10), 0.1), 1, 0, recorded=recorded)
     rows = number_rows(np.array([0, 1, 3]), np.array([1, 2, 4]))
-    assert routes.of(1, rows, 0.0)[:, 0].tolist() == [experts[token, 1, 0] for token in (1, 4, 3)]
+    assert routes.choose_experts(1, rows, 0.0)[:, 0].tolist() == [experts[token, 1, 0] for token in (1, 4, 3)]
 
 
 def test_the_batch_within_an_objective_is_the_largest() -> None:

@@ -102,9 +102,9 @@ def test_each_of_two_readers_takes_every_other_block(tmp_path: Path, monkeypatch
     asked: list[tuple[int, ...]] = []
 
     def read(
-        self: object, first: int, span: int, block: int, limit: float, step: int = 1, again: bool = False
+        self: object, first: int, span: int, block: int, limit: float, step: int = 1, repeat: bool = False
     ) -> tuple[int, float]:
-        asked.append((first // PAGE, span // PAGE, block // PAGE, step, again))
+        asked.append((first // PAGE, span // PAGE, block // PAGE, step, repeat))
         return 32 * PAGE, 1.0 + first // PAGE / 2
 
     monkeypatch.setattr(disk._Reader, "read", read)

@@ -82,10 +82,10 @@ def test_a_call_takes_other_weights_than_the_one_before() -> None:
         return rows
 
     kernels = replace(REFERENCE, linear=linear)
-    call = next(operations.list_calls(kernels, sizes_of(MODELS[0], beyond=64 * 128 * 2)))
+    call = next(operations.list_calls(kernels, sizes_of(MODELS[0], min_weight_bytes=64 * 128 * 2)))
     for _ in range(3):
         call.run()
-    assert len(set(seen)) == 2, "two matrices in turn are more than `beyond`"
+    assert len(set(seen)) == 2, "two matrices in turn are more than `min_weight_bytes`"
     assert seen[0] == seen[2]
 
 
