@@ -185,8 +185,8 @@ def _model(path: Path) -> LLM:
 def _put(llm: LLM, kind: Any) -> Any:
     """An instance of `kind` in place of the model's experts."""
     runner, model = llm._worker._executor._runner, llm._worker._executor._model
-    runner.expert_bytes = kind(model.experts, model.kernels, runner.expert_bytes._rows)
-    return runner.expert_bytes
+    runner.experts = kind(model.experts, model.kernels, runner.experts._rows)
+    return runner.experts
 
 
 def _generate(llm: LLM, new: int) -> None:

@@ -92,6 +92,7 @@ KEPT: dict[str, str] = {
     "planning/sim/scenario.py: at": "a field of a scenario's table [[faults]]",
     "planning/sim/scenario.py: back": "a field of a scenario's table [[faults]]",
     "planning/sim/scenario.py: shuffled": "a field of a scenario's table [routing]",
+    "cluster/member.py: STOPPED": "a stage of the status, where it is written `stopped`",
 }
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
 flags, fields of a file or of an answer, or methods that a library calls."""

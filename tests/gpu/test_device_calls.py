@@ -222,7 +222,7 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
         departures = client._rows.departures
         assert len(departures) == 1
         kept = [memory for *_, heap in departures._waiting for memory, _ in heap._free]
-        assert kept and not any(memory.is_closed for memory in kept)
+        assert kept and not any(memory.closed for memory in kept)
         in_use = [memory for memory in files.exported if memory not in kept and not memory.closed]
         before = [memory.bytes.tobytes() for memory in kept]
         others = [memory.bytes.tobytes() for memory in in_use]
@@ -231,8 +231,8 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
         while len(departures) and time.monotonic() < until:
             time.sleep(0.001)
             departures.poll()
-        assert not len(departures) and all(memory.is_closed for memory in kept)
-        late["written"] = any(memory.last != old for memory, old in zip(kept, before, strict=True))
+        assert not len(departures) and all(memory.closed for memory in kept)
+        late["written"] = any(memory.last_token_time != old for memory, old in zip(kept, before, strict=True))
         late["kept"] = [memory.bytes.tobytes() for memory in in_use] == others
 
     for _ in range(ATTEMPTS):
