@@ -20,15 +20,15 @@ class Spread:
     """"p50", "p90" and "p99"."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         """The spread of these values, which may be none."""
         if not len(values):
             return cls(0)
-        found = np.percentile(values, PERCENTILES)
+        percentiles = np.percentile(values, PERCENTILES)
         return cls(
             len(values),
             float(np.mean(values)),
-            {f"p{p}": float(value) for p, value in zip(PERCENTILES, found, strict=True)},
+            {f"p{p}": float(value) for p, value in zip(PERCENTILES, percentiles, strict=True)},
         )
 
 
@@ -44,7 +44,7 @@ class Sample:
     pairs: int
     """(row, expert) pairs that wait at servers."""
     tokens_per_second: float
-    """Since the sample before."""
+    """Generated tokens per second since the sample before."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class CallTimes:
     """Mean seconds of a (row, expert) pair, from the gate until its worker uses the answer."""
 
     link_out: float = 0.0
-    """On the way to the server, and until the server looks."""
+    """Seconds on the way to the server, and until the server looks."""
     queue: float = 0.0
-    """In the server's queues."""
+    """Seconds in the server's queues."""
     compute: float = 0.0
     link_back: float = 0.0
-    """On the way back, and until the worker looks."""
+    """Seconds on the way back, and until the worker looks."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Figures:
     good_share: float | None
     """Share of the completed requests that met them."""
     queue_seconds: Spread
-    """From arrival to admission."""
+    """Time from arrival to admission."""
     ttft: Spread
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     tpot: Spread
     """Mean time between the tokens of a request."""
     itl: Spread
@@ -108,7 +108,7 @@ class Figures:
     pairs_per_run: float
     """Mean (row, expert) pairs of an expert run."""
     partial_runs: float | None
-    """With async and auto: share of the workers' runs that computed only some of the rows in flight."""
+    """Share of the workers' runs that computed only some of the rows in flight, with async and auto."""
     call: CallTimes
     utilisation: dict[str, float]
     """Share of the time that each device computed."""
@@ -125,7 +125,7 @@ class Figures:
     failovers: int
     """Servers that workers gave up."""
     silent_failovers: int
-    """Those of them for a timeout."""
+    """Servers that workers gave up after a timeout."""
     resent_pairs: int
     changes: list[tuple[float, str]]
     """What happened to the servers, and when."""
