@@ -108,6 +108,10 @@ KEPT: dict[str, str] = {
     "policy/placement/routing_prediction.py: both": "a field of profile show, as JSON",
     "policy/placement/routing_prediction.py: most": "a field of profile show, as JSON",
     "policy/placement/routing_statistics.py: repeated": "a field of profile show, as JSON",
+    "planning/sim/figures.py: completed": "a field of `moesaic simulate --json`",
+    "planning/sim/scenario.py: at": "a field of a scenario's table [[faults]]",
+    "planning/sim/scenario.py: back": "a field of a scenario's table [[faults]]",
+    "planning/sim/scenario.py: shuffled": "a field of a scenario's table [routing]",
     "cluster/member.py: STOPPED": "a stage of the status, where it is written `stopped`",
 }
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are

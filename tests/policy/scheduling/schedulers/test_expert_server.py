@@ -404,7 +404,7 @@ def traffic(recorded: Recorded, turns: int) -> None:
             recorded.tell("client_joined" if client in clients else "client_left", client)
         else:
             experts = np.array([rng.randrange(EXPERTS) for _ in range(rng.randrange(5))], dtype=np.int32)
-            recorded.tell("arrived", calls, client, rng.choice(LAYERS), experts, now)
+            recorded.tell("add_call", calls, client, rng.choice(LAYERS), experts, now)
             calls += 1
         if rng.random() < 0.5:
             recorded.tell("next_run", now)

@@ -38,6 +38,9 @@ def plan_step(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     sampled = np.flatnonzero(newest_ends == _ints([sequence.num_tokens for sequence in sequences]))
     scored = np.flatnonzero([sequence.next_rows_need_scores for sequence in sequences])
     num_draft_tokens = draft_lengths[sampled]
+    following = [
+        sequence.token_at(end) for sequence, end in zip(sequences, newest_ends.tolist(), strict=True)
+    ]
     return StepPlan(
         step,
         _token_batch(chunks, starts, ends, blocks, sampled, scored, num_draft_tokens),
