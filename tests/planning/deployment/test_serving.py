@@ -50,7 +50,7 @@ def test_every_command_is_understood(layout: Layout, slo: str | None) -> None:
         assert bound.arguments["scheduler"].max_num_seqs == 64
         cluster: ClusterConfig = bound.arguments.get("cluster", ClusterConfig()).resolved()
         if serving.alone(one):
-            assert not cluster.apart
+            assert not cluster.has_several_processes
             continue
         assert cluster.attention_workers == layout.workers
         assert cluster.tensor_parallel_size == layout.ranks
