@@ -7,6 +7,8 @@ either succeeds or leaves everything as it was:
     the new server loads its share; the others load their additional experts    (dropped on failure)
     the new placement is published
     once no call under way was routed by the old one, servers drop the experts they no longer need
+
+Question: How does the supervisor change the number of processes (`moesaic scale`)?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`moesaic join`: a process of this host becomes a part of a running cluster."""
+"""`moesaic join`: a process of this host becomes a part of a running cluster.
+
+Question: What does SIGTERM do?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A worker's loop: an event arrives, the scheduler returns actions, the executor carries them out."""
+"""A worker's loop: an event arrives, the scheduler returns actions, the executor carries them out.
+
+Question: Where is the main loop of an attention worker?
+"""
 
 from __future__ import annotations
 
@@ -95,9 +98,9 @@ class Worker:
         self._transfers.close()
 
     @property
-    def nvshmem_id(self) -> bytes:
+    def job_id(self) -> bytes:
         """See `ExpertServers`."""
-        return self._servers.nvshmem_id
+        return self._servers.job_id
 
     def close(self) -> None:
         """End the connections to other processes, after `run` has raised."""

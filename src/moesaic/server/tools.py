@@ -89,7 +89,7 @@ async def with_grammar(
     def work() -> StructuredOutputsParams:
         grammar = formats.write_call_grammar(
             tools,
-            inside=reading.in_reasoning,
+            in_reasoning=reading.in_reasoning,
             parallel=reading.parallel,
             special=special,
             json_rule=json_rule if is_forced else _any_json,
