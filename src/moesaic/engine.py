@@ -136,10 +136,7 @@ class Engine:
         info = self._require_worker()
         params = _fit(prompt_token_ids, self._with_word_ids(params, info), info)
         grammar = self._grammar(params)
-        limit = self.limit
-        # An empty queue takes any request. One with many completions could otherwise never run.
-        if limit is not None and self._streams and len(self._streams) + params.n > limit:
-            raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
+        self._require_room(params.n)
         seed = self._rng.randrange(SEED_LIMIT) if params.seed is None else params.seed
         group = self._next_id
         requests, streams = [], {}
@@ -170,6 +167,13 @@ class Engine:
         self._streams |= streams
         self._groups[group] = set(streams)
         return group
+
+    def _require_room(self, completions: int) -> None:
+        """Raise OverloadedError unless the queue has room for so many more completions."""
+        limit = self.limit
+        # An empty queue takes any request. One with many completions could otherwise never run.
+        if limit is not None and self._streams and len(self._streams) + completions > limit:
+            raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
 
     def cancel(self, group: int) -> None:
         """Cancel the unfinished completions of a request. No output of it follows. Ignores unknown ids."""

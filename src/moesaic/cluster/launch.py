@@ -72,11 +72,7 @@ def launch(
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
     live = _live_routing(config, cluster, record)
     with closing(tokenizer), collecting(config.trace), ExitStack() as stack:
-        ends = (
-            Ends()
-            if cluster is not None and cluster.has_several_processes and (live or record.record_routing)
-            else None
-        )
+        ends = _request_ends(cluster, live, record)
         routing_file = stack.enter_context(recording(record, live=live, ends=ends))
         local_config = _local_config(config, cluster, path, replace(record, record_routing=routing_file))
         connection: Connection
@@ -102,6 +98,15 @@ def launch(
             on_request_end=None if ends is None else ends.add,
         )
         yield LaunchedEngine(engine, connection, describe_end, supervisor, defaults.sampling)
+
+
+def _request_ends(
+    cluster: ClusterConfig | None, live: LiveRouting | None, record: RecordConfig
+) -> Ends | None:
+    """Where the engine says which requests have ended. None: nothing is recorded, or a worker writes it."""
+    # Several workers may have rows of one request, so none of them knows when it has ended.
+    has_several = cluster is not None and cluster.has_several_processes
+    return Ends() if has_several and (live or record.record_routing) else None
 
 
 def check(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordConfig) -> Path:
