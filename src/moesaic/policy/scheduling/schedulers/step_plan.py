@@ -49,9 +49,7 @@ def plan_step(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
         sampled,
         scored,
         num_draft_tokens if num_draft_tokens.any() else num_draft_tokens[:0],
-        _ints(
-            [sequence.token_at(end) for sequence, end in zip(sequences, newest_ends.tolist(), strict=True)]
-        ),
+        _ints(following),
     )
 
 
