@@ -32,8 +32,8 @@ def run(options: Join, as_json: bool) -> int:
 
     def joined(model: str) -> None:
         if as_json:
-            told = {"cluster": options.address, "role": options.role, "model": model}
-            print(json.dumps({"event": "joined", **told}), flush=True)
+            fields = {"cluster": options.address, "role": options.role, "model": model}
+            print(json.dumps({"event": "joined", **fields}), flush=True)
         else:
             print(f"Joined {options.address} as {options.role}: {model}", flush=True)
 
@@ -48,7 +48,7 @@ def run(options: Join, as_json: bool) -> int:
     descriptors.prepare()
     secret = read_secret(Path(options.secret_file), "--secret-file")
     joining = JoinOptions(
-        ",".join(f"tcp:{one.strip()}" for one in options.address.split(",")),
+        ",".join(f"tcp:{address.strip()}" for address in options.address.split(",")),
         options.role,
         None if options.listen is None else f"tcp:{options.listen}",
         options.model,

@@ -174,12 +174,12 @@ class Place:
             raise ConfigError.field("--plot", str(path), "a file that ends in .svg, in an existing directory")
 
     @property
-    def chosen(self) -> SolverName | None:
+    def written_solver(self) -> SolverName | None:
         """The solver whose placement is written. None if no placement is written."""
         return None if self.output_file is None else self.solver or "ours"
 
     @property
-    def measured(self) -> tuple[str, ...]:
+    def measured_solvers(self) -> tuple[str, ...]:
         """The solvers that are measured, in the order of the table."""
         if self.compare:
             return tuple(reversed(get_args(SolverName)))
@@ -252,8 +252,8 @@ class Compress:
 
     def __post_init__(self) -> None:
         path = self.target
-        taken = any(path.iterdir()) if path.is_dir() else path.exists()
-        if taken or not path.parent.is_dir():
+        is_taken = any(path.iterdir()) if path.is_dir() else path.exists()
+        if is_taken or not path.parent.is_dir():
             allowed = "a directory that does not exist yet or is empty, in an existing one"
             raise ConfigError.field("DIRECTORY", str(self.directory), allowed)
 

@@ -7,14 +7,14 @@ import pytest
 from tests.support.fake_batch_server import results
 
 from moesaic.core.errors import ConfigError
-from moesaic.jobs.batch.lines import BadLine, Job, encode, result_of, result_of_bad
+from moesaic.jobs.batch.lines import BadLine, Job, encode, make_bad_line_result, make_result
 from moesaic.jobs.batch.output import Output, OutputError
 from moesaic.server.client import Reply
 
 GOOD = encode(
-    result_of(Job(1, "a", "/v1/completions", {}), Reply(200, {"model": "m"}, "r", None), "batch_req_1")
+    make_result(Job(1, "a", "/v1/completions", {}), Reply(200, {"model": "m"}, "r", None), "batch_req_1")
 )
-BAD = encode(result_of_bad(BadLine(2, "invalid_json", "not JSON"), "batch_req_2"))
+BAD = encode(make_bad_line_result(BadLine(2, "invalid_json", "not JSON"), "batch_req_2"))
 
 
 def opened(path, **settings):

@@ -169,7 +169,7 @@ def test_results_are_saved(tmp_path):
     with FakeServer() as server:
         report = bench(server, result_dir=tmp_path / "deep", result_filename="r.json", save_detailed=True)
         saved = json.loads((tmp_path / "deep" / "r.json").read_text())
-        assert saved == json.loads(report.to_json(detailed=True))
+        assert saved == json.loads(report.to_json(with_details=True))
         assert [len(gaps) for gaps in saved["itls"]] == [4] * 6
         bench(server, result_dir=tmp_path, save_result=True)
         assert len(list(tmp_path.glob("bench-serve-fake-*.json"))) == 1

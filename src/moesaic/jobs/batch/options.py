@@ -44,7 +44,7 @@ class RunBatch:
     base_url: str | None = None
     """URL of an OpenAI-compatible server that runs already and answers the lines, in place of --model."""
     api_key: str | None = None
-    """With --base-url: key that is sent as `Authorization: Bearer KEY`. None: the value of
+    """Key of the server of --base-url, sent as `Authorization: Bearer KEY`. None: the value of
     MOESAIC_API_KEY."""
 
     def __post_init__(self) -> None:

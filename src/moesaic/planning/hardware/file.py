@@ -20,15 +20,15 @@ def check(path: Path) -> None:
 
 def save(hardware: Hardware, path: Path) -> None:
     """Write a hardware file, completely or not at all. Raises ConfigError if it cannot be written."""
-    unfinished = path.with_name(f"{path.name}.new")
+    new_file = path.with_name(f"{path.name}.new")
     try:
-        unfinished.write_text(as_toml(hardware.to_tables()), encoding="utf-8")
-        unfinished.replace(path)
+        new_file.write_text(as_toml(hardware.to_tables()), encoding="utf-8")
+        new_file.replace(path)
     except OSError as error:
         allowed = f"a file to write into ({error.strerror})"
         raise ConfigError.field("--output-file", str(path), allowed) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        new_file.unlink(missing_ok=True)
 
 
 def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:

@@ -122,8 +122,8 @@ class Measuring:
         disk_speed = disk.measure(path, self.effort.disk, self.effort.seconds, self.clock, self.show)
         processing = self._cpu()
         slow = Level("disk", disk_speed.memory, disk_speed.bandwidth, None)
-        up = disk_speed.bandwidth if disk_speed.write is None else disk_speed.write
-        link = Link(disk_speed.bandwidth, up, conversions=self._conversions())
+        write_bandwidth = disk_speed.bandwidth if disk_speed.write is None else disk_speed.write
+        link = Link(disk_speed.bandwidth, write_bandwidth, conversions=self._conversions())
         hardware = Hardware(name, processing.level(), slow, link)
         return self._describe(
             hardware, start, processing, {**_processing_figures("", processing), **_disk_figures(disk_speed)}
