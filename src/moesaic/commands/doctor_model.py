@@ -114,22 +114,22 @@ def _ask_loader(source: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSp
     """What the loader says about a model: its sizes, and the errors that it would raise."""
     problems: list[str] = []
 
-    def tried(step: Callable[[], ModelSpec | None]) -> ModelSpec | None:
+    def try_step(step: Callable[[], ModelSpec | None]) -> ModelSpec | None:
         try:
             return step()
         except ConfigError as error:
             problems.append(str(error))
             return None
 
-    spec = tried(lambda: registry.understand(raw, source.parent))
+    spec = try_step(lambda: registry.understand(raw, source.parent))
     if spec is not None:
-        tried(lambda: registry.understand(raw, source.parent, _claims(source, raw)))
+        try_step(lambda: registry.understand(raw, source.parent, _claims(source, raw)))
     if source.directory is not None:
         directory = source.directory
-        tried(lambda: Tokenizer(directory).close())
+        try_step(lambda: Tokenizer(directory).close())
     elif source.files is not None:
         names = source.files
-        tried(lambda: check_files(model, names))
+        try_step(lambda: check_files(model, names))
     return spec, problems
 
 

@@ -63,14 +63,16 @@ def check_levels(cluster: ClusterConfig, record: RecordConfig) -> None:
         value, default = getattr(cluster, name), getattr(ClusterConfig, name)
         if value != default:
             flag, default_text = "--" + name.replace("_", "-"), "nothing" if default is None else default
-            allowed = f"{default_text} with --fast-memory, unless there are --expert-servers"
-            raise ConfigError.field(flag, value, allowed)
+            allowed_values = f"{default_text} with --fast-memory, unless there are --expert-servers"
+            raise ConfigError.field(flag, value, allowed_values)
     if cluster.on_ray:
-        allowed = "local with --fast-memory, unless there are --expert-servers"
-        raise ConfigError.field("--distributed-executor-backend", "ray", allowed)
+        allowed_values = "local with --fast-memory, unless there are --expert-servers"
+        raise ConfigError.field("--distributed-executor-backend", "ray", allowed_values)
     if cluster.devices is not None:
-        allowed = "nothing with --fast-memory; with --device cuda, CUDA_VISIBLE_DEVICES chooses the GPUs"
-        raise ConfigError.field("--devices", cluster.devices, allowed)
+        allowed_values = (
+            "nothing with --fast-memory; with --device cuda, CUDA_VISIBLE_DEVICES chooses the GPUs"
+        )
+        raise ConfigError.field("--devices", cluster.devices, allowed_values)
     if record.record_routing is not None:
         raise ConfigError.field("--record-routing", str(record.record_routing), "nothing with --fast-memory")
 

@@ -139,7 +139,7 @@ def place(profile: Profile, options: Place, runner: _SolverRunner) -> Report:
     learned_profile, held_out_routes = held_out.split(profile, options.share, options.seed)
     trials: list[Trial] = []
     skip_notes: list[str] = []
-    for name in options.measured_solvers:
+    for name in options.solvers_to_measure:
         try:
             solution = runner.solve(name, learned_profile, name)
         except ConfigError as error:
@@ -161,8 +161,8 @@ def place(profile: Profile, options: Place, runner: _SolverRunner) -> Report:
         trials=trials,
         skip_notes=skip_notes,
         written_placement=None
-        if options.written_solver is None
-        else _write(profile, options, options.written_solver, runner),
+        if options.solver_to_write is None
+        else _write(profile, options, options.solver_to_write, runner),
     )
 
 
@@ -234,8 +234,8 @@ def save(placement: Placement, tables: Tables, path: Path) -> None:
         new_files[0].replace(tables_file)
         new_files[1].replace(path)
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(path), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(path), allowed_values) from error
     finally:
         for file in new_files:
             file.unlink(missing_ok=True)

@@ -38,8 +38,8 @@ def run(profile: Profile, options: Place, as_json: bool) -> int:
     try:
         options.output_file.write_text(placement.to_json(), encoding="utf-8")
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(options.output_file), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(options.output_file), allowed_values) from error
     figures = _Balance(_mean_balancedness(profile, placement), _mean_balancedness(profile, consecutive))
     print(_as_json(profile, options, figures) if as_json else _as_text(profile, options, figures))
     return 0
@@ -55,15 +55,15 @@ def _check(profile: Profile, options: Place) -> None:
         if value:
             raise ConfigError(f"{flag}: {options.file} has loads of experts and no token ids")
     if options.solver not in (None, "eplb"):
-        allowed = f"eplb: {options.file} has loads of experts and no token ids"
-        raise ConfigError.field("--solver", options.solver, allowed)
+        allowed_values = f"eplb: {options.file} has loads of experts and no token ids"
+        raise ConfigError.field("--solver", options.solver, allowed_values)
     if options.ranks > profile.num_experts:
-        allowed = f"1 to {profile.num_experts}, the experts of a layer"
-        raise ConfigError.field("--ranks", options.ranks, allowed)
+        allowed_values = f"1 to {profile.num_experts}, the experts of a layer"
+        raise ConfigError.field("--ranks", options.ranks, allowed_values)
     max_copies = profile.num_experts * (options.ranks - 1)
     if options.redundant_experts > max_copies:
-        allowed = f"0 to {max_copies}: each expert once on a rank"
-        raise ConfigError.field("--redundant-experts", options.redundant_experts, allowed)
+        allowed_values = f"0 to {max_copies}: each expert once on a rank"
+        raise ConfigError.field("--redundant-experts", options.redundant_experts, allowed_values)
 
 
 def _mean_balancedness(profile: Profile, placement: Placement) -> float:

@@ -119,8 +119,8 @@ def find_model(name: str) -> ModelSizes:
     try:
         raw: Any = json_module.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        allowed = f"a directory with config.json, a config.json, a GGUF file, {', '.join(KNOWN)}"
-        raise ConfigError.field("model", name, allowed) from error
+        allowed_values = f"a directory with config.json, a config.json, a GGUF file, {', '.join(KNOWN)}"
+        raise ConfigError.field("model", name, allowed_values) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not a JSON file: {error}") from error
     if not isinstance(raw, dict):

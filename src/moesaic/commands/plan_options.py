@@ -78,12 +78,12 @@ class Plan:
         if self.gpus < 1:
             raise ConfigError.field("--gpus", self.gpus, "an integer of at least 1")
         self.slow_memory, self.slow_bandwidth  # noqa: B018  raises ConfigError for wrong sizes
-        for flag, value, allowed in (
+        for flag, value, allowed_values in (
             ("MODEL", self.model, "a checkpoint, a config.json or a known name"),
             ("--hardware", self.hardware, "a known machine, this or a .toml file; or --cluster in its place"),
         ):
             if value is None:
-                raise ConfigError.field(flag, "nothing", allowed)
+                raise ConfigError.field(flag, "nothing", allowed_values)
         for flag, length in (("--prompt-len", self.prompt_len), ("--gen-len", self.gen_len)):
             if length is None or length < 1:
                 value_text = "nothing" if length is None else length

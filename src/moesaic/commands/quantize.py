@@ -71,9 +71,9 @@ def _lines(options: QuantizeOptions, cost: Cost, seconds: float) -> list[str]:
     if cost.calibration_tokens:
         method = f"experts calibrated with {cost.calibration_tokens} tokens"
     evaluation = f", measured with {cost.evaluation_tokens} other tokens" if cost.evaluation_tokens else ""
+    duration = f"{seconds:.1f} s"
     lines = [
-        f"{options.directory}: {cost.matrices} matrices with {groups}, {method}{evaluation}, "
-        f"in {seconds:.1f} s"
+        f"{options.directory}: {cost.matrices} matrices with {groups}, {method}{evaluation}, in {duration}"
     ]
     if cost.few_tokens:
         expert_names = ", ".join(

@@ -98,8 +98,10 @@ class Settings:
         if not argument.tokens:
             value = self._variables[name]
             if value.startswith("tcp://"):
-                allowed = "no address: Kubernetes sets this variable for a service named moesaic; rename it"
-                raise ConfigError.field(name, value, allowed)
+                allowed_values = (
+                    "no address: Kubernetes sets this variable for a service named moesaic; rename it"
+                )
+                raise ConfigError.field(name, value, allowed_values)
             values = value.split() if _takes_list(argument) else [value]
             self._add(
                 argument,
@@ -116,9 +118,9 @@ class Settings:
         argument = _argument(flag, arguments)
         if argument is None or argument.name == FILE:
             hint = "" if argument is not None else suggestions.suggest(flag, commands, self._root)
-            allowed = f"flags of moesaic {' '.join(commands)}, without {FILE}. {hint}".rstrip()
+            allowed_values = f"flags of moesaic {' '.join(commands)}, without {FILE}. {hint}".rstrip()
             value = "a key" if "key" in flag else text  # a misspelt --api-key is not printed either
-            raise ConfigError.field(name, value, allowed)
+            raise ConfigError.field(name, value, allowed_values)
         # The command line and the variables were read before, and they take precedence.
         if argument.tokens:
             return

@@ -40,13 +40,15 @@ def without_plan(
         for name, value in vars(offload).items():
             if name != "fast_memory" and value != getattr(OffloadConfig, name):
                 flag = "--" + name.replace("_", "-")
-                allowed = "nothing with --expert-servers: servers read experts as rows need them, by no plan"
-                raise ConfigError.field(flag, value, allowed)
+                allowed_values = (
+                    "nothing with --expert-servers: servers read experts as rows need them, by no plan"
+                )
+                raise ConfigError.field(flag, value, allowed_values)
         if offload.fast_memory == "auto":
             raise ConfigError.field("--fast-memory", "auto", "a size with --expert-servers, such as 2GiB")
         if cluster.devices is not None:
-            allowed = "nothing with --fast-memory and --expert-servers, which compute on the CPU"
-            raise ConfigError.field("--devices", cluster.devices, allowed)
+            allowed_values = "nothing with --fast-memory and --expert-servers, which compute on the CPU"
+            raise ConfigError.field("--devices", cluster.devices, allowed_values)
         if worker.model.device == "cuda":
             raise ConfigError.field("--device", "cuda", "cpu with --fast-memory and --expert-servers")
         worker = replace(worker, server_memory=parse_bytes("--fast-memory", offload.fast_memory))

@@ -127,22 +127,22 @@ def compare_samples(url: str, previous: Sample, current: Sample) -> View:
     """What happened between two samples of one server."""
     seconds = max(current.now - previous.now, 1e-9)
 
-    def grown(name: str) -> float | None:
+    def increase(name: str) -> float | None:
         if name not in current.metrics:
             return None
         return max(0.0, current.metrics[name] - previous.metrics.get(name, 0.0))
 
     def rate(name: str) -> float | None:
-        return _divide(grown(name), seconds)
+        return _divide(increase(name), seconds)
 
     def mean(name: str) -> float | None:
-        return _divide(grown(f"{name}_seconds_sum"), grown(f"{name}_seconds_count"))
+        return _divide(increase(f"{name}_seconds_sum"), increase(f"{name}_seconds_count"))
 
     def gauge(name: str) -> int | None:
         return int(current.metrics[name]) if name in current.metrics else None
 
     status = current.status or {}
-    sent_bytes, early_bytes = grown("kv_transfer_bytes_total"), grown("kv_transfer_early_bytes_total")
+    sent_bytes, early_bytes = increase("kv_transfer_bytes_total"), increase("kv_transfer_early_bytes_total")
     late_bytes = None if sent_bytes is None or early_bytes is None else sent_bytes - early_bytes
     prefill = any(entry["role"] == "prefill worker" for entry in status.get("processes", ()))
     return View(
@@ -153,12 +153,14 @@ def compare_samples(url: str, previous: Sample, current: Sample) -> View:
         running=gauge("num_requests_running"),
         waiting=gauge("num_requests_waiting"),
         kv_cache_usage=current.metrics.get("kv_cache_usage_perc"),
-        prefix_cache_hit_rate=_divide(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
+        prefix_cache_hit_rate=_divide(
+            increase("prefix_cache_hits_total"), increase("prefix_cache_queries_total")
+        ),
         time_to_first_token=mean("time_to_first_token"),
         inter_token_latency=mean("inter_token_latency"),
         kv_transfer_rate=rate("kv_transfer_bytes_total") if prefill else None,
-        kv_transfer_speed=_divide(late_bytes, grown("kv_transfer_seconds_total")),
-        partial_runs=_divide(grown("partial_runs_total"), grown("runs_total")),
+        kv_transfer_speed=_divide(late_bytes, increase("kv_transfer_seconds_total")),
+        partial_runs=_divide(increase("partial_runs_total"), increase("runs_total")),
         processes=_processes((previous.status or {}).get("processes", ()), status, seconds),
         counters={name: int(status["counters"][name]) for name in COUNTERS} if status else {},
         change=status.get("change"),
@@ -181,22 +183,22 @@ def _processes(
     hosts = {name: host["name"] for host in status.get("hosts", ()) for name in host["processes"]}
     previous_stats = {(one["name"], one["incarnation"]): one["stats"] for one in previous_processes}
 
-    def done(process: Mapping[str, Any], counter: str) -> float:
+    def work_done(process: Mapping[str, Any], counter: str) -> float:
         """`counter` of a server since `before`. A new process has none before."""
         stats = previous_stats.get((process["name"], process["incarnation"]), {})
         return max(0.0, float(process["stats"][counter]) - float(stats.get(counter, 0)))
 
     servers = [one for one in current_processes if one["role"] == "expert server"]
-    pairs = sum(done(one, "pairs") for one in servers)
+    pairs = sum(work_done(one, "pairs") for one in servers)
     views = []
     for one in current_processes:
         server_fields: dict[str, Any] = {}
         if one in servers:
             server_fields = {
                 "experts": one["experts"],
-                "pairs_per_second": done(one, "pairs") / seconds,
-                "load": _divide(done(one, "pairs"), pairs),
-                "busy": min(1.0, done(one, "busy_seconds") / seconds),
+                "pairs_per_second": work_done(one, "pairs") / seconds,
+                "load": _divide(work_done(one, "pairs"), pairs),
+                "busy": min(1.0, work_done(one, "busy_seconds") / seconds),
                 "waiting_pairs": one["stats"]["waiting_pairs"],
             }
         common = (one["name"], one["pid"], one["stage"], one["deaths"], one["silent_seconds"])

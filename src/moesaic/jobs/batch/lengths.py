@@ -80,7 +80,7 @@ def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, in
     """(prompt tokens, maximum generated tokens) of each prompt in a line; empty if it will be refused."""
     body = line.body
     try:
-        requested = _requested_limit(body)
+        requested = _read_limit(body)
         max_tokens = None if requested is None else int(requested)
         if "messages" in body:
             default, prompt_tokens = UNLIMITED_TOKENS, [_count_chat_tokens(body, tokenizer)]
@@ -108,14 +108,14 @@ def _count_chat_tokens(body: Mapping[str, Any], tokenizer: Tokenizer) -> int:
     return len(tokenizer.chat(messages, **variables_of(chat, formats)))
 
 
-def _requested_limit(body: Mapping[str, Any]) -> Any:
+def _read_limit(body: Mapping[str, Any]) -> Any:
     """The limit that a body sets; None if it sets none."""
     return body.get("max_completion_tokens") or body.get("max_tokens") or None
 
 
 def _estimate_length(body: Mapping[str, Any]) -> int:
     """A rough length in characters, to find the longest requests."""
-    requested = _requested_limit(body)
+    requested = _read_limit(body)
     return len(str(body)) + (4 * requested if isinstance(requested, int) else 0)
 
 

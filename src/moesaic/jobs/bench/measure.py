@@ -139,13 +139,13 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
     """The percentiles in the text. Example: '50,99.9' -> (50.0, 99.9)."""
-    allowed = "numbers from 0 to 100, separated by commas"
+    allowed_values = "numbers from 0 to 100, separated by commas"
     try:
         values = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise ConfigError.field("--metric-percentiles", text, allowed) from error
+        raise ConfigError.field("--metric-percentiles", text, allowed_values) from error
     if not all(0 <= value <= 100 for value in values):
-        raise ConfigError.field("--metric-percentiles", text, allowed)
+        raise ConfigError.field("--metric-percentiles", text, allowed_values)
     return values
 
 
@@ -160,8 +160,8 @@ def parse_goodput(entries: Sequence[str]) -> dict[str, float]:
             continue
         match = re.fullmatch(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)", entry)
         if match is None or match[1] in goals:
-            allowed = "ttft:MS, tpot:MS and e2el:MS, each at most once"
-            raise ConfigError.field("--goodput", entry, allowed)
+            allowed_values = "ttft:MS, tpot:MS and e2el:MS, each at most once"
+            raise ConfigError.field("--goodput", entry, allowed_values)
         goals[match[1]] = float(match[2])
     return goals
 

@@ -116,8 +116,8 @@ class ServeBench:
         for flag in (flag for flag, is_changed in lengths.items() if is_changed and given_flags):
             raise ConfigError(f"{flag} and {given_flags[0]}: {given_flags[0]} has its own lengths")
         if self.dataset_path is None and self.endpoint != "/v1/completions":
-            allowed = "/v1/completions, or a --dataset-path: random prompts are token ids"
-            raise ConfigError.field("--endpoint", self.endpoint, allowed)
+            allowed_values = "/v1/completions, or a --dataset-path: random prompts are token ids"
+            raise ConfigError.field("--endpoint", self.endpoint, allowed_values)
         if self.trace is not None and not math.isinf(self.request_rate):
             raise ConfigError("--request-rate and --trace: the trace has its own arrivals; see --trace-scale")
         if self.arrivals == "fixed" and self.burstiness != 1.0:

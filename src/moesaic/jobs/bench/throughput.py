@@ -145,8 +145,8 @@ def check_fits(options: ThroughputBench, max_model_len: int) -> None:
     """Raise ConfigError if the longest request would exceed the context."""
     longest = sum(length.high for length in _ranges(options))
     if longest > max_model_len:
-        allowed = f"{max_model_len} together, the model's context length"
-        raise ConfigError.field("--input-len and --output-len", f"up to {longest} tokens", allowed)
+        allowed_values = f"{max_model_len} together, the model's context length"
+        raise ConfigError.field("--input-len and --output-len", f"up to {longest} tokens", allowed_values)
 
 
 def _ranges(options: ThroughputBench) -> tuple[Range, Range]:

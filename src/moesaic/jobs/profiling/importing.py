@@ -69,8 +69,8 @@ def run(recording: Sequence[Path], source: str, model: str, output: Path, show: 
     try:
         profile.save(output)
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(output), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(output), allowed_values) from error
     return Report(
         model=model,
         output=str(output),

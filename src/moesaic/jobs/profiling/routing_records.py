@@ -81,8 +81,8 @@ def select_routed_layers(array: AnyArray, model: RoutedModel, axis: int, label: 
     if count == num_routed:
         return array
     if count <= max(model.layers):
-        allowed = f"{num_routed}, those with routed experts, or all layers of the model"
-        raise ConfigError.field(f"{label}: layers", count, allowed)
+        allowed_values = f"{num_routed}, those with routed experts, or all layers of the model"
+        raise ConfigError.field(f"{label}: layers", count, allowed_values)
     routed_layers: AnyArray = np.take(array, model.layers, axis=axis)
     return routed_layers
 
@@ -90,8 +90,8 @@ def select_routed_layers(array: AnyArray, model: RoutedModel, axis: int, label: 
 def check_ids(tokens: AnyArray, experts: AnyArray, model: RoutedModel, label: str) -> None:
     """Raise ConfigError for token ids or experts that the model does not have."""
     if experts.shape[1:] != (len(model.layers), model.top_k):
-        allowed = f"{len(model.layers)} layers with {model.top_k} experts of each token"
-        raise ConfigError.field(f"{label}: layers and experts", experts.shape[1:], allowed)
+        allowed_values = f"{len(model.layers)} layers with {model.top_k} experts of each token"
+        raise ConfigError.field(f"{label}: layers and experts", experts.shape[1:], allowed_values)
     for name, ids, limit in (
         ("token ids", tokens, model.vocab_size),
         ("experts", experts, model.num_experts),

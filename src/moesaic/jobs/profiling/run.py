@@ -79,8 +79,8 @@ class Gatherer:
         waiting = int(OPEN_SHARE * options.most_bytes)
         self.tally = Tally(model, options.most_bytes - waiting, options.seed)
         if self.tally.full:
-            allowed = "more: the empty counts of this model need it"
-            raise ConfigError.field("--max-memory", options.max_memory, allowed)
+            allowed_values = "more: the empty counts of this model need it"
+            raise ConfigError.field("--max-memory", options.max_memory, allowed_values)
         self.assembly = Assembly(model, waiting)
         self.prompt_tokens = 0
         self._topics = np.array(topics, dtype=np.int16)
@@ -201,5 +201,5 @@ def _save(profile: Profile, options: ProfileOptions) -> None:
     try:
         profile.save(options.output_file)
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(options.output_file), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(options.output_file), allowed_values) from error

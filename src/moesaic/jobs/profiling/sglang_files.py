@@ -87,16 +87,16 @@ def _load(path: Path) -> dict[str, Any]:
 def _sum_logical_counts(counts: AnyArray, model: RoutedModel, label: str) -> Any:
     """[layers, E] the sum of `logical_count` [steps, layers, E]."""
     if counts.ndim != 3 or counts.shape[2] != model.num_experts:
-        allowed = f"[steps, layers, {model.num_experts}], the model's experts"
-        raise ConfigError.field(f"{label}: logical_count", list(counts.shape), allowed)
+        allowed_values = f"[steps, layers, {model.num_experts}], the model's experts"
+        raise ConfigError.field(f"{label}: logical_count", list(counts.shape), allowed_values)
     return select_routed_layers(counts.astype(np.int64).sum(axis=0), model, 0, label)
 
 
 def _sum_physical_counts(counts: AnyArray, places: AnyArray, model: RoutedModel, label: str) -> Any:
     """[layers, E] loads of logical experts. counts: [layers, P] of physical ones. places: [layers, P]."""
     if counts.shape != places.shape:
-        allowed = f"{list(places.shape)}, as {MAP}"
-        raise ConfigError.field(f"{label}: global_physical_count", list(counts.shape), allowed)
+        allowed_values = f"{list(places.shape)}, as {MAP}"
+        raise ConfigError.field(f"{label}: global_physical_count", list(counts.shape), allowed_values)
     counts, places = (select_routed_layers(array, model, 0, label) for array in (counts, places))
     _check_places(places, model, label)
     loads = np.zeros((len(model.layers), model.num_experts), dtype=np.int64)
@@ -146,14 +146,14 @@ def _experts(physical_ids: AnyArray, places: AnyArray, model: RoutedModel, label
     """[t, layers, k] logical experts, -1 where there is none. physical_ids: [layers, t, columns]."""
     physical_ids = select_routed_layers(physical_ids, model, 0, label)
     if physical_ids.ndim != 3 or physical_ids.shape[2] < model.top_k:
-        allowed = f"[layers, tokens, {model.top_k} or more]"
-        raise ConfigError.field(f"{label}: topk_ids_of_layer", list(physical_ids.shape), allowed)
+        allowed_values = f"[layers, tokens, {model.top_k} or more]"
+        raise ConfigError.field(f"{label}: topk_ids_of_layer", list(physical_ids.shape), allowed_values)
     if (physical_ids[:, :, model.top_k :] >= 0).any():
         raise ConfigError.field(f"{label}: experts of a token", "more", f"{model.top_k}, as in this model")
     physical_ids = physical_ids[:, :, : model.top_k].astype(np.int64)
     if physical_ids.size and physical_ids.max() >= places.shape[1]:
-        allowed = f"0 to {places.shape[1] - 1}, as in {MAP}"
-        raise ConfigError.field(f"{label}: physical expert", int(physical_ids.max()), allowed)
+        allowed_values = f"0 to {places.shape[1] - 1}, as in {MAP}"
+        raise ConfigError.field(f"{label}: physical expert", int(physical_ids.max()), allowed_values)
     rows = np.arange(len(places))[:, None, None]
     logical = np.where(physical_ids < 0, -1, places[rows, np.maximum(physical_ids, 0)])
     return np.ascontiguousarray(logical.transpose(1, 0, 2))

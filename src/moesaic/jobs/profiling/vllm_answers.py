@@ -78,8 +78,10 @@ def _experts(choice: dict[str, Any], answer: dict[str, Any], tokens: int, label:
             parts + ([_parse_lists(answer_experts, f"{label}: routed_experts")] if answer_experts else [])
         )
     if experts.ndim != 3 or experts.dtype.kind not in "iu" or not tokens - 1 <= len(experts) <= tokens:
-        allowed = f"whole numbers [{tokens - 1} or {tokens} tokens, layers, k]"
-        raise ConfigError.field(f"{label}: routed_experts", f"{experts.dtype} {list(experts.shape)}", allowed)
+        allowed_values = f"whole numbers [{tokens - 1} or {tokens} tokens, layers, k]"
+        raise ConfigError.field(
+            f"{label}: routed_experts", f"{experts.dtype} {list(experts.shape)}", allowed_values
+        )
     return experts.astype(np.int64)
 
 

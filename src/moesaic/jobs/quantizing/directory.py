@@ -96,8 +96,8 @@ class Directory:
         if self._record.is_file():
             self._check(read_json(self._record).get("settings"))
         elif path.exists() and not (path.is_dir() and _is_empty(path)):
-            allowed = "a directory that does not exist yet, is empty, or was begun by the same command"
-            raise ConfigError.field("DIRECTORY", str(path), allowed)
+            allowed_values = "a directory that does not exist yet, is empty, or was begun by the same command"
+            raise ConfigError.field("DIRECTORY", str(path), allowed_values)
 
     def __enter__(self) -> Directory:
         """Raises ConfigError if another process writes here now."""
@@ -185,8 +185,10 @@ class Directory:
         for name, value in self._settings.items():
             if recorded_settings.get(name) != value:
                 now = f"{recorded_settings.get(name)!r}, now {value!r}"
-                allowed = "the same settings, or another directory"
-                raise ConfigError(f"DIRECTORY: {self.path} was begun with {name} {now}; allowed: {allowed}")
+                allowed_values = "the same settings, or another directory"
+                raise ConfigError(
+                    f"DIRECTORY: {self.path} was begun with {name} {now}; allowed: {allowed_values}"
+                )
 
 
 def _is_empty(path: Path) -> bool:

@@ -131,11 +131,11 @@ def choose_format(name: str, group: int | None, columns: Iterable[int]) -> Forma
         if not any(columns_per_row % candidate for columns_per_row in widths)
     ]
     rows = f"rows of {', '.join(map(str, widths))} numbers"
-    allowed = f"{', '.join(map(str, fitting))}, which divide {rows}"
+    allowed_values = f"{', '.join(map(str, fitting))}, which divide {rows}"
     if not fitting:
-        allowed = f"none: no multiple of {UNIT} divides {rows}; --format int8 needs no groups"
+        allowed_values = f"none: no multiple of {UNIT} divides {rows}; --format int8 needs no groups"
     given_text = f"{size} by default" if group is None else str(size)
-    raise ConfigError(f"--group-size: got {given_text}; allowed: {allowed}")
+    raise ConfigError(f"--group-size: got {given_text}; allowed: {allowed_values}")
 
 
 def round_scales(scales: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float32]:

@@ -138,7 +138,7 @@ class Plan:
         return {weight.columns for shard in self.shards for weight in shard.weights}
 
     @property
-    def ignored_modules(self) -> list[str]:
+    def modules_to_ignore(self) -> list[str]:
         """Modules whose matrix stays as it is, for `Format.config`. An LM head can be tied to the
         embedding."""
         names = {"lm_head"}

@@ -148,7 +148,7 @@ class _Job:
         inner = config.get(TEXT)
         if isinstance(inner, dict):  # which may say that it is in FP8
             config = {**config, TEXT: {key: value for key, value in inner.items() if key != QUANTIZATION}}
-        return {**config, QUANTIZATION: self.form.config(self.plan.ignored_modules)}
+        return {**config, QUANTIZATION: self.form.config(self.plan.modules_to_ignore)}
 
 
 def run(options: QuantizeOptions, show: Show) -> Cost:

@@ -14,8 +14,8 @@ from moesaic.cost.hardware import Hardware
 def check(path: Path) -> None:
     """Raises ConfigError for a path that cannot become a hardware file, before time is spent on measuring."""
     if path.suffix != ".toml" or path.is_dir() or not path.absolute().parent.is_dir():
-        allowed = "a file that ends in .toml, in an existing directory"
-        raise ConfigError.field("--output-file", str(path), allowed)
+        allowed_values = "a file that ends in .toml, in an existing directory"
+        raise ConfigError.field("--output-file", str(path), allowed_values)
 
 
 def save(hardware: Hardware, path: Path) -> None:
@@ -25,8 +25,8 @@ def save(hardware: Hardware, path: Path) -> None:
         new_file.write_text(as_toml(hardware.to_tables()), encoding="utf-8")
         new_file.replace(path)
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(path), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(path), allowed_values) from error
     finally:
         new_file.unlink(missing_ok=True)
 

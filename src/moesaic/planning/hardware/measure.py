@@ -161,7 +161,7 @@ class Measuring:
 
     def _cpu(self) -> Processing:
         kernels, threads, free = pick("cpu", "auto"), self.threads or cores(), available_memory()
-        dtypes, watch = _stored_dtypes(kernels), self._watch()
+        dtypes, watch = _list_dtypes(kernels), self._watch()
         size = memory.choose_read_bytes(self.effort.read_bytes, free)
         ways = [(dtype, count) for dtype in dtypes for count in dict.fromkeys((1, threads))]
         readings: list[Reading] = []
@@ -204,7 +204,7 @@ class Measuring:
         return replace(hardware, source=source, measured={**figures, **measurements})
 
 
-def _stored_dtypes(kernels: Kernels) -> list[torch.dtype]:
+def _list_dtypes(kernels: Kernels) -> list[torch.dtype]:
     return [dtype for dtype in DTYPES if dtype in kernels.stored]
 
 

@@ -29,7 +29,7 @@ from moesaic.planning.sim.timeline import Timeline
 from moesaic.policy.fleet.relays import Relays, needing, waited_for
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
 
-SOON = 1e-3
+MIN_SLEEP_SECONDS = 1e-3
 """Minimum seconds that a real worker sleeps before it looks for late servers again."""
 
 
@@ -147,7 +147,7 @@ class SimulatedExperts:
             self.replicas.next_slow(waited_for(self._drop_complete_relays())) if self._relayed_calls else None
         )
         deadlines = [time for time in (self.replicas.next_deadline(), slow) if time is not None]
-        return max(self._timeline.now + SOON, min(deadlines)) if deadlines else math.inf
+        return max(self._timeline.now + MIN_SLEEP_SECONDS, min(deadlines)) if deadlines else math.inf
 
     def take(self, connection: Connection, news: Callable[[], None]) -> None:
         """Keep what arrived on a connection until the worker looks, as `ClientEnd` asks."""
