@@ -32,11 +32,11 @@ def draw(title: str, maps: Sequence[tuple[str, ActivationMap]]) -> str:
 def _panel(name: str, activation_map: ActivationMap) -> Panel:
     scale = f"scale({WIDE / len(activation_map.experts):.4f},{TALL / len(activation_map.tokens):.4f})"
     local_shares, remote_shares = (_select_shares(activation_map, local) for local in (True, False))
-    local = f"{activation_map.local:.1%}"
+    local_text = f"{activation_map.local:.1%}"
     return Panel(
         name,
         [
-            f'<text x="8" y="40">{local} of the choices stay on the rank of the token</text>',
+            f'<text x="8" y="40">{local_text} of the choices stay on the rank of the token</text>',
             *(_key(8, "cell", "expert on the token's rank"), _key(220, "far", "expert on another rank")),
             f'<g transform="translate({LEFT},{TOP}) {scale}" shape-rendering="crispEdges">',
             *(*cells(local_shares, 1.0), *cells(remote_shares, 1.0, "far"), "</g>"),

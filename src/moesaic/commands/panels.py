@@ -213,12 +213,12 @@ def step(span: float, count: int) -> float:
 
 
 def _scale(low: float, high: float, bottom: float, top: float) -> Callable[[float, float], str]:
-    def at(x: float, y: float) -> str:
+    def place_point(x: float, y: float) -> str:
         x_share = (x - low) / ((high - low) or 1)
         y_share = (y - bottom) / ((top - bottom) or 1)
         return f"{LEFT + x_share * WIDE:.1f},{TOP + (1 - y_share) * TALL:.1f}"
 
-    return at
+    return place_point
 
 
 def _dot(place: str, number: int) -> str:

@@ -115,16 +115,16 @@ def verify(path: Path, kernels: Kernels, tokens: list[int], tolerance: float, sh
         return compare(*sides, spec.num_layers, tolerance, show)
 
 
-def compare(tested: Side, reference: Side, layers: int, tolerance: float, show: Show) -> Verdict:
+def compare(actual: Side, reference: Side, layers: int, tolerance: float, show: Show) -> Verdict:
     """Compare two sides. The input of a layer is what our side had after the layer before."""
     parts: list[PartError] = []
-    outputs = _outputs(tested, reference, layers)
-    tested_output = reference_output = torch.empty(0)
-    for num_done, (part, layer_input, tested_output, reference_output) in enumerate(outputs, 1):
-        parts.append(_error(part, layer_input, tested_output, reference_output, tolerance))
+    outputs = _outputs(actual, reference, layers)
+    actual_output = reference_output = torch.empty(0)
+    for num_done, (part, layer_input, actual_output, reference_output) in enumerate(outputs, 1):
+        parts.append(_error(part, layer_input, actual_output, reference_output, tolerance))
         show("comparing", num_done, layers + 2)
     return Verdict(
-        tuple(parts), tolerance, _find_argmax_differences(tested_output, reference_output, tolerance)
+        tuple(parts), tolerance, _find_argmax_differences(actual_output, reference_output, tolerance)
     )
 
 
@@ -132,25 +132,25 @@ Output = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor]
 """Name of a part, the hidden states to which it adds, our result, the reference's result."""
 
 
-def _outputs(tested: Side, reference: Side, layers: int) -> Iterator[Output]:
-    hidden = tested.embed()
+def _outputs(actual: Side, reference: Side, layers: int) -> Iterator[Output]:
+    hidden = actual.embed()
     yield EMBEDDING, None, hidden, reference.embed()
     for layer in range(layers):
         reference_hidden = reference.layer(layer, hidden)
-        tested_hidden = tested.layer(layer, hidden.clone())
-        yield f"layer {layer}", hidden, tested_hidden, reference_hidden
-        hidden = tested_hidden
-    yield LOGITS, None, tested.logits(hidden), reference.logits(hidden)
+        actual_hidden = actual.layer(layer, hidden.clone())
+        yield f"layer {layer}", hidden, actual_hidden, reference_hidden
+        hidden = actual_hidden
+    yield LOGITS, None, actual.logits(hidden), reference.logits(hidden)
 
 
 def _error(
     part: str,
     layer_input: torch.Tensor | None,
-    tested: torch.Tensor,
+    actual: torch.Tensor,
     reference: torch.Tensor,
     tolerance: float,
 ) -> PartError:
-    difference = (tested.double() - reference.double()).abs().amax(dim=-1)
+    difference = (actual.double() - reference.double()).abs().amax(dim=-1)
     contribution = reference.double() if layer_input is None else reference.double() - layer_input.double()
     size = contribution.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     relative = float((difference / size).max())
@@ -159,10 +159,10 @@ def _error(
 
 
 def _find_argmax_differences(
-    tested: torch.Tensor, reference: torch.Tensor, tolerance: float
+    actual: torch.Tensor, reference: torch.Tensor, tolerance: float
 ) -> tuple[int, ...]:
     """mine, reference: logits [n, V]."""
-    tested_choice, best = tested.argmax(dim=-1, keepdim=True), reference.amax(dim=-1, keepdim=True)
+    actual_choice, best = actual.argmax(dim=-1, keepdim=True), reference.amax(dim=-1, keepdim=True)
     margin = tolerance * reference.abs().amax(dim=-1, keepdim=True)
-    differs = ~(best - reference.gather(-1, tested_choice) <= margin)
+    differs = ~(best - reference.gather(-1, actual_choice) <= margin)
     return tuple(int(position) for position in differs.flatten().nonzero().flatten())

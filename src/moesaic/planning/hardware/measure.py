@@ -139,7 +139,7 @@ class Measuring:
         copies = gpu_parts.measure_copies(device, self.effort.copy_bytes, self._watch(device), self.show)
         # A worker may need next what torch has cached here.
         device.release()
-        speed = {copy.way: copy.bandwidth for copy in copies if copy.pinned}
+        speed = {copy.way: copy.bandwidth for copy in copies if copy.is_pinned}
         link = Link(speed["down"], speed["up"], speed["staging"])
         hardware = Hardware(name, gpu.level(), cpu.level(0.8), link)
         figures = {
@@ -242,4 +242,4 @@ def _disk_figures(measurement: Disk) -> dict[str, Any]:
 
 
 def _copy_figures(copies: Sequence[Copy]) -> list[dict[str, Any]]:
-    return [{"way": copy.way, "pinned": copy.pinned, "gib": copy.bandwidth / GIB} for copy in copies]
+    return [{"way": copy.way, "pinned": copy.is_pinned, "gib": copy.bandwidth / GIB} for copy in copies]
