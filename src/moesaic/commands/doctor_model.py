@@ -87,7 +87,7 @@ def examine_model(options: Doctor, folder: Path) -> ModelReport:
 def _restore_hub_names(message: str, folder: Path, name: str) -> str:
     """A message that has the names of files on the hub and not those of their copies in `folder`.
 
-    >>> _named("/tmp/x/a.gguf: tensor b is missing", Path("/tmp/x"), "org/name:Q4_K_M")
+    >>> _restore_hub_names("/tmp/x/a.gguf: tensor b is missing", Path("/tmp/x"), "org/name:Q4_K_M")
     'org/name:a.gguf: tensor b is missing'
     """
     repository = name.partition(":")[0]

@@ -26,7 +26,7 @@ def test_what_an_earlier_run_left_is_known(tmp_path):
     file.write_bytes(GOOD + BAD)
     with opened(file) as output:
         done = output.recover()
-    assert (done.keys, done.failed, done.models) == ({"a", 2}, 1, {"m"})
+    assert (done.keys, done.num_failed, done.models) == ({"a", 2}, 1, {"m"})
 
 
 def test_a_file_torn_at_any_byte_is_cut_to_its_whole_lines(tmp_path):

@@ -53,11 +53,11 @@ def run(recording: Sequence[Path], source: str, model: str, output: Path, show: 
     that are of another model, or that have no token.
     """
     path = files.resolve(model, None)
-    routed_model_info = routed_model(path)
-    if not routed_model_info.layers:
+    spec = routed_model(path)
+    if not spec.layers:
         raise ConfigError.field("--model", model, "one with routed experts")
-    parts = READERS[source](list(recording), routed_model_info)
-    profile = make_profile(routed_model_info, parts)
+    parts = READERS[source](list(recording), spec)
+    profile = make_profile(spec, parts)
     if not profile.tokens:
         raise ConfigError.field("FILES", "no token", "files with at least one token and its experts")
     if profile.token_ids:
@@ -76,9 +76,9 @@ def run(recording: Sequence[Path], source: str, model: str, output: Path, show: 
         output=str(output),
         source=source,
         files=len(recording),
-        layers=len(routed_model_info.layers),
-        num_experts=routed_model_info.num_experts,
-        top_k=routed_model_info.top_k,
+        layers=len(spec.layers),
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
         tokens=profile.tokens,
         requests=profile.routes.requests,
         token_ids=profile.token_ids,

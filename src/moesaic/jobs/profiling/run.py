@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,15 +111,15 @@ def run(
     """Load the model, run the prompts, and write the profile."""
     prompts = read(options.prompts, options.max_prompts)
     path = files.resolve(model.model, model.revision)
-    routed_model_info = routed_model(path)
-    if not routed_model_info.layers:
+    spec = routed_model(path)
+    if not spec.layers:
         raise ConfigError.field("model", model.model, "one with routed experts")
     tokenizer = Tokenizer(path)
-    encoded_prompts = [_encode(prompt, tokenizer, routed_model_info.vocab_size) for prompt in prompts]
+    encoded_prompts = [_encode(prompt, tokenizer, spec.vocab_size) for prompt in prompts]
     names = list(dict.fromkeys(prompt.topic for prompt in prompts))
     total = 0
     gatherer = Gatherer(
-        routed_model_info,
+        spec,
         options,
         [names.index(prompt.topic) for prompt in prompts],
         lambda num_done: show("tokens", min(num_done, total), total),
@@ -131,9 +132,7 @@ def run(
     _feed(llm, tokens, options.max_tokens, gatherer)
     seconds = clock() - start
     tally = gatherer.tally
-    nearest_ids = nearest_known(
-        path, tally.known, lambda num_done, total_ids: show("nearest tokens", num_done, total_ids)
-    )
+    nearest_ids = nearest_known(path, tally.known, partial(show, "nearest tokens"))
     profile = tally.profile(names, nearest_ids)
     show("writing", 0, 0)
     _save(profile, options)
@@ -142,9 +141,9 @@ def run(
         output=str(options.output_file),
         prompts=len(prompts),
         topics=len(names),
-        layers=len(routed_model_info.layers),
-        num_experts=routed_model_info.num_experts,
-        top_k=routed_model_info.top_k,
+        layers=len(spec.layers),
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
         prompt_tokens=gatherer.prompt_tokens,
         generated_tokens=tally.tokens - gatherer.prompt_tokens,
         seconds=seconds,
