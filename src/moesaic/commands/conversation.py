@@ -31,7 +31,7 @@ class Answer:
         self.usage = chunk.usage or self.usage
         self.finish_reason = chunk.finish_reason or self.finish_reason
         if chunk.text:
-            self.first, self.last = self.first or chunk.at, chunk.at
+            self.first, self.last = self.first or chunk.arrival_time, chunk.arrival_time
 
     def describe_speed(self, question_time: float) -> str:
         """Describe it in a line: tokens, tokens per second, seconds to the first one.

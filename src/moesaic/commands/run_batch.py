@@ -41,11 +41,11 @@ def run(
     logs.set_up("run-batch", worker.log_level)
     worker_plan = None
     with announce_trace(worker.trace), announce_routing(record):
-        if offload.fast_memory is None or cluster.resolved().expert_servers:
+        if offload.fast_memory is None or cluster.resolve().expert_servers:
             worker, processes = without_plan(worker, cluster, offload)
             summary = batch.run(options, worker, processes, record)
         else:
-            larger_than_memory.check_levels(cluster.resolved(), record)
+            larger_than_memory.check_levels(cluster.resolve(), record)
             descriptors.prepare(worker.parallel.tensor_parallel_size)
             worker_plan = _plan_lines(options, worker, offload)
             summary = batch.run(options, worker if worker_plan is None else worker_plan.worker)

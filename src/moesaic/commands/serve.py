@@ -90,7 +90,7 @@ def run(
     check_parsers(server.tool_call_parser, server.reasoning_parser)
     _check_packages(server.otlp_traces_endpoint)
     processes: ClusterConfig | None = None
-    if offload.fast_memory is None or cluster.resolved().expert_servers:
+    if offload.fast_memory is None or cluster.resolve().expert_servers:
         config, processes = without_plan(config, cluster, offload)
     else:
         config = _plan_in_child(config, cluster, offload, record)
@@ -111,9 +111,9 @@ def run(
             special_tokens_in_content=server.allow_special_tokens_in_content,
             max_waiting=server.max_queue,
             record=record,
-        ) as engine_processes,
+        ) as launched_engine,
     ):
-        return _serve(engine_processes, listener, names, server, limits, cors, as_json)
+        return _serve(launched_engine, listener, names, server, limits, cors, as_json)
 
 
 def _plan_in_child(
@@ -180,7 +180,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _serve(
-    engine_processes: LaunchedEngine,
+    launched_engine: LaunchedEngine,
     listener: socket,
     names: tuple[str, ...],
     server: ServerConfig,
@@ -188,42 +188,42 @@ def _serve(
     cors: CorsConfig,
     as_json: bool,
 ) -> int:
-    """Serve the HTTP API of `engine_processes`. Returns the exit code."""
+    """Serve the HTTP API of `launched_engine`. Returns the exit code."""
     from moesaic.server.app import create_app  # slow imports, during which the worker already loads
     from moesaic.server.async_engine import AsyncEngine
     from moesaic.server.run import serve
 
     host, port = listener.getsockname()[:2]
-    new_key = secrets.token_hex(24) if engine_processes.supervisor and server.admin_key is None else None
-    template = engine_processes.engine.tokenizer.chat_template
+    new_key = secrets.token_hex(24) if launched_engine.supervisor and server.admin_key is None else None
+    template = launched_engine.engine.tokenizer.chat_template
     formats = formats_of(template, server.tool_call_parser, server.reasoning_parser)
     with (
         _spans(server.otlp_traces_endpoint, names[0]) as spans,
         Announcer(
-            names[0], host, port, as_json, formats, find_status_report(engine_processes), new_key
+            names[0], host, port, as_json, formats, find_status_report(launched_engine), new_key
         ) as announcer,
     ):
-        connection = ObservedConnection(engine_processes.connection, announcer.observe)
-        engine = AsyncEngine(engine_processes.engine, connection, how_it_ended=engine_processes.describe_end)
+        connection = ObservedConnection(launched_engine.connection, announcer.observe)
+        engine = AsyncEngine(launched_engine.engine, connection, describe_end=launched_engine.describe_end)
         app = create_app(
-            _service(engine, engine_processes, names, server),
-            access=_access(server, host, server.admin_key or new_key, engine_processes),
+            _service(engine, launched_engine, names, server),
+            access=_access(server, host, server.admin_key or new_key, launched_engine),
             body_seconds=limits.timeout_body,
             cors=cors,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
             metrics_prefix=server.metrics_prefix,
-            traced=None if spans is None else spans.write,
+            on_trace=None if spans is None else spans.write,
         )
         try:
             log_settings = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
             return serve(app, engine, listener, limits=limits, **log_settings)
         except EngineDeadError as error:
-            ending = engine_processes.describe_end()
+            ending = launched_engine.describe_end()
             raise EngineDeadError(f"{ending}, and the server with it ({error})") from error
 
 
 def _service(
-    engine: AsyncEngine, engine_processes: LaunchedEngine, names: tuple[str, ...], server: ServerConfig
+    engine: AsyncEngine, launched_engine: LaunchedEngine, names: tuple[str, ...], server: ServerConfig
 ) -> Service:
     """The served model, as the routes see it."""
     from moesaic.server.service import Service  # slow imports
@@ -232,11 +232,11 @@ def _service(
     return Service(
         engine,
         names[0],
-        engine_processes.default_sampling,
+        launched_engine.default_sampling,
         __version__,
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,
-        cluster=engine_processes.supervisor,
+        cluster=launched_engine.supervisor,
         fields=UnknownFields(server.strict_fields),
         other_names=names[1:],
     )
@@ -265,20 +265,20 @@ def _spans(endpoint: str | None, model: str) -> AbstractContextManager[RequestSp
 
 
 def _access(
-    server: ServerConfig, host: str, admin_key: str | None, engine_processes: LaunchedEngine
+    server: ServerConfig, host: str, admin_key: str | None, launched_engine: LaunchedEngine
 ) -> Access:
     """Who may call what of a server that listens on `host`."""
     from moesaic.server.elastic import admin_paths  # slow imports
     from moesaic.server.guard import Access
 
     needs_admin_key = server.api_key is None and not is_loopback(host)
-    paths = admin_paths(needs_admin_key) if engine_processes.supervisor else frozenset()
-    return Access(server.api_key, admin_key, paths, Hosts.of(server.host, host, server.more_hosts))
+    paths = admin_paths(needs_admin_key) if launched_engine.supervisor else frozenset()
+    return Access(server.api_key, admin_key, paths, Hosts.from_listener(server.host, host, server.more_hosts))
 
 
-def find_status_report(engine_processes: LaunchedEngine) -> Callable[[], ClusterStatus] | None:
+def find_status_report(launched_engine: LaunchedEngine) -> Callable[[], ClusterStatus] | None:
     """The function that reports the status of the processes. None if one worker process does everything."""
-    return None if engine_processes.supervisor is None else engine_processes.supervisor.report
+    return None if launched_engine.supervisor is None else launched_engine.supervisor.report
 
 
 def stand_by(
@@ -291,7 +291,7 @@ def stand_by(
     that is not there.
     """
     assert cluster.standby_for is not None and cluster.cluster_address is not None
-    path = check(config, cluster.resolved(), record)
+    path = check(config, cluster.resolve(), record)
     secret = read_secret(Path(cluster.cluster_secret_file or ""), "--cluster-secret-file")
     with closing(bind(server.host, server.port)):
         pass

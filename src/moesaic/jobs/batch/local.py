@@ -63,14 +63,14 @@ async def serving(
         special_tokens_in_content=special_tokens_in_content,
         seed=seed,
         record=record,
-    ) as engine_processes:
+    ) as launched_engine:
         engine = AsyncEngine(
-            engine_processes.engine, engine_processes.connection, how_it_ended=engine_processes.describe_end
+            launched_engine.engine, launched_engine.connection, describe_end=launched_engine.describe_end
         )
         service = Service(
             engine,
             names[0],
-            engine_processes.default_sampling,
+            launched_engine.default_sampling,
             __version__,
             tool_call_parser=parsers[0],
             reasoning_parser=parsers[1],
@@ -80,9 +80,9 @@ async def serving(
         engine.start()
         app, info = (
             create_app(service, max_body_bytes=2**62),
-            await _wait_loaded(engine, engine_processes.describe_end),
+            await _wait_loaded(engine, launched_engine.describe_end),
         )
-        yield ModelService(Client(app=app), _describe(info), lambda: engine_processes.engine.stats().worker)
+        yield ModelService(Client(app=app), _describe(info), lambda: launched_engine.engine.stats().worker)
 
 
 def _describe(info: WorkerInfo) -> str:
