@@ -63,6 +63,7 @@ def connect(
             LOG.info("connected to %s", address)
         own_address = str(sock.getsockname()[0])
         return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), own_address
+    # An address that could not be reached may be the right one, so one refusal is not enough.
     kind = Refused if all(isinstance(error, Refused) for error in errors) else ConnectionLost
     raise kind("; ".join(map(str, errors)))
 
