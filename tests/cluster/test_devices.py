@@ -188,7 +188,6 @@ def test_gpus_are_not_for_the_cpu() -> None:
 
 def test_the_stand_in_has_four_devices() -> None:
     """As many ranks as GPUs need not be told how much of a GPU to take."""
-    from moesaic.runtime.model_loading import check_shared, gpus_of
 
     with sanitized(devices=4):
         assert gpus_of(CUDA.model) == 4

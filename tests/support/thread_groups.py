@@ -13,7 +13,7 @@ from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost
 from moesaic.experts.collectives.group import Group
 from moesaic.experts.collectives.one_shot import OneShotGroup, local_group
-from moesaic.runtime.group.build_rank import follower
+from moesaic.runtime.group.build_rank import build_follower
 from moesaic.runtime.group.launcher import of_rank
 from moesaic.transport.peers import HALF_BYTES
 from tests.support.linked_ends import linked
@@ -59,7 +59,7 @@ class Threads:
     def _follow(self, config: WorkerConfig, group: Group) -> None:
         try:
             with self._within():
-                follower(config, group).follow()
+                build_follower(config, group).follow()
         except ConnectionLost:
             return
         except BaseException as error:

@@ -50,7 +50,7 @@ class JoinedLauncher:
     def take(self, process: RemoteProcess) -> bool:
         role = process.role
         with self._changed:
-            self._waiting[role] = [one for one in self._waiting[role] if not one.connection.ended(0.0)]
+            self._waiting[role] = [one for one in self._waiting[role] if not one.connection.wait_for_end(0.0)]
             places = [one for one in self._processes if one.member.role is role]
             free = sum(one.room is None and one.runs for one in places) if places else self._asked[role]
             if len(self._waiting[role]) >= free:
@@ -86,7 +86,7 @@ class JoinedLauncher:
                 while not place.given_up.is_set():
                     for process in list(self._waiting[role]):
                         self._waiting[role].remove(process)
-                        if not process.connection.ended(0.0):
+                        if not process.connection.wait_for_end(0.0):
                             place.room = room = JoinedRoom(process, place, self._set(process))
                             return room
                     place.waits(f"waiting for moesaic join --role {role.flag}")
@@ -124,7 +124,7 @@ class JoinedRoom:
         return None
 
     def wait(self) -> str:
-        while not self._process.connection.ended(POLL_SECONDS):
+        while not self._process.connection.wait_for_end(POLL_SECONDS):
             pass
         return self._process.how_it_ended()
 

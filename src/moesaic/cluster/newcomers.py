@@ -46,7 +46,7 @@ class Newcomers:
     @property
     def standbys(self) -> list[str]:
         """Hosts that watch this one and would take over."""
-        return [one.host for one in self._standbys if not one.connection.ended(0.0)]
+        return [one.host for one in self._standbys if not one.connection.wait_for_end(0.0)]
 
     def close(self) -> None:
         """Stops listening, and tells those that watch this cluster that it ends on purpose."""
@@ -54,7 +54,7 @@ class Newcomers:
         for standby in self._standbys:
             with contextlib.suppress(ConnectionLost):
                 standby.connection.send(messages.Shutdown())
-                standby.connection.ended(GOODBYE_SECONDS)
+                standby.connection.wait_for_end(GOODBYE_SECONDS)
             standby.connection.close()
 
     def _welcome(self, process: RemoteProcess) -> None:
@@ -80,5 +80,5 @@ class Newcomers:
         with contextlib.suppress(ConnectionLost):
             told = messages.Enlisted(str(self._model), fingerprint.of(self._model), "")
             process.connection.send(told)
-        there = [one for one in self._standbys if not one.connection.ended(0.0)]
+        there = [one for one in self._standbys if not one.connection.wait_for_end(0.0)]
         self._standbys = [*there, process]

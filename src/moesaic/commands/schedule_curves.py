@@ -100,7 +100,7 @@ def _ratio(threads: int) -> float | None:
             kernels.linear(states, matrix)
 
     known = {"kernels": kernels.name, "threads": threads, "sizes": (HIDDEN, MATRICES), "type": str(dtype)}
-    return measuring.ratio(run, known)
+    return measuring.measure_ratio(run, known)
 
 
 def _shown(curve: Curve, experts: int) -> dict[int, float]:

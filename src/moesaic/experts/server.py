@@ -41,7 +41,7 @@ SPIN = 50e-6
 
 
 @dataclass
-class Served:
+class ServerCounters:
     """Counters of a server since it started. They only grow."""
 
     calls: int = 0
@@ -66,9 +66,9 @@ class _Call:
     end: Answerer
     rows: FloatRows
     """[p, h] output of the kernel: the answer itself, or the rows that are summed into it."""
-    left: int
+    num_missing: int
     """Pairs that were not computed yet."""
-    shared: SharedCall | None = None
+    device_call: SharedCall | None = None
     """The call's rows, where they stay on GPUs. Then `answer` and `rows` are not used."""
 
 
@@ -106,7 +106,7 @@ class ExpertServer:
         self._index = {layer: index for index, layer in enumerate(layout.layers)}
         self._num_layers = max(layout.layers, default=0) + 1
         shape = (len(layout.layers), layout.num_experts)
-        self.served = Served(load=np.zeros(shape, dtype=np.int64))
+        self.counters = ServerCounters(load=np.zeros(shape, dtype=np.int64))
 
     @property
     def clients(self) -> int:
@@ -131,7 +131,7 @@ class ExpertServer:
         now = self._clock()
         run = self._service.next_run(now)
         if run is not None:
-            self._observer.queued(self._service.waiting_pairs)
+            self._observer.on_queue_changed(self._service.waiting_pairs)
             self._run(run, now)
             return
         patience = self._service.wait(now)
@@ -148,8 +148,8 @@ class ExpertServer:
         self._ends.clear()
 
     def _accept(self) -> None:
-        for end in self._listener.accepted():
-            client = self._workers.connected()
+        for end in self._listener.take_connections():
+            client = self._workers.add_connection()
             self._ends[client] = end
             self._barrier.joined(client)
 
@@ -166,48 +166,50 @@ class ExpertServer:
 
     def _take(self, client: int, end: Answerer, incoming: Incoming) -> None:
         layout = self._layout
-        there = incoming.shared if isinstance(incoming, DeviceIncoming) else None
-        on_device = None if there is None else len(there.rows) // (4 * layout.hidden)
+        device_memory = incoming.shared if isinstance(incoming, DeviceIncoming) else None
+        on_device = None if device_memory is None else len(device_memory.rows) // (4 * layout.hidden)
         request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden, on_device)
-        if there is not None and (len(there.rows) % (4 * layout.hidden) or request.parts or request.greeting):
+        if device_memory is not None and (
+            len(device_memory.rows) % (4 * layout.hidden) or request.parts or request.greeting
+        ):
             raise DamagedMessage(
-                f"a request has {len(there.rows)} bytes of rows on a GPU, or parts beside them"
+                f"a request has {len(device_memory.rows)} bytes of rows on a GPU, or parts beside them"
             )
         shape = (request.answer_rows, layout.hidden)
-        known = request.layer in self._index or request.work is not None or request.greeting
-        if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
+        is_known = request.layer in self._index or request.work is not None or request.greeting
+        if not is_known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
             raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
-        shared = None
-        if isinstance(incoming, DeviceIncoming) and there is not None:
+        device_call = None
+        if isinstance(incoming, DeviceIncoming) and device_memory is not None:
             assert self._device_rows is not None
-            shared = self._device_rows.take(incoming, there, request, layout.hidden)
-        memory = incoming.answer if shared is None else np.empty(0, np.float32)
-        answer = np.ndarray(shape if shared is None else (0, layout.hidden), np.float32, memory)
-        if self._workers.of_relay(client) and (request.parts or request.work is not None):
+            device_call = self._device_rows.take(incoming, device_memory, request, layout.hidden)
+        memory = incoming.answer if device_call is None else np.empty(0, np.float32)
+        answer = np.ndarray(shape if device_call is None else (0, layout.hidden), np.float32, memory)
+        if self._workers.is_from_relay(client) and (request.parts or request.work is not None):
             raise DamagedMessage("a relay sent what only clients send")
         if request.greeting:
-            self._workers.is_relay(client)
+            self._workers.mark_relay(client)
             incoming.publish(np.zeros(1, dtype=np.int64))
             self._open(self._barrier.left(client))
             return
-        mine: Answering = incoming
+        answering: Answering = incoming
         if request.parts:
-            mine = part = self._relay.take(incoming, request, answer)
+            answering = part = self._relay.take(incoming, request, answer)
             request, answer = part.request, part.answer
         call, self._next_call = self._next_call, self._next_call + 1
         pairs = len(request.experts)
-        whole = request.weights is None or shared is not None
-        rows = answer if whole else np.empty((pairs, layout.hidden), dtype=np.float32)
-        self._calls[call] = _Call(mine, request, answer, end, rows, pairs, shared)
-        self.served.calls += 1
+        writes_into_answer = request.weights is None or device_call is not None
+        rows = answer if writes_into_answer else np.empty((pairs, layout.hidden), dtype=np.float32)
+        self._calls[call] = _Call(answering, request, answer, end, rows, pairs, device_call)
+        self.counters.calls += 1
         if request.work is not None:
             self._arrive(client, call, request)
             return
-        own = self._workers.own_connection(client, request.worker)
-        self._open([] if own is None else self._barrier.computes(own))
+        own_connection = self._workers.own_connection(client, request.worker)
+        self._open([] if own_connection is None else self._barrier.computes(own_connection))
         caller = self._workers.caller(client, request.worker)
         self._service.arrived(call, caller, request.layer, request.experts, self._clock())
-        self._observer.queued(self._service.waiting_pairs)
+        self._observer.on_queue_changed(self._service.waiting_pairs)
 
     def _arrive(self, client: int, call: int, request: wire.Request) -> None:
         """A client is at the barrier. It runs no step until this or another server's barrier opens."""
@@ -215,19 +217,19 @@ class ExpertServer:
         if self._barrier.has_begun(request.step):
             self._begin(call)
             return
-        self._workers.paused(client, request.worker)
+        self._workers.pause(client, request.worker)
         self._open(self._barrier.arrived(client, call, request.work, request.step))
 
     def _begin(self, call: int) -> None:
         """Answer a call that arrived at the barrier."""
-        wire.write_begun(self._calls[call].answer.data.cast("B"), self._barrier.step - 1)
+        wire.write_step_begun(self._calls[call].answer.data.cast("B"), self._barrier.step - 1)
         self._answer(call, NO_PAIRS)
 
     def _forget(self, client: int) -> None:
         end = self._ends.pop(client)
         end.close()
-        self._workers.left(client)
-        self._observer.queued(self._service.waiting_pairs)
+        self._workers.remove_connection(client)
+        self._observer.on_queue_changed(self._service.waiting_pairs)
         self._open(self._barrier.left(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
 
@@ -239,9 +241,9 @@ class ExpertServer:
         for number in calls:
             self._begin(number)
         if calls:
-            self._workers.begin()
+            self._workers.begin_step()
 
-    def _run(self, run: Run, started: float) -> None:
+    def _run(self, run: Run, start_time: float) -> None:
         """Compute the parts of `run` as one batch and publish each of them in its call."""
         calls = self._parts(run)
         parts = [self._part(call, pairs) for call, pairs in calls]
@@ -250,24 +252,30 @@ class ExpertServer:
                 began = self._clock()
                 self._backend.run(run.layer, parts)
                 if self._device_rows is not None:
-                    self._device_rows.finish([(c.shared, at) for c, at in calls if c.shared is not None])
-                self._observer.computed(run.layer, parts, len({id(call.end) for call, _ in calls}), began)
+                    self._device_rows.finish(
+                        [(c.device_call, at) for c, at in calls if c.device_call is not None]
+                    )
+                self._observer.on_run_computed(
+                    run.layer, parts, len({id(call.end) for call, _ in calls}), began
+                )
         except KeyError as missing:
             self._refuse(run, missing)
             left = [(number, pairs) for number, pairs in run.parts if number in self._calls]
             if left:
-                self._run(Run(run.layer, left), started)
+                self._run(Run(run.layer, left), start_time)
             return
         for number, pairs in run.parts:
             self._answer(number, pairs)
         yield_core()
         ids = np.concatenate([part.experts for part in parts])
-        self._count(run.layer, ids, self._clock() - started)
+        self._count(run.layer, ids, self._clock() - start_time)
 
     def _part(self, call: _Call, pairs: IntArray) -> CallPairs:
-        request, shared = call.request, call.shared
-        if shared is not None:
-            return CallPairs(shared.hidden, request.rows[pairs], request.experts[pairs], shared.rows, pairs)
+        request, device_call = call.request, call.device_call
+        if device_call is not None:
+            return CallPairs(
+                device_call.hidden, request.rows[pairs], request.experts[pairs], device_call.rows, pairs
+            )
         return CallPairs(request.hidden, request.rows[pairs], request.experts[pairs], call.rows, pairs)
 
     def _parts(self, run: Run) -> list[tuple[_Call, IntArray]]:
@@ -276,15 +284,19 @@ class ExpertServer:
     def _answer(self, number: int, pairs: IntArray) -> None:
         """Publish these pairs to the client. A call whose last pair is among them is removed."""
         call = self._calls[number]
-        call.left -= len(pairs)
+        call.num_missing -= len(pairs)
         if not len(call.request.experts):
             call.incoming.publish(np.zeros(1, dtype=np.int64))
         elif call.request.weights is None:
             call.incoming.publish(pairs)
-        elif not call.left:
-            sums = _weighted(call) if call.shared is None else np.arange(len(call.shared.answer))
+        elif not call.num_missing:
+            sums = (
+                _write_weighted_sums(call)
+                if call.device_call is None
+                else np.arange(len(call.device_call.answer))
+            )
             call.incoming.publish(sums)
-        if not call.left:
+        if not call.num_missing:
             del self._calls[number]
 
     def _refuse(self, run: Run, missing: KeyError) -> None:
@@ -292,9 +304,13 @@ class ExpertServer:
 
         So they do not wait for an answer that cannot come.
         """
-        held = self._backend.held.get(run.layer, [])
+        resident_experts = self._backend.resident_experts.get(run.layer, [])
         parts = self._parts(run)
-        wrong = [call.end for call, pairs in parts if not np.isin(call.request.experts[pairs], held).all()]
+        wrong = [
+            call.end
+            for call, pairs in parts
+            if not np.isin(call.request.experts[pairs], resident_experts).all()
+        ]
         ends = wrong or [
             call.end for call, _ in parts
         ]  # all of them, if the loaded experts changed meanwhile
@@ -304,18 +320,18 @@ class ExpertServer:
 
     def _count(self, layer: int, ids: IntArray, seconds: float) -> None:
         counts = np.bincount(ids, minlength=self._layout.num_experts)
-        self.served.load[self._index[layer]] += counts
-        self.served.pairs += len(ids)
-        self.served.runs += 1
-        self.served.expert_runs += int(np.count_nonzero(counts))
-        self.served.busy_seconds += seconds
+        self.counters.load[self._index[layer]] += counts
+        self.counters.pairs += len(ids)
+        self.counters.runs += 1
+        self.counters.expert_runs += int(np.count_nonzero(counts))
+        self.counters.busy_seconds += seconds
 
 
-def _weighted(call: _Call) -> IntArray:
+def _write_weighted_sums(call: _Call) -> IntArray:
     """Write the weighted sums of Expert-as-a-Service into the answer. Returns the [m] indices of its rows."""
     rows, weights = call.request.rows, call.request.weights
     assert weights is not None
     call.answer[:] = 0
-    for these in call.request.turns:
-        call.answer[rows[these]] += weights[these, None] * call.rows[these]
+    for turn in call.request.turns:
+        call.answer[rows[turn]] += weights[turn, None] * call.rows[turn]
     return np.arange(len(call.answer))

@@ -21,11 +21,11 @@ class ServerTrace:
     def __init__(self, track: Track) -> None:
         self._track = track
 
-    def queued(self, pairs: int) -> None:
+    def on_queue_changed(self, pairs: int) -> None:
         self._track.count("pairs waiting", pairs)
 
-    def computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None:
+    def on_run_computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None:
         end = self._track.now()
         experts = np.concatenate([part.experts for part in parts])
-        found = {"pairs": len(experts), "experts": len(np.unique(experts))}
-        self._track.span(f"layer {layer}", began, end, **found, clients=clients)
+        counts = {"pairs": len(experts), "experts": len(np.unique(experts))}
+        self._track.span(f"layer {layer}", began, end, **counts, clients=clients)

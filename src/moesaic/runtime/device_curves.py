@@ -17,7 +17,7 @@ from moesaic.policy.scheduling.minimum_batch import cpu_curves
 from moesaic.runtime.model_loading import LoadedModel
 
 
-def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -> DeviceCurves:
+def choose_curves(config: WorkerConfig, loaded_model: LoadedModel, layout: ExpertLayout) -> DeviceCurves:
     """The curves of the modelled device, of the file that is given, or of the device that computes.
 
     A GPU that is not known has those of a CPU, but shares nothing.
@@ -26,23 +26,23 @@ def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -
         return paced.read(Path(config.paced)).curves
     if config.policy_file is not None:
         return curves.read(Path(config.policy_file))
-    model, size = loaded.model, torch.empty(0, dtype=loaded.dtype).element_size()
-    others = replace(model, experts={}).num_bytes / size / model.spec.num_layers
+    model, size = loaded_model.model, torch.empty(0, dtype=loaded_model.dtype).element_size()
+    other_parameters = replace(model, experts={}).num_bytes / size / model.spec.num_layers
     expert = 3.0 * layout.hidden * layout.width
-    if loaded.device.type != "cuda":
-        return cpu_curves(expert, others, loaded.threads, _ratio(loaded))
-    known = of_device(torch.cuda.get_device_name(loaded.device), expert, others, size)
-    return known or replace(cpu_curves(expert, others), shared=False)
+    if loaded_model.device.type != "cuda":
+        return cpu_curves(expert, other_parameters, loaded_model.threads, _ratio(loaded_model))
+    device_curves = of_device(torch.cuda.get_device_name(loaded_model.device), expert, other_parameters, size)
+    return device_curves or replace(cpu_curves(expert, other_parameters), shared=False)
 
 
-def _ratio(loaded: LoadedModel) -> float | None:
+def _ratio(loaded_model: LoadedModel) -> float | None:
     """Rows for which the LM head is computed for as long as its weights are read."""
-    model = loaded.model
+    model = loaded_model.model
 
     def run(rows: int) -> None:
         with torch.inference_mode():
-            model.logits(torch.full((rows, model.spec.hidden_size), 0.01, device=loaded.device))
+            model.logits(torch.full((rows, model.spec.hidden_size), 0.01, device=loaded_model.device))
 
     sizes = tuple(model.head.shape)
-    known = {"kernels": loaded.kernels.name, "threads": loaded.threads, "sizes": sizes}
-    return measuring.ratio(run, {**known, "type": str(loaded.dtype)})
+    conditions = {"kernels": loaded_model.kernels.name, "threads": loaded_model.threads, "sizes": sizes}
+    return measuring.measure_ratio(run, {**conditions, "type": str(loaded_model.dtype)})

@@ -19,7 +19,7 @@ from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
 from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
-from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
+from moesaic.transport.authentication import Deadline, PeerRefused, RefusedByCluster, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
 from moesaic.transport.host import this_host
 from moesaic.transport.nixl_link import check_nixl
@@ -64,7 +64,7 @@ def connect(
             LOG.info("connected to %s", address)
         here = str(sock.getsockname()[0])
         return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), here
-    kind = Refused if all(isinstance(error, Refused) for error in errors) else ConnectionLost
+    kind = PeerRefused if all(isinstance(error, PeerRefused) for error in errors) else ConnectionLost
     raise kind("; ".join(map(str, errors)))
 
 
@@ -84,7 +84,7 @@ def _dial(address: str, secret: bytes, seconds: float) -> tuple[socket.socket, K
         keys = prove_as_client(sock, secret, Terms("stream", MIN_HEAP), Deadline(seconds))
     except (OSError, MoesaicError) as error:
         sock.close()
-        kind = Refused if isinstance(error, Refused) else ConnectionLost
+        kind = PeerRefused if isinstance(error, PeerRefused) else ConnectionLost
         raise kind(f"no connection to {address}: {error}") from error
     return sock, keys
 
@@ -123,9 +123,9 @@ def enlist(
         case messages.Enlisted():
             return answer
         case messages.Shutdown():
-            raise SentAway("the cluster is shutting down and accepts no processes")
+            raise RefusedByCluster("the cluster is shutting down and accepts no processes")
         case messages.Refuse(reason):
-            raise SentAway(f"refused this process: {reason}")
+            raise RefusedByCluster(f"refused this process: {reason}")
     raise ConnectionLost("its first message was not Enlisted")
 
 

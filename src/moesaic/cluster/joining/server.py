@@ -35,7 +35,7 @@ def serve_once(
         raise
     try:
         with enlisting.told(cluster, joining):
-            enlisted = enlisting.enlist(cluster, joining, None if kept is None else kept.held)
+            enlisted = enlisting.enlist(cluster, joining, None if kept is None else kept.resident_experts)
             on_joined(enlisted.model)
             config = enlisting.server_config(joining, enlisted, here)
             return serve(cluster, config, wakeup, secret, kept)

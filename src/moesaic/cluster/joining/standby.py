@@ -21,7 +21,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.models import fingerprint
 from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
-from moesaic.transport.authentication import Refused
+from moesaic.transport.authentication import PeerRefused
 from moesaic.transport.host import this_host
 from moesaic.transport.stream import StreamConnection
 
@@ -61,7 +61,7 @@ def watch(
         try:
             connection, _ = enlisting.connect(joining, secret, None, lambda: None, enlisting.DIAL_SECONDS)
         except ConnectionLost as lost:
-            if isinstance(lost, Refused) and not seen:
+            if isinstance(lost, PeerRefused) and not seen:
                 raise
             if seen:
                 say(f"{lost}: taking over")

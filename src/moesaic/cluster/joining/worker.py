@@ -41,7 +41,7 @@ def serve_once(
         if (
             not serving.is_set()
             or parted.is_set()
-            or (stays is not None and stays.loaded and parted.wait(STEP_SECONDS))
+            or (stays is not None and stays.has_model and parted.wait(STEP_SECONDS))
         ):
             return
         on_lost(f"{joining.cluster}: the connection is lost")

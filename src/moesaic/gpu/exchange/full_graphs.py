@@ -103,6 +103,6 @@ def _by(
     """What the graphs ask servers by: NVSHMEM, or CUDA IPC."""
     assert kernels.exchange is not None and kernels.nvshmem_exchange is not None
     if context.config.transport == "nvshmem":
-        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_ROWS, context.kept.nvshmem)
+        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_ROWS, context.kept_model.nvshmem)
         return kernels.nvshmem_exchange, NvshmemDialer(job, sharing, device, layout.hidden)
     return kernels.exchange, IpcDialer(sharing, MOST_ROWS, MOST_ROWS * layout.top_k, layout.hidden)

@@ -276,7 +276,7 @@ class SimulatedServer:
         """Send an answer of a part to the worker. Sums are sent once all parts have theirs."""
         relayed = found.call.relayed
         assert relayed is not None
-        if not relayed.summed:
+        if not relayed.is_sum:
             news, rows = [(found.call, found.pairs)], found.rows
         else:
             relayed.computed += 1

@@ -21,7 +21,7 @@ NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
 class RowAssignment(Protocol):
     """Assigns the rows of a step to ranks."""
 
-    def most(self, rows: int) -> int:
+    def max_rows(self, rows: int) -> int:
         """The most rows of a rank in a step of so many."""
         ...
 
@@ -56,7 +56,7 @@ class ExpectedRanks:
         """Ids beyond the tables' vocabulary count as its last token."""
         self._tokens, self._past = np.minimum(token_ids, self._tables.vocab_size - 1), []
 
-    def most(self, rows: int) -> int:
+    def max_rows(self, rows: int) -> int:
         return rows if self._align == "variable" else -(-rows // self._group.size)
 
     def shuffle(self, layer: int) -> Shuffle:
@@ -77,5 +77,5 @@ class ExpectedRanks:
         if layer not in self._index or layer == self._tables.layers[-1]:
             return
         owners = self._tables.experts[self._index[layer]]
-        mine = predict.device(to_host(expert_ids), owners, self._tables.ranks)
-        self._past = [*self._past[-1:], self._group.gather_notes(mine, shuffle.order)]
+        own_ranks = predict.device(to_host(expert_ids), owners, self._tables.ranks)
+        self._past = [*self._past[-1:], self._group.gather_notes(own_ranks, shuffle.order)]

@@ -11,7 +11,7 @@ from moesaic.kernels import table
 from moesaic.runtime.group.rows import HostRows, RowCollectives
 from moesaic.runtime.group.tensor_rows import DeviceRows
 from moesaic.runtime.group.torch_peers import TorchPeers
-from moesaic.runtime.model_loading import device_of, gpus_of
+from moesaic.runtime.model_loading import count_gpus, select_device
 
 FLAG = "--collectives-backend"
 
@@ -21,20 +21,20 @@ def check_backend(config: WorkerConfig) -> None:
     backend, ranks = config.parallel.collectives_backend, config.parallel.tensor_parallel_size
     if backend == "host":
         return
-    device, gpus = device_of(config.model).type, gpus_of(config.model)
-    allowed = ""
+    device, gpus = select_device(config.model).type, count_gpus(config.model)
+    allowed_value = ""
     if config.offload is not None:
-        allowed = "host with --fast-memory"
+        allowed_value = "host with --fast-memory"
     elif backend == "gloo" and device != "cpu":
-        allowed = f"host, nccl with --device {device}"
+        allowed_value = f"host, nccl with --device {device}"
     elif backend == "nccl" and device != "cuda":
-        allowed = f"host, gloo with --device {device}"
+        allowed_value = f"host, gloo with --device {device}"
     elif backend == "nccl" and gpus < ranks:
-        allowed = f"host: {ranks} ranks need a GPU each, and torch sees {gpus}"
+        allowed_value = f"host: {ranks} ranks need a GPU each, and torch sees {gpus}"
     elif backend == "nccl" and not distributed.is_nccl_available():
-        allowed = "host: this torch has no NCCL"
-    if allowed:
-        raise ConfigError.field(FLAG, backend, allowed)
+        allowed_value = "host: this torch has no NCCL"
+    if allowed_value:
+        raise ConfigError.field(FLAG, backend, allowed_value)
 
 
 def connect(config: WorkerConfig, group: Group) -> RowCollectives:
@@ -45,7 +45,7 @@ def connect(config: WorkerConfig, group: Group) -> RowCollectives:
     backend = config.parallel.collectives_backend
     if backend == "host":
         return HostRows(group)
-    device = device_of(config.model)
+    device = select_device(config.model)
     return DeviceRows(
         group, TorchPeers(backend, group, device), table.pick(str(device), config.model.kernels)
     )

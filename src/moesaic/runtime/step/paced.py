@@ -22,15 +22,15 @@ class PacedRunner:
 
     def begin(self, batch: TokenBatch) -> RunningStep:
         """See `SegmentRunner`."""
-        return self._held(self.runner.begin(batch), batch)
+        return self._hold_segments(self.runner.begin(batch), batch)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
         """See `SegmentRunner`."""
-        return self._held(self.runner.begin_at_segment(segment, batch, hidden), batch)
+        return self._hold_segments(self.runner.begin_at_segment(segment, batch, hidden), batch)
 
-    def _held(self, step: RunningStep, batch: TokenBatch) -> RunningStep:
+    def _hold_segments(self, step: RunningStep, batch: TokenBatch) -> RunningStep:
         seconds = self.curve.seconds(batch.num_rows)
-        return step.around(lambda generator: _holding(generator, seconds, self.pace))
+        return step.wrap_generator(lambda generator: _holding(generator, seconds, self.pace))
 
 
 def _holding(generator: StepGenerator, seconds: float, pace: Pace) -> StepGenerator:
