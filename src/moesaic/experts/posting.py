@@ -128,13 +128,13 @@ class Sender:
     def retry(self) -> None:
         """Send pairs that no server could take."""
         waiting, self._waiting_submissions = self._waiting_submissions, []
-        for submission in [one for one in waiting if not one.is_released]:
+        for submission in [waiting_submission for waiting_submission in waiting if not waiting_submission.is_released]:
             unsent_pairs, submission.unsent_pairs = submission.unsent_pairs, []
             self.send(submission, np.sort(np.concatenate(unsent_pairs)))
 
     def take_back(self, parts: Sequence[RelayedPart]) -> None:
         """Send what these parts lack directly. What still comes in for them is ignored."""
-        for part in [one for one in parts if one.is_live]:
+        for part in [relayed_part for relayed_part in parts if relayed_part.is_live]:
             call = part.call
             assert call.relayed_call is not None
             del self._connections[part.server].calls[call.call.number]

@@ -77,7 +77,7 @@ class RelayedRequest:
         self._left -= 1  # a part with sums is published at once
         if not self._left and self._unpublished_rows.all():
             self._answer[:] = 0
-            for part_of_sum in sorted(self.parts, key=lambda one: one.server):
+            for part_of_sum in sorted(self.parts, key=lambda part_of_sum: part_of_sum.server):
                 self._answer[part_of_sum.row_indices] += part_of_sum.answer
             self._publish(np.arange(len(self._answer)))
 

@@ -230,8 +230,8 @@ def _place_sums(relayed_call: RelayedCall) -> None:
 def open_calls(connections: Mapping[int, ServerConnection]) -> list[RelayedCall]:
     """The calls with parts that are under way."""
     return [
-        relayed
-        for one in connections.values()
-        for relayed in one.relayed_calls.values()
-        if relayed.live_parts
+        relayed_call
+        for connection in connections.values()
+        for relayed_call in connection.relayed_calls.values()
+        if relayed_call.live_parts
     ]

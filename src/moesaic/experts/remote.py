@@ -231,8 +231,8 @@ class RemoteExperts:
         """Sleep until an answer, a new connection, the file descriptor `wakeup`, or a server's deadline."""
         began = self._clock()
         slow = self._replicas.next_slow(waited_for(open_calls(self._connections)))
-        deadlines = [one for one in (self._replicas.next_deadline(), slow) if one is not None]
-        limits = [max(0.001, one - began) for one in deadlines] + ([] if timeout is None else [timeout])
+        deadlines = [deadline for deadline in (self._replicas.next_deadline(), slow) if deadline is not None]
+        limits = [max(0.001, deadline - began) for deadline in deadlines] + ([] if timeout is None else [timeout])
         callers = [connection.caller for connection in self._connections.values()]
         news = wait(callers, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
         if not self._barrier_client.is_idle:
@@ -296,7 +296,7 @@ class RemoteExperts:
                 self._fail(server)
         now, relayed_calls = self._clock(), open_calls(self._connections)
         for server in self._replicas.slow(waited_for(relayed_calls), now) if relayed_calls else ():
-            self._sender.take_back([part for one in relayed_calls for part in needing(one, server)])
+            self._sender.take_back([part for relayed_call in relayed_calls for part in needing(relayed_call, server)])
         self.report_other_calls()
         for server in self._replicas.late(now):
             self._replicas.mask(server)
@@ -304,7 +304,7 @@ class RemoteExperts:
         self._sender.retry()
         if self._rows is not None:
             self._rows.poll()
-        listed_connections = [one for server, one in self._connections.items() if server in self._entries]
+        listed_connections = [relayed_call for server, relayed_call in self._connections.items() if server in self._entries]
         self._barrier_client.arrive(listed_connections)
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
@@ -357,7 +357,7 @@ class RemoteExperts:
         Late answers are lost with the connection and its memory. That is the fence that the paper lacks.
         """
         calls = open_calls(self._connections)
-        other_parts = [part for one in calls for part in needing(one, server) if part.server != server]
+        other_parts = [part for relayed_call in calls for part in needing(relayed_call, server) if part.server != server]
         unanswered_calls = self._drop(server)
         entry = self._entries.get(server)
         if entry is not None and entry not in self._blamed_servers:
@@ -397,7 +397,7 @@ class RemoteExperts:
 
     def _make_room(self) -> int:
         """Free the memory of calls that have whole answers. Returns how many there were."""
-        return sum(one.move(self._memory) for one in self._submissions.values())
+        return sum(submission.move(self._memory) for submission in self._submissions.values())
 
     def _retire(self) -> None:
         """Close connections to servers that left the directory, once they have no unanswered calls."""

@@ -81,7 +81,7 @@ class Store:
     def _load_expert(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
             raise CheckpointError(f"experts: got {expert}; allowed: 0 to {self.layout.num_experts - 1}")
-        dtype, down_dtype = (STORED.get(one, one) for one in of_matrices(self.layout.dtype_of(layer)))
+        dtype, down_dtype = (STORED.get(number_type, number_type) for number_type in of_matrices(self.layout.dtype_of(layer)))
         tensors = self.layout.tensors(layer, expert)
         kinds = [dtype, down_dtype] if self.layout.form == COLUMNS else [dtype, dtype, down_dtype]
         parts = [

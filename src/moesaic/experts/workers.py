@@ -65,7 +65,7 @@ class Workers:
         """The connection of the worker whose call came by this one. None: it has no connection of its own."""
         if connection in self._direct:
             return connection
-        return next((number for number, known in self._direct.items() if known == worker), None)
+        return next((number for number, connected_worker in self._direct.items() if connected_worker == worker), None)
 
     def pause(self, connection: int, worker: int) -> None:
         """Wait for no call of this worker until it calls or a step begins."""
@@ -91,7 +91,7 @@ class Workers:
         """Wait for no call of this worker that has another number than `active_number`."""
         if not worker:
             return
-        direct = [number for number, known in self._direct.items() if known == worker]
+        direct = [number for number, connected_worker in self._direct.items() if connected_worker == worker]
         relayed = [numbers[worker] for numbers in self._relay_callers.values() if worker in numbers]
         for number in direct + relayed:
             if number != active_number:

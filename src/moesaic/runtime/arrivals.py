@@ -47,7 +47,7 @@ class Arrivals:
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Forget requests. Unknown ids are ignored."""
-        self._waiting = [one for one in self._waiting if one.request.request_id not in request_ids]
+        self._waiting = [waiting for waiting in self._waiting if waiting.request.request_id not in request_ids]
 
     def take_ready(self, timeout: float) -> Arrived:
         """The requests whose grammars are compiled now, in order of arrival.
@@ -55,12 +55,12 @@ class Arrivals:
         Waits up to `timeout` seconds for the first one.
         """
         if self._waiting and timeout > 0.0:
-            wait([one.grammar for one in self._waiting], timeout, FIRST_COMPLETED)
+            wait([waiting.grammar for waiting in self._waiting], timeout, FIRST_COMPLETED)
         compiled_ones: list[_Waiting] = []
         still_waiting: list[_Waiting] = []
         for waiting in self._waiting:  # each is asked once, since a grammar may be compiled meanwhile
             (compiled_ones if waiting.grammar.done() else still_waiting).append(waiting)
         self._waiting = still_waiting
         return Arrived(
-            [one.request for one in compiled_ones], [one.generated_tokens for one in compiled_ones]
+            [waiting.request for waiting in compiled_ones], [waiting.generated_tokens for waiting in compiled_ones]
         )

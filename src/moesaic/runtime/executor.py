@@ -177,7 +177,7 @@ class Executor:
         if self._servers.poll_barrier():
             events.append(BarrierPassed())
         self._advance(events)
-        while len(self._steps) > 1 and any(one.step.is_ready for one in self._steps.values()):
+        while len(self._steps) > 1 and any(open_step.step.is_ready for open_step in self._steps.values()):
             self._advance(events)  # one step's answer came while another one was computed
         return events
 

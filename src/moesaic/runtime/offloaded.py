@@ -321,7 +321,7 @@ def build_passes(
         else ()
     )
     likely = offload.likely_experts
-    experts_and_links = memory.experts, memory.static, memory.down, memory.up
+    experts_and_links = memory.experts, memory.static, memory.down_link, memory.up_link
     operations = Operations(
         model, *experts_and_links, post_attention, slow_blocks, likely, memory.exchanges, parts.splitting
     )
@@ -335,18 +335,18 @@ def build_passes(
             model.spec.kv,
             size,
             loaded_model.kernels,
-            memory.down,
-            memory.up,
+            memory.down_link,
+            memory.up_link,
             loaded_model.device,
             parts.caches.fast,
         )
     lanes = Lanes(make_lane_setup(offload, loaded_model))
     if states is not None:
         layers = model.spec.state_layers, model.spec.num_layers
-        resident, moving = (HybridCache(one, states, *layers) for one in (resident, moving))
+        resident, moving = (HybridCache(kv_cache, states, *layers) for kv_cache in (resident, moving))
     decodes = resident if offload.slow_attention else moving
     rows: Rows = UNPADDED if padded_tokens is None else Padding(padded_tokens, size)
-    settings = PassSettings(_policy(offload), offload.prefill_rows, parts.max_experts, rows, memory.staged)
+    settings = PassSettings(_policy(offload), offload.prefill_rows, parts.max_experts, rows, memory.is_staged)
     passes = Passes(model, settings, operations, lanes, moving, decodes, observe)
     weakref.finalize(passes, lanes.__exit__)
     return passes
@@ -354,7 +354,7 @@ def build_passes(
 
 def parse_schedule(name: str) -> Schedule:
     """The schedule of this name. Raises ConfigError for an unknown one."""
-    schedule = next((one for one in SCHEDULES if one == name), None)
+    schedule = next((known_schedule for known_schedule in SCHEDULES if known_schedule == name), None)
     if schedule is None:
         raise ConfigError.field("--offload-schedule", name, ", ".join(SCHEDULES))
     return schedule

@@ -52,7 +52,7 @@ class TokenRoutes:
     def admit(self, action: Admit) -> None:
         """These requests join the batch."""
         self._asking_requests.update(
-            one.request_id for one in action.requests if one.params.return_routed_experts
+            request.request_id for request in action.requests if request.params.return_routed_experts
         )
         self._watch()
 
@@ -108,8 +108,8 @@ class TokenRoutes:
     def _read_server_route(self, rows: dict[int, _Rows], number: int) -> TokenRoute:
         rows_of_layers = [rows[layer] for layer in self.layers]
         return TokenRoute(
-            [one.experts[number].tolist() for one in rows_of_layers],
-            [one.servers[number].tolist() for one in rows_of_layers],
+            [layer_rows.experts[number].tolist() for layer_rows in rows_of_layers],
+            [layer_rows.servers[number].tolist() for layer_rows in rows_of_layers],
         )
 
     def _find_asking(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
@@ -120,8 +120,8 @@ class TokenRoutes:
         num_drafted = plan.drafted.tolist() or [0] * len(stops)
         requests = plan.request_ids[plan.sampled].tolist()
         return [
-            (entry, request, stop - 1 - more, stop)
-            for entry, (request, stop, more) in enumerate(zip(requests, stops, num_drafted, strict=True))
+            (entry, request, stop - 1 - num_drafts, stop)
+            for entry, (request, stop, num_drafts) in enumerate(zip(requests, stops, num_drafted, strict=True))
             if request in self._asking_requests
         ]
 
@@ -132,4 +132,4 @@ class TokenRoutes:
 
 def _read_gate_route(expert_ids: ChosenExperts, row: int) -> TokenRoute:
     rows = [ids[row].cpu().numpy() if isinstance(ids, torch.Tensor) else ids[row] for ids in expert_ids]
-    return TokenRoute([one.tolist() for one in rows], [])
+    return TokenRoute([experts.tolist() for experts in rows], [])

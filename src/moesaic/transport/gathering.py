@@ -133,7 +133,7 @@ def _hand_out(sockets: dict[int, socket.socket], memory: int) -> None:
                 if low < high:
                     ends[low][high], ends[high][low] = socket.socketpair()
         for rank, sock in sockets.items():
-            descriptors = [ends[rank][other].fileno() for other in sorted(ends[rank])]
+            descriptors = [ends[rank][other_rank].fileno() for other_rank in sorted(ends[rank])]
             sock.settimeout(HANDSHAKE_SECONDS)
             socket.send_fds(sock, [_OK], [memory, *descriptors])
     finally:

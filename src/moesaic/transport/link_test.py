@@ -61,7 +61,7 @@ def measure(connection: Connection, clock: Callable[[], float] = time.monotonic)
     """
     end = clock() + LIMIT_SECONDS
     trips = [_trip(connection, 0, clock, end) for _ in range(PINGS)]
-    trip = min((one for one in trips if one is not None), default=None)
+    trip = min((seconds_of_trip for seconds_of_trip in trips if seconds_of_trip is not None), default=None)
     link = None
     for size in SIZES:
         seconds = None if trip is None else _trip(connection, size, clock, end)

@@ -177,7 +177,7 @@ def _collect_doors(
         remote_rank = _take(door.next(deadline), place, links)
         if remote_rank is not None and len(remote_rank.doors) == place.ranks_per_host:
             doors_of_hosts[place.node_of(remote_rank.rank)] = remote_rank.doors
-    doors = [one for node in range(place.nodes) for one in doors_of_hosts[node]]
+    doors = [address for node in range(place.nodes) for address in doors_of_hosts[node]]
     for peer_wire in links.values():
         say(peer_wire, doors=doors)
     return doors
@@ -216,7 +216,7 @@ def _listen_to(sock: socket.socket, peer_wire: Wire) -> _RemoteRank:
     word = hear(peer_wire)
     try:
         remote_rank = _RemoteRank(
-            peer_wire, int(word["rank"]), int(word["size"]), [str(one) for one in word["doors"]]
+            peer_wire, int(word["rank"]), int(word["size"]), [str(address) for address in word["doors"]]
         )
     except (KeyError, TypeError, ValueError):
         raise ConnectionLost("it did not say which rank it is") from None

@@ -249,7 +249,7 @@ class Listener:
             undo.pop_all()
         self.address = str(where)
         """The first address, with the actual port."""
-        remote_addresses = "".join(str(find_advertised_address(one)) for _, one in further_sockets)
+        remote_addresses = "".join(str(find_advertised_address(bound_address)) for _, bound_address in further_sockets)
         self.endpoint = Endpoint(self.address, remote_addresses, this_host())
         """Where processes of this host and of others connect."""
         self._file = where.file
@@ -257,8 +257,8 @@ class Listener:
         self._answerers: deque[Answerer] = deque()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._acceptors = [
-            Acceptor(sock, str(one), self._handshake, self._add, MAX_PENDING)
-            for sock, one in ((listening, where), *further_sockets)
+            Acceptor(sock, str(bound_address), self._handshake, self._add, MAX_PENDING)
+            for sock, bound_address in ((listening, where), *further_sockets)
         ]
 
     def fileno(self) -> int:

@@ -140,7 +140,7 @@ class NixlLink:
         targets = [(self._peer_begin + begin, end - begin, 0) for begin, end in pieces]
         note = _NUMBER.pack(number)
         try:
-            descriptors = [self._agent.get_xfer_descs(one, "DRAM") for one in (sources, targets)]
+            descriptors = [self._agent.get_xfer_descs(areas, "DRAM") for areas in (sources, targets)]
             handle = self._agent.initialize_xfer("WRITE", *descriptors, self._peer, note)
             self._writes[number] = handle
             self._settle(number, self._agent.transfer(handle, note))
@@ -235,8 +235,8 @@ class _Ending:
         with contextlib.suppress(Exception):
             while self.writes and time.monotonic() < deadline:
                 self._agent.get_new_notifs()
-                states = {number: self._agent.check_xfer_state(one) for number, one in self.writes.items()}
-                self.writes = {one: self.writes[one] for one, state in states.items() if state == "PROC"}
+                states = {number: self._agent.check_xfer_state(write_number) for number, write_number in self.writes.items()}
+                self.writes = {write_number: self.writes[write_number] for write_number, state in states.items() if state == "PROC"}
                 time.sleep(1e-4)
             for _ in range(10):  # the last words of the writes
                 self._agent.get_new_notifs()

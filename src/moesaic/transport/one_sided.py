@@ -241,7 +241,7 @@ class OneSidedCaller(_End[tuple[Call, IntArray]]):
 
     def release(self, call: Call) -> None:
         own_call = self._find_call(call)
-        self._news = [one for one in self._news if one[0] is not own_call]
+        self._news = [news for news in self._news if news[0] is not own_call]
         if own_call._state == "posted" and own_call._num_missing:
             own_call._state = "released"  # its rows still arrive
         else:

@@ -37,7 +37,7 @@ class Traffic:
     def subtract(self, snapshot: Traffic) -> Traffic:
         """What was sent after `snapshot`."""
         return Traffic(
-            **{one.name: getattr(self, one.name) - getattr(snapshot, one.name) for one in fields(Traffic)}
+            **{field.name: getattr(self, field.name) - getattr(snapshot, field.name) for field in fields(Traffic)}
         )
 
 

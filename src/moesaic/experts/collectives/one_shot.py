@@ -84,7 +84,7 @@ class OneShotGroup:
 
     def all_to_all_v(self, outgoing: Sequence[Outgoing]) -> list[Packet]:
         other_ranks = [rank for rank in range(self.size) if rank != self.rank]
-        sizes = [0 if rank == self.rank else packet_bytes(each) for rank, each in enumerate(outgoing)]
+        sizes = [0 if rank == self.rank else packet_bytes(packet) for rank, packet in enumerate(outgoing)]
         views = self._peers.open(sizes)
         for rank in other_ranks:
             write_packet(outgoing[rank], views[rank])

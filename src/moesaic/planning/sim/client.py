@@ -299,7 +299,7 @@ class SimulatedExperts:
 
     def _relayed(self) -> list[RelayedCall]:
         """The calls of which parts are open."""
-        self._through = [one for one in self._through if one.live]
+        self._through = [one for one in self._through if one.live_parts]
         return self._through
 
     def _take_back(self, parts: list[RelayedPart]) -> None:

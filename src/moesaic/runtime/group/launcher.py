@@ -93,7 +93,7 @@ class RankLauncher:
         name = f"@moesaic-group-{secrets.token_hex(16)}"
         listen = config.remote_address or ""
         self._place = RankPlace(name, secret.hex(), 0, self.size, node, parallel.nnodes, listen, first)
-        processes = [self._start(config, near) for near in range(1, self.size)]
+        processes = [self._start(config, local_rank) for local_rank in range(1, self.size)]
         self._end_event, self._ended_ranks = threading.Event(), SimpleQueue[EndedRank]()
         self._ended_rank: EndedRank | None = None
         self._ending = weakref.finalize(self, _end, processes, self._end_event)

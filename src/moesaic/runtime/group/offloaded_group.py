@@ -97,8 +97,8 @@ class GroupPostAttention:
     def _cut(self, part: Part) -> list[tuple[slice, CollectiveLayout]]:
         ids = part.batch.token_ids
         pieces = [
-            (slice(at, at + self._rows_per_round), self._collectives())
-            for at in range(0, len(ids), self._rows_per_round)
+            (slice(start, start + self._rows_per_round), self._collectives())
+            for start in range(0, len(ids), self._rows_per_round)
         ]
         for piece, collectives in pieces:
             collectives.begin(ids[piece])

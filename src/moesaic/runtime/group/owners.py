@@ -38,8 +38,8 @@ class ExpertOwners:
         """31 bits that are equal for equal owners and tables."""
         arrays = [*self.owners.values()]
         if self.tables is not None:
-            arrays += [one for one in vars(self.tables).values() if isinstance(one, np.ndarray)]
-        return zlib.crc32(b"".join(one.tobytes() for one in arrays)) >> 1
+            arrays += [array for array in vars(self.tables).values() if isinstance(array, np.ndarray)]
+        return zlib.crc32(b"".join(array.tobytes() for array in arrays)) >> 1
 
     @property
     def max_experts(self) -> int:
@@ -81,7 +81,7 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
 
     Example: 5 experts in 2 units: 0, 0, 0, 1, 1.
     """
-    counts = [len(each) for each in np.array_split(np.arange(num_experts), units)]
+    counts = [len(experts) for experts in np.array_split(np.arange(num_experts), units)]
     return dict.fromkeys(layers, np.repeat(np.arange(units), counts))
 
 

@@ -181,7 +181,7 @@ def _exchange(
         round_counts = [min(max(0, count - begin), ROUND) for count in counts]
         for received_of_rank, answer in zip(received, group.answer(round_parts, round_counts), strict=True):
             received_of_rank.append(answer.copy())
-    return [np.concatenate([_EMPTY, *each]) for each in received]
+    return [np.concatenate([_EMPTY, *rounds_of_rank]) for rounds_of_rank in received]
 
 
 def _rounds(sizes: Sequence[int]) -> int:

@@ -63,11 +63,11 @@ def sample_step(sampler: Sampler, plan: StepPlan, logits: torch.Tensor) -> Sampl
     if not len(plan.drafted):
         return SampledTokens(*sampler.sample(plan.request_ids[plan.sampled], logits))
     checks = _checks(plan)
-    _sample_at_once(sampler, [one for one in checks if not sampler.needs_order(one.request_id)], logits)
-    _sample_in_rounds(sampler, [one for one in checks if not one.tokens], logits)
-    logprobs = list(chain(*(one.logprobs for one in checks)))
-    tokens = np.array(list(chain(*(one.tokens for one in checks))), dtype=np.int64)
-    counts = np.array([len(one.tokens) for one in checks], dtype=np.int64)
+    _sample_at_once(sampler, [check for check in checks if not sampler.needs_order(check.request_id)], logits)
+    _sample_in_rounds(sampler, [check for check in checks if not check.tokens], logits)
+    logprobs = list(chain(*(check.logprobs for check in checks)))
+    tokens = np.array(list(chain(*(check.tokens for check in checks))), dtype=np.int64)
+    counts = np.array([len(check.tokens) for check in checks], dtype=np.int64)
     return SampledTokens(tokens, logprobs if any(logprobs) else [], counts)
 
 
@@ -95,9 +95,9 @@ def _sample_at_once(sampler: Sampler, checks: Sequence[_Check], logits: torch.Te
     """Sample every row of these requests, and take the tokens up to the first one that was not drafted."""
     if not checks:
         return
-    places = [(one, offset) for one in checks for offset in range(1 + len(one.draft_tokens))]
-    lines = [one.start + offset for one, offset in places]
-    ids, offsets = [one.request_id for one, _ in places], [offset for _, offset in places]
+    places = [(check, offset) for check in checks for offset in range(1 + len(check.draft_tokens))]
+    lines = [check.start + offset for check, offset in places]
+    ids, offsets = [check.request_id for check, _ in places], [offset for _, offset in places]
     tokens, report = sampler.sample_ahead(ids, offsets, _rows(logits, lines))
     going = True
     for place, (check, offset) in enumerate(places):
@@ -110,13 +110,13 @@ def _sample_at_once(sampler: Sampler, checks: Sequence[_Check], logits: torch.Te
 def _sample_in_rounds(sampler: Sampler, checks: Sequence[_Check], logits: torch.Tensor) -> None:
     """Sample these requests row by row."""
     while checks:
-        ids = np.array([one.request_id for one in checks], dtype=np.int64)
-        rows = _rows(logits, [one.start + len(one.tokens) for one in checks])
+        ids = np.array([check.request_id for check in checks], dtype=np.int64)
+        rows = _rows(logits, [check.start + len(check.tokens) for check in checks])
         tokens, report = sampler.sample(ids, rows)
         checks = [
-            one
-            for place, one in enumerate(checks)
-            if one.take(int(tokens[place]), report[place] if report else None)
+            check
+            for place, check in enumerate(checks)
+            if check.take(int(tokens[place]), report[place] if report else None)
         ]
 
 

@@ -109,12 +109,12 @@ class Adjustment:
 
 def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adjustment]) -> None:
     """Change row rows[i] of logits [p, vocab] float32 by adjustments[i], in place."""
-    biased_pairs = _pairs(rows, [one.biased_tokens for one in adjustments], logits.device)
-    bias = [value for one in adjustments for value in one.bias]
+    biased_pairs = _pairs(rows, [adjustment.biased_tokens for adjustment in adjustments], logits.device)
+    bias = [value for adjustment in adjustments for value in adjustment.bias]
     logits[biased_pairs] += moved(np.array(bias, dtype=np.float32), logits.device)
     _penalise(logits, rows, adjustments)
     no_tokens = np.array([], dtype=np.int64)
-    stops = [no_tokens if one.has_bans else one.forbidden_tokens for one in adjustments]
+    stops = [no_tokens if adjustment.has_bans else adjustment.forbidden_tokens for adjustment in adjustments]
     logits[_pairs(rows, stops, logits.device)] = -torch.inf
     for row, adjustment in zip(rows, adjustments, strict=True):
         if adjustment.has_bans:
@@ -124,9 +124,9 @@ def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adju
 def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adjustment]) -> None:
     """Apply the repetition penalty and then the frequency and presence penalties, in place."""
     penalised_rows = [
-        (row, one.params, one.counts)
-        for row, one in zip(rows, adjustments, strict=True)
-        if one.counts is not None
+        (row, adjustment.params, adjustment.counts)
+        for row, adjustment in zip(rows, adjustments, strict=True)
+        if adjustment.counts is not None
     ]
     if not penalised_rows:
         return

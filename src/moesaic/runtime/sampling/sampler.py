@@ -247,7 +247,7 @@ def _report(
     counts = [(index, row.request.params.logprobs) for index, row in enumerate(rows)]
     wanted_rows = [(index, count) for index, count in counts if count is not None]
     for count in {count for _, count in wanted_rows}:
-        lines = [line for line, (_, other) in enumerate(wanted_rows) if other == count]
+        lines = [line for line, (_, other_count) in enumerate(wanted_rows) if other_count == count]
         alike = raw if len(lines) == len(wanted_rows) else raw[lines]
         indices = [wanted_rows[line][0] for line in lines]
         entries = token_logprobs(alike, tokens[indices].clip(min=0).tolist(), count)

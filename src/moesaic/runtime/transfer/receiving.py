@@ -98,7 +98,7 @@ class KVReceiver(Transfers):
                     self._ready[request_id] = image
 
     def count_received_tokens(self, requests: Sequence[Request]) -> dict[int, int]:
-        request_ids = (one.request_id for one in requests if one.request_id in self._ready)
+        request_ids = (request.request_id for request in requests if request.request_id in self._ready)
         return {request_id: self._ready[request_id].tokens for request_id in request_ids}
 
     def restore(self, action: Restore) -> None:

@@ -240,7 +240,7 @@ class KVSender(Transfers):
 
     def expect(self, message: messages.Submit) -> None:
         generated_tokens = dict(
-            zip((one.request_id for one in message.requests), message.generated, strict=False)
+            zip((submitted_request.request_id for submitted_request in message.requests), message.generated, strict=False)
         )
         for request in message.requests:
             target = message.targets.get(request.request_id)
