@@ -14,8 +14,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes, Joined
-from moesaic.cluster.scaling_limits import ScalingLimits
+from moesaic.cluster.scaling import Change, Changes, Joined, ScalingLimits
 from moesaic.config import ClusterConfig, ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, ScalingError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.cluster import instruction_sets
-from moesaic.cluster.admission import why_not
+from moesaic.cluster.admission import instruction_set_of_this_host, why_not
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
@@ -127,8 +126,8 @@ def test_ranks_compute_with_the_instruction_set_of_this_host(
     told = other("avx2", "portable")
     assert told is not None and "computes with avx512, which the CPU of 10.0.0.2 lacks" in told
     assert other("avx512", "avx2") is None
-    assert instruction_sets.of_this_host("avx2") == "avx2"
-    assert instruction_sets.of_this_host("reference") is None
+    assert instruction_set_of_this_host("avx2") == "avx2"
+    assert instruction_set_of_this_host("reference") is None
 
 
 @pytest.mark.parametrize(

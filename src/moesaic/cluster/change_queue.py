@@ -19,10 +19,9 @@ from inspect import GEN_CREATED, GEN_SUSPENDED, getgeneratorstate
 import numpy as np
 
 from moesaic.cluster import live_placement
-from moesaic.cluster.autoscaling import Autoscaling
+from moesaic.cluster.autoscaling import Autoscaling, Sample
 from moesaic.cluster.balancing import Balancing
 from moesaic.cluster.dispatching import by_tables
-from moesaic.cluster.fleet_sample import take_sample
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
@@ -388,3 +387,29 @@ class ChangeQueue:
         if self.balancing is not None:
             return self.balancing.loads.window()
         return np.zeros((len(self.layout.layers), self.layout.num_experts), dtype=np.int64)
+
+
+def take_sample(members: Members, router: Router) -> Sample:
+    """The sample of this moment."""
+    waiting, prompts = router.stats().waiting, router.waiting_prompts()
+    prefill = router.prefill_seconds()
+    return Sample(
+        processes={
+            "expert_servers": len(members.servers),
+            "attention_workers": len(members.workers),
+            "prefill_workers": len(members.prefill_workers),
+        },
+        waiting={
+            "expert_servers": waiting,
+            "attention_workers": waiting - prompts,
+            "prefill_workers": prompts,
+        },
+        missed=router.objectives.missed,
+        busy={
+            "expert_servers": {one.process: one.stats.busy_seconds for one in members.servers},
+            "prefill_workers": {
+                one.process: prefill[one.worker] for one in members.prefill_workers if one.worker in prefill
+            },
+        },
+        occupied=router.occupied(),
+    )

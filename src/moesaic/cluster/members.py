@@ -8,8 +8,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from moesaic.cluster import admission, instruction_sets, numa
-from moesaic.cluster.admission import FROM, TO_ROUTER
+from moesaic.cluster import admission, numa
+from moesaic.cluster.admission import (
+    FROM,
+    TO_ROUTER,
+    instruction_set_in_use,
+    instruction_set_of_this_host,
+    why_unlike_bits,
+)
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.launcher import Launcher, LocalLauncher
@@ -198,14 +204,14 @@ class Members:
         self._listen(member, process)
 
     def unlike(self, process: RemoteProcess) -> str | None:
-        """See `instruction_sets.unlike`."""
-        return instruction_sets.unlike(process, self._instruction_set(process.role))
+        """See `why_unlike_bits`."""
+        return why_unlike_bits(process, self._instruction_set(process.role))
 
     def _instruction_set(self, role: Role) -> KernelName | None:
-        """With which members like this compute; see `instruction_sets.in_use`."""
-        found = instruction_sets.in_use(self.servers if role is Role.SERVER else self.clients)
+        """With which members like this compute; see `instruction_set_in_use`."""
+        found = instruction_set_in_use(self.servers if role is Role.SERVER else self.clients)
         if found is None and role is Role.RANKS and not self._gpus:
-            return instruction_sets.of_this_host(self._worker_config.model.kernels)
+            return instruction_set_of_this_host(self._worker_config.model.kernels)
         return found
 
     def unfit(self, member: Member, ready: messages.Ready) -> str | None:

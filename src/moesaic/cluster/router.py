@@ -18,7 +18,8 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import zip_longest
 
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.requests import (
@@ -35,14 +36,13 @@ from moesaic.cluster.requests import (
     until_next,
     without_scores,
 )
-from moesaic.cluster.totals import as_one, counters, total, with_news
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.metrics import WorkerStats
+from moesaic.core.messages import KVSent, Stats
+from moesaic.core.metrics import StateStats, WorkerStats
 from moesaic.core.request import FinishReason
 from moesaic.core.worker_info import WorkerInfo
-from moesaic.policy.placement import apart
-from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, least_loaded
+from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, choose_apart, least_loaded
 from moesaic.transport.base import Connection
 
 
@@ -164,7 +164,7 @@ class Router:
             return self._total()
 
     def _total(self) -> WorkerStats:
-        found = total([self._past, *(worker.stats for worker in self._workers.values())])
+        found = sum_stats([self._past, *(worker.stats for worker in self._workers.values())])
         return replace(found, waiting=found.waiting + len(self._held_back))
 
     def occupied(self) -> float:
@@ -194,7 +194,7 @@ class Router:
         with self._lock:
             if (gone := self._workers.pop(worker, None)) is None:
                 return
-            self._past = total([self._past, counters(gone.stats)])
+            self._past = sum_stats([self._past, counters_only(gone.stats)])
             orphans = [key for key, entry in self._entries.items() if entry.worker == worker]
             for key in orphans:
                 entry = self._entries[key]
@@ -229,7 +229,7 @@ class Router:
                 case messages.Admitted():
                     message = first_time(message, self._entries)
                 case messages.Stats() | messages.KVSent():
-                    record.stats = with_news(record.stats, message)
+                    record.stats = with_report(record.stats, message)
                     message = messages.Stats(self._total())
             self._outbox.put(message)
 
@@ -238,7 +238,7 @@ class Router:
         with self._lock:
             infos = [worker.info for worker in self._workers.values() if not worker.prefill]
         if infos:
-            self.tell(messages.Ready(as_one(infos)))
+            self.tell(messages.Ready(as_one_worker(infos)))
 
     def loads(self, prefill: bool = False) -> dict[int, WorkerLoad]:
         """Returns the load of each worker that gets new requests. prefill: of prefill workers."""
@@ -268,7 +268,7 @@ class Router:
             known = [*entry.request.prompt_token_ids, *entry.tokens]
             blocks = -(-len(known) // next(iter(self._workers.values())).info.block_size)
             loads, prefill = self.loads(), self.loads(prefill=True)
-            places = apart.choose(self.dispatch, loads, prefill, known, blocks)
+            places = choose_apart(self.dispatch, loads, prefill, known, blocks)
             if places is None:
                 break
             self._held_back.popleft()
@@ -400,3 +400,51 @@ class Router:
         self._exit(entry, transfer.to)
         if not transfer.gone:
             send(self._workers[transfer.to], messages.DropKV([transfer.number]))
+
+
+def as_one_worker(infos: list[WorkerInfo]) -> WorkerInfo:
+    """Describes workers as one, with the seats and memory of all."""
+    names = ("num_blocks", "kv_bytes", "max_num_seqs", "state_bytes", "state_seats", "state_snapshots")
+    return replace(infos[0], **{name: sum(getattr(info, name) for info in infos) for name in names})
+
+
+def counters_only(stats: WorkerStats) -> WorkerStats:
+    """Returns the part of a worker's statistics that outlives it: counts, but no state."""
+    return replace(
+        stats,
+        running=0,
+        waiting=0,
+        blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0),
+        states=StateStats(),
+        speculation=replace(stats.speculation, prices=()),
+        transfers=replace(stats.transfers, held_bytes=0),
+    )
+
+
+def with_report(stats: WorkerStats, news: Stats | KVSent) -> WorkerStats:
+    """What is known of a worker once it has reported again.
+
+    A prefill worker reports pieces that have arrived from other threads than its steps, so that the newer
+    report may come first. It has more bytes.
+    """
+    transfers = news.stats if isinstance(news, KVSent) else news.stats.transfers
+    if transfers.sent_bytes < stats.transfers.sent_bytes:
+        transfers = stats.transfers
+    return replace(stats if isinstance(news, KVSent) else news.stats, transfers=transfers)
+
+
+def sum_stats(records: list[WorkerStats]) -> WorkerStats:
+    """Returns the sum of records, field by field, including nested records."""
+
+    def add(parts: list[object]) -> object:
+        first = parts[0]
+        if isinstance(first, int | float):
+            return sum(parts)  # type: ignore[arg-type]
+        if isinstance(first, tuple):  # one number for each layer, or none yet
+            return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
+        names = [one.name for one in fields(first)]  # type: ignore[arg-type]
+        return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
+
+    added = add(list(records))
+    assert isinstance(added, WorkerStats)
+    return added

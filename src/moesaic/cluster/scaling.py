@@ -23,7 +23,6 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, holding, union
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling_limits import ScalingLimits
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -39,6 +38,27 @@ COUNTED = ("expert_servers", "attention_workers", "prefill_workers")
 
 Change = Generator[None, None, None]
 """A change under way. It ends, or raises ScalingError after everything is as it was before."""
+
+
+@dataclass(frozen=True)
+class ScalingLimits:
+    """How long each part of a change may take."""
+
+    hosts: float = 600.0
+    """Seconds that a new process waits for a host."""
+    loading: float = 900.0
+    """Seconds until a new process serves."""
+    taking: float = 900.0
+    """Seconds until servers have loaded the experts that they get."""
+    connecting: float = 2.0
+    """Seconds that clients have to connect to a new server before it gets experts."""
+    draining: float = 30.0
+    """Seconds that an attention worker has to finish its requests. The remaining ones move to other
+    workers."""
+    nudge: float = 1.0
+    """Seconds between two reminders to workers that still wait for late answers."""
+    attempts: int = 3
+    """Number of deaths after which a new process is given up."""
 
 
 @dataclass(frozen=True)

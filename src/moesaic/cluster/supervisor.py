@@ -11,13 +11,14 @@ requests continue meanwhile. If that happens too often, dead processes are not r
 
 Question: What happens when an expert server dies?
 Question: Who restarts a process?
+Question: Who kills a process by hand?
 """
 
 from __future__ import annotations
 
 import queue
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,7 @@ from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import transport_of
 from moesaic.cluster.join_listener import JoinListener
-from moesaic.cluster.killing import kill
-from moesaic.cluster.lateness import Lateness
+from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.launcher import Launcher
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
@@ -41,7 +41,7 @@ from moesaic.cluster.recovery import recover
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, paced_source, process_status
 from moesaic.cluster.router import Router
 from moesaic.cluster.settings import of_workers
-from moesaic.cluster.suspicion import Suspicion
+from moesaic.cluster.suspicion import Lateness, Suspicion
 from moesaic.cluster.trust import Trust
 from moesaic.cluster.watchdog import Watchdog
 from moesaic.config import ClusterConfig, WorkerConfig
@@ -156,8 +156,8 @@ class Supervisor:
         return future
 
     def kill(self, name: str) -> str:
-        """Kills the process of one member by its name. See `killing.kill`."""
-        return kill(self._members.all, name, self._clock(), self._rule)
+        """Kills the process of one member by its name. See `kill_member`."""
+        return kill_member(self._members.all, name, self._clock(), self._rule)
 
     def worker_stats(self) -> dict[str, WorkerStats]:
         """Returns the statistics of each worker of either role that serves, by its name."""
@@ -396,3 +396,37 @@ class Supervisor:
 
 def _nothing() -> None:
     """The action if no message has arrived."""
+
+
+def kill_member(members: Collection[Member], name: str, now: float, rule: RestartRule) -> str:
+    """Kills the process of the member `name`, to see that the cluster goes on.
+
+    Returns what was done and what follows, in words for people.
+
+    A process of this host gets SIGKILL, and so does one that a launcher started on another host. The
+    supervisor restarts both, as after any death. Of a process that joined by itself only the connection can
+    be closed. For the cluster that is its death, and the process joins again.
+
+    Raises ConfigError if no member has that name. Raises ScalingError if there is no process now, if one more
+    death would end the service, or if a process that joined does not serve yet.
+    """
+    found = {member.name: member for member in members}
+    if name not in found:
+        raise ConfigError.field("name", name, ", ".join(found))
+    member = found[name]
+    child, stage = member.child, member.stage
+    if child is None:
+        raise ScalingError(f"{name} has no process now: it is {stage.value}", conflict=True)
+    if member.elsewhere:
+        if not member.in_service:  # `moesaic join` would end instead of joining again
+            raise ScalingError(f"{name} does not serve yet: it is {stage.value}", conflict=True)
+        child.kill()
+        return f"the connection to {name} on {member.host} was closed; the process joins again as a new one"
+    recent = sum(now - death < rule.window for death in member.deaths)
+    if recent + 1 >= rule.most:
+        what = f"{name} died {recent} times within {rule.window:g} s; one more death would end the service"
+        raise ScalingError(what, conflict=True)
+    child.kill()
+    after = "it is not started again, as it was leaving" if stage is Stage.DRAINING else "it is started again"
+    where = f" on {member.host}" if isinstance(child, LaunchedProcess) and member.host else ""
+    return f"{name}{where} was killed; {after}"

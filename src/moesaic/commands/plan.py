@@ -23,7 +23,6 @@ from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.kernels import table
 from moesaic.models.files import gguf_at, is_gguf
-from moesaic.papers import report as papers
 from moesaic.planning.sizes import by_config, decompressed, has_weights, of_checkpoint, over_ram
 from moesaic.policy.offloading import advice, planner
 from moesaic.policy.offloading.policies import Workload
@@ -38,11 +37,6 @@ def run(options: Plan, json: bool) -> int:
     if options.cluster is not None:
         return plan_deployment.run(options, find_model, json)
     waiting = Console(stderr=True)
-    if options.paper:
-        with waiting.status("reproducing the published policies"):
-            paper = papers.reproduce()
-        print(papers.as_json(paper) if json else papers.as_text(paper))
-        return 0
     here = _measured_now(options)
     with waiting.status("pricing policies"):
         report = plan(options, here)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import multiprocessing
 import secrets
 import signal
@@ -14,8 +16,8 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from moesaic import __version__
-from moesaic.cluster.launch import Launched, launch
-from moesaic.commands import standing_by
+from moesaic.cluster.joining import standby
+from moesaic.cluster.launch import Launched, check, launch
 from moesaic.commands.announce import Announcer
 from moesaic.commands.starting import without_plan
 from moesaic.commands.tracing import announced, announced_routing
@@ -33,15 +35,19 @@ from moesaic.core.messages import Message
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.text.parsers.table import check_parsers, formats_of
+from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace import logs
 from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
+from moesaic.transport.secret import read_secret
 
 if TYPE_CHECKING:
     from moesaic.server.async_engine import AsyncEngine
     from moesaic.server.guard import Access
     from moesaic.server.otlp import RequestSpans
     from moesaic.server.service import Service
+
+SLOW_IMPORTS = ("moesaic.server.app", "moesaic.server.run", "moesaic.server.async_engine")
 
 
 class Observed:
@@ -90,7 +96,7 @@ def run(
         config = _planned(config, cluster, offload, record)
     if processes is not None and processes.standby_for is not None:
         with _stoppable():
-            standing_by.stand_by(config, processes, server, record, as_json)
+            stand_by(config, processes, server, record, as_json)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
@@ -267,3 +273,29 @@ def _access(server: ServerConfig, host: str, admin_key: str | None, launched: La
 def reported(launched: Launched) -> Callable[[], ClusterStatus] | None:
     """The function that reports the status of the processes. None if one worker process does everything."""
     return None if launched.supervisor is None else launched.supervisor.report
+
+
+def stand_by(
+    config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, record: RecordConfig, as_json: bool
+) -> None:
+    """Prepares what can be prepared, and returns when it is time to serve.
+
+    The port is not opened, so clients and load balancers see that nobody serves here. Raises ConfigError for
+    what would fail later: settings that a standby has not, an address that is used, a checkpoint or a secret
+    that is not there.
+    """
+    assert cluster.standby_for is not None and cluster.cluster_address is not None
+    path = check(config, cluster.resolved(), record)
+    secret = read_secret(Path(cluster.cluster_secret_file or ""), "--cluster-secret-file")
+    with closing(bind(server.host, server.port)):
+        pass
+    weights = standby.prepared(cluster.standby_for, cluster.cluster_address, path)
+    template = Path(server.chat_template) if server.chat_template else None
+    Tokenizer(path, template, special_tokens_in_content=server.allow_special_tokens_in_content).close()
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)
+
+    def say(text: str) -> None:
+        print(json.dumps({"event": "standby", "what": text}) if as_json else text, flush=True)
+
+    standby.watch(cluster.standby_for, secret, weights, say)

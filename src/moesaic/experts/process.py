@@ -9,28 +9,26 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moesaic.config import ExpertServerConfig
-from moesaic.core import curves, messages, paced
+from moesaic.config import ON_GPUS, ExpertServerConfig
+from moesaic.core import curves, gpu_parts, messages, paced
 from moesaic.core.curves import DeviceCurves
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.core.job_membership import JobMembership
 from moesaic.core.metrics import ExpertServerStats, PaceStats, ResidencyStats
 from moesaic.core.stored import is_native
 from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
-from moesaic.experts.keeping import BackendAndStats, KeptExperts
+from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.observer import ServerTrace
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.tracing import ServerTrace
-from moesaic.gpu.exchange.mailbox_answerer import MailboxAnswerer
-from moesaic.gpu.nvshmem.package import Membership
+from moesaic.experts.server_memory import HostMemory, JoinedJob, ServerTransport
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
 from moesaic.policy.scheduling.microqueue import QueuePolicy
@@ -38,15 +36,11 @@ from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, StartRule
 from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, server_scheduler, start_rule
 from moesaic.trace.track import Track
-from moesaic.transport.authentication import RefusedByCluster
+from moesaic.transport.authentication import SentAway
 from moesaic.transport.calls import HEAP_BYTES
 from moesaic.transport.listening import ONE_SIDED, Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
-
-if TYPE_CHECKING:
-    from moesaic.gpu.ipc.device_rows import ServerRows
-    from moesaic.gpu.nvshmem.job import NvshmemJob
 
 REPORT_SECONDS = 0.2
 ATTENTION = 4.0
@@ -58,13 +52,13 @@ def serve(
     config: ExpertServerConfig,
     wakeup: Wakeup,
     secret: bytes = b"",
-    kept_experts: KeptExperts | None = None,
+    kept: KeptExperts | None = None,
 ) -> int:
     """Serve until the supervisor sends Shutdown. Returns the exit code.
 
     wakeup: rung at each message of the supervisor.
     secret: what clients must prove to know. If it is empty, the first Hold message contains the secret.
-    kept_experts: has the experts that were loaded for the last supervisor, and gets those of this one.
+    kept: has the experts that were loaded for the last supervisor, and gets those of this one.
     Raises ConnectionLost when the supervisor is gone.
     """
     first = supervisor.receive(None)
@@ -77,30 +71,29 @@ def serve(
     path = Path(config.model)
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
     with fingerprint.unchanged(path, stamp):
-        kept_experts = kept_experts or KeptExperts()
-        unpaced_backend, residency = kept_experts.get(config, stamp, _backend)
-        backend, pace = _apply_pace(unpaced_backend, config)
-        backend.keep_only(first.experts)  # before others are loaded, so that memory need not have both
-        backend.load(first.experts)
+        kept = kept or KeptExperts()
+        own, residency = kept.get(config, stamp, _backend)
+        backend, pace = _paced(own, config)
+        backend.keep(first.experts)  # before others are loaded, so that memory need not have both
+        backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
-    job = _job(config, kept_experts.nvshmem)
-    listener, device_rows = _listener(config, secret, job)
+    transport = _transport(config, kept.membership)
+    job = transport.job
+    listener = Listener(config.address, secret, remote=config.remote_address, kinds=transport.kinds)
     service, clock = _scheduler(config, backend, first), time.monotonic
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
-    server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, device_rows)
+    server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, transport.memory)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, job)
     loader.change(first)
-    stop_event = threading.Event()
-    reports = threading.Thread(
-        target=_report, args=(supervisor, server, pace, residency, stop_event), daemon=True
-    )
+    ended = threading.Event()
+    reports = threading.Thread(target=_report, args=(supervisor, server, pace, residency, ended), daemon=True)
     reports.start()
     try:
         _serve(supervisor, server, loader, relay, secret, wakeup, job)
         return 0
     finally:
-        stop_event.set()
+        ended.set()
         reports.join()
         loader.close()  # nobody may change the experts when they are used again
         server.close()
@@ -113,7 +106,7 @@ def _serve(
     relay: Relay,
     secret: bytes,
     wakeup: Wakeup,
-    job: NvshmemJob | None,
+    job: JoinedJob | None,
 ) -> None:
     """Serve clients and follow the supervisor's messages, until Shutdown."""
     while True:
@@ -127,58 +120,23 @@ def _serve(
                 case messages.JoinNvshmem() if job is not None:
                     job.join(message)
                 case messages.Refuse(reason):
-                    raise RefusedByCluster(f"refused this server: {reason}")
+                    raise SentAway(f"refused this server: {reason}")
                 case messages.Shutdown():
                     return
         server.turn(None, (wakeup.fileno(),))
 
 
-def _job(config: ExpertServerConfig, process: Membership) -> NvshmemJob | None:
-    """What joins an NVSHMEM job, with --transport nvshmem. process: what is known of this one."""
-    if config.transport != "nvshmem":
-        return None
-    import torch
-
-    from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
-    from moesaic.gpu.nvshmem import symmetric_heap
-    from moesaic.gpu.nvshmem.job import NvshmemJob
-
-    jobs = symmetric_heap.jobs(torch.device(config.device))
-    return NvshmemJob(jobs, config.layout, MOST_ROWS, process)
-
-
-def _listener(
-    config: ExpertServerConfig, secret: bytes, job: NvshmemJob | None
-) -> tuple[Listener, ServerRows | None]:
-    """The listener, and what computes rows that stay on GPUs. None: rows come by the host."""
-    remote = config.remote_address
-    if job is None and config.transport != "cuda_ipc":
-        return Listener(
-            config.address, secret, remote=remote, kinds=ONE_SIDED if config.transport == "nixl" else None
-        ), None
-    import torch
-
-    from moesaic.gpu.exchange.lifeline import lifeline_kind
-    from moesaic.gpu.exchange.mailbox import mailbox_kind
-    from moesaic.gpu.ipc import device_sharing
-    from moesaic.gpu.ipc.device_calls import device_kind
-    from moesaic.gpu.ipc.device_rows import ServerRows
-    from moesaic.gpu.nvshmem.answerer import Inbox
-
-    device = torch.device(config.device)
-    if job is not None:
-        listener = Listener(config.address, secret, remote=remote, kinds=lifeline_kind(Inbox(job).accept))
-        return listener, ServerRows(device)
-    opened = device_sharing.sharing(device).open
-    mailboxes = partial(MailboxAnswerer, open_memory=opened, hidden=config.layout.hidden)
-    kinds = device_kind(opened) | mailbox_kind(mailboxes)
-    return Listener(config.address, secret, kinds=kinds), ServerRows(device)
+def _transport(config: ExpertServerConfig, membership: JobMembership) -> ServerTransport:
+    """What the transport of this server decides. membership: of this process."""
+    if config.transport in ON_GPUS:
+        return gpu_parts.server_transport(config, membership)
+    return ServerTransport(HostMemory(config.layout.hidden), ONE_SIDED if config.transport == "nixl" else {})
 
 
 def _relay(config: ExpertServerConfig) -> Relay:
     """Passes parts of requests to other servers of this host."""
-    wakeup, transport = Wakeup(), "shm" if config.transport in ("cuda_ipc", "nvshmem") else config.transport
-    return Relay(Connector(HEAP_BYTES, wakeup, transport), wakeup, config.layout.hidden)
+    made, transport = Wakeup(), "shm" if config.transport in ON_GPUS else config.transport
+    return Relay(Connector(HEAP_BYTES, made, transport), made, config.layout.hidden)
 
 
 def _scheduler(
@@ -186,10 +144,10 @@ def _scheduler(
 ) -> ExpertServerScheduler:
     """The scheduler. With --schedule async it may have a queue for each expert."""
     layout = config.layout
-    num_resident = max(map(len, first.experts.values()), default=0)
-    servers = max(1, round(layout.num_experts / max(1, num_resident)))
+    held = max(map(len, first.experts.values()), default=0)
+    servers = max(1, round(layout.num_experts / max(1, held)))
     decisions = Decisions(_curves(config, backend), layout.num_experts, layout.top_k, servers)
-    rule = _start_rule(config, decisions, num_resident)
+    rule = _start_rule(config, decisions, held)
     return server_scheduler(config.schedule, layout.layers, _policy(config), rule, decisions)
 
 
@@ -204,14 +162,14 @@ def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
         3.0 * layout.hidden * layout.width,
         layout.expert_bytes / (3 * layout.hidden * layout.width),
     )
-    other_parameters = ATTENTION * layout.hidden**2
+    others = ATTENTION * layout.hidden**2
     if config.device == "cpu" and config.fast_memory is not None:
-        return cpu_curves(expert, other_parameters, config.threads)  # measuring would read all experts
+        return cpu_curves(expert, others, config.threads)  # measuring would read all experts
     if config.device == "cpu":
-        measured_ratio = measuring.measure_experts(backend, layout, config.threads)
-        return cpu_curves(expert, other_parameters, config.threads, measured_ratio)
-    device_curves = of_device(backend.device_name, expert, other_parameters, size)
-    return device_curves or replace(cpu_curves(expert, other_parameters), shared=False)
+        found = measuring.of_experts(backend, layout, config.threads)
+        return cpu_curves(expert, others, config.threads, found)
+    known = of_device(backend.device_name, expert, others, size)
+    return known or replace(cpu_curves(expert, others), shared=False)
 
 
 def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) -> StartRule:
@@ -225,7 +183,7 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
     return queue_policy(config.schedule, config.queue_policy, queues.urgency(None), queues.queue_history)
 
 
-def _backend(config: ExpertServerConfig) -> BackendAndStats:
+def _backend(config: ExpertServerConfig) -> Loaded:
     """The backend, and what is counted of experts that are not all in memory.
 
     --kernels triton is for workers on a GPU. A server on a CPU beside them takes its own kernels.
@@ -236,10 +194,10 @@ def _backend(config: ExpertServerConfig) -> BackendAndStats:
         return _in_memory(config), ResidencyStats
     from moesaic.experts.streamed_backend import StreamedBackend
 
-    backend = StreamedBackend(
+    streamed = StreamedBackend(
         Path(config.model), config.layout, config.kernels, config.threads, config.fast_memory
     )
-    return backend, backend.residency
+    return streamed, streamed.residency
 
 
 def _in_memory(config: ExpertServerConfig) -> ExpertBackend:
@@ -263,7 +221,7 @@ def _in_memory(config: ExpertServerConfig) -> ExpertBackend:
     )
 
 
-def _apply_pace(
+def _paced(
     backend: ExpertBackend, config: ExpertServerConfig
 ) -> tuple[ExpertBackend, Callable[[], PaceStats]]:
     """The backend with the timing of the modelled device, if there is one, and what is counted of it."""
@@ -288,10 +246,10 @@ class _ExpertLoader:
         config: ExpertServerConfig,
         stamp: str,
         digests: DigestQueue | None,
-        job: NvshmemJob | None = None,
+        job: JoinedJob | None = None,
     ) -> None:
         """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor.
-        job: with --transport nvshmem."""
+        job: one that this process may join."""
         self._supervisor = supervisor
         self._backend = backend
         self._endpoint = endpoint
@@ -299,31 +257,31 @@ class _ExpertLoader:
         self._stamp = stamp
         self._digests = digests
         self._job = job
-        self._hold_messages: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
         self._thread.start()
 
     def change(self, hold: messages.Hold) -> None:
         """Load the experts of `hold` and drop all others, in the background."""
-        self._hold_messages.put(hold)
+        self._wanted.put(hold)
 
     def close(self) -> None:
         """End the thread, and wait until it has finished the current message. Leaves out all others.
 
         A thread that is in compiled code while Python ends would abort the process.
         """
-        while not self._hold_messages.empty():
+        while not self._wanted.empty():
             with contextlib.suppress(queue.Empty):
-                self._hold_messages.get_nowait()
-        self._hold_messages.put(None)
+                self._wanted.get_nowait()
+        self._wanted.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (hold := self._next()) is not None:
             try:
                 with fingerprint.unchanged(Path(self._config.model), self._stamp):
-                    self._backend.load(hold.experts)
-                self._backend.keep_only(hold.experts)
+                    self._backend.take(hold.experts)
+                self._backend.keep(hold.experts)
                 self._report(hold)
             except ConnectionLost:
                 return
@@ -339,7 +297,7 @@ class _ExpertLoader:
 
         A server that cannot read its experts leaves: nobody would ever compare them.
         """
-        while self._digests is not None and self._digests and self._hold_messages.empty():
+        while self._digests is not None and self._digests and self._wanted.empty():
             try:
                 self._supervisor.send(messages.Digests(self._digests.some()))
             except ConnectionLost:
@@ -348,7 +306,7 @@ class _ExpertLoader:
                 self._fail(error)
                 self._supervisor.close()
                 return None
-        return self._hold_messages.get()
+        return self._wanted.get()
 
     def _report(self, hold: messages.Hold) -> None:
         """Report to the supervisor that the experts of `hold` are loaded."""
@@ -364,29 +322,29 @@ def _report(
     server: ExpertServer,
     pace: Callable[[], PaceStats],
     residency: Callable[[], ResidencyStats],
-    stop_event: threading.Event,
+    stopped: threading.Event,
 ) -> None:
     """Report counters regularly, as signs of life.
 
     It runs in its own thread because the main loop may be in a long run.
     """
-    reported_pairs = -1
-    while not stop_event.is_set():
-        counters = server.counters
+    reported = -1
+    while not stopped.is_set():
+        served = server.served
         stats = ExpertServerStats(
             clients=server.clients,
             waiting_pairs=server.waiting_pairs,
-            pairs=counters.pairs,
-            runs=counters.runs,
-            expert_runs=counters.expert_runs,
-            busy_seconds=counters.busy_seconds,
+            pairs=served.pairs,
+            runs=served.runs,
+            expert_runs=served.expert_runs,
+            busy_seconds=served.busy_seconds,
             residency=residency(),
             pace=pace(),
         )
-        load = counters.load.tolist() if counters.pairs != reported_pairs else []
-        reported_pairs = counters.pairs
+        load = served.load.tolist() if served.pairs != reported else []
+        reported = served.pairs
         try:
             supervisor.send(messages.ServerReport(stats, load))
         except ConnectionLost:
             return
-        stop_event.wait(REPORT_SECONDS)
+        stopped.wait(REPORT_SECONDS)

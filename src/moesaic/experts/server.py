@@ -11,28 +11,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.experts.backend import CallPairs, ExpertBackend
 from moesaic.experts.observer import ServerObserver, UnobservedServer
 from moesaic.experts.relay import Answering, Relay
+from moesaic.experts.server_memory import CallMemory, HostCallMemory, HostMemory, ServerMemory
 from moesaic.experts.workers import Workers
-from moesaic.gpu.ipc.device_calls import DeviceIncoming
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait, yield_core
 from moesaic.transport.wakeup import Wakeup
-
-if TYPE_CHECKING:
-    from moesaic.gpu.ipc.device_rows import ServerRows, SharedCall
 
 LOG = logging.getLogger(__name__)
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
@@ -41,7 +37,7 @@ SPIN = 50e-6
 
 
 @dataclass
-class ServerCounters:
+class Served:
     """Counters of a server since it started. They only grow."""
 
     calls: int = 0
@@ -61,15 +57,10 @@ class _Call:
 
     incoming: Answering
     request: wire.Request
-    answer: FloatRows
-    """[p, h] one row per pair, or [m, h] one row per row of the request when partial."""
+    memory: CallMemory
     end: Answerer
-    rows: FloatRows
-    """[p, h] output of the kernel: the answer itself, or the rows that are summed into it."""
-    num_missing: int
+    left: int
     """Pairs that were not computed yet."""
-    device_call: SharedCall | None = None
-    """The call's rows, where they stay on GPUs. Then `answer` and `rows` are not used."""
 
 
 class ExpertServer:
@@ -84,13 +75,14 @@ class ExpertServer:
         clock: Callable[[], float],
         observer: ServerObserver | None = None,
         relay: Relay | None = None,
-        device_rows: ServerRows | None = None,
+        memory: ServerMemory | None = None,
     ) -> None:
         """relay: passes parts of requests on. None: they are not computed.
 
-        device_rows: computes calls whose rows stay on GPUs. None: the listener accepts no such connection.
+        memory: where the rows of calls are. None: in memory of this host.
         """
-        self._device_rows = device_rows
+        self._host_memory = HostMemory(layout.hidden)
+        self._memory: ServerMemory = self._host_memory if memory is None else memory
         self._relay = Relay(None, Wakeup(), layout.hidden) if relay is None else relay
         self._observer: ServerObserver = observer or UnobservedServer()
         self._layout = layout
@@ -106,7 +98,7 @@ class ExpertServer:
         self._index = {layer: index for index, layer in enumerate(layout.layers)}
         self._num_layers = max(layout.layers, default=0) + 1
         shape = (len(layout.layers), layout.num_experts)
-        self.counters = ServerCounters(load=np.zeros(shape, dtype=np.int64))
+        self.served = Served(load=np.zeros(shape, dtype=np.int64))
 
     @property
     def clients(self) -> int:
@@ -131,7 +123,7 @@ class ExpertServer:
         now = self._clock()
         run = self._service.next_run(now)
         if run is not None:
-            self._observer.on_queue_changed(self._service.waiting_pairs)
+            self._observer.queued(self._service.waiting_pairs)
             self._run(run, now)
             return
         patience = self._service.wait(now)
@@ -148,8 +140,8 @@ class ExpertServer:
         self._ends.clear()
 
     def _accept(self) -> None:
-        for end in self._listener.take_connections():
-            client = self._workers.add_connection()
+        for end in self._listener.accepted():
+            client = self._workers.connected()
             self._ends[client] = end
             self._barrier.joined(client)
 
@@ -165,51 +157,50 @@ class ExpertServer:
             self._forget(client)
 
     def _take(self, client: int, end: Answerer, incoming: Incoming) -> None:
-        layout = self._layout
-        device_memory = incoming.shared if isinstance(incoming, DeviceIncoming) else None
-        on_device = None if device_memory is None else len(device_memory.rows) // (4 * layout.hidden)
-        request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden, on_device)
-        if device_memory is not None and (
-            len(device_memory.rows) % (4 * layout.hidden) or request.parts or request.greeting
-        ):
-            raise DamagedMessage(
-                f"a request has {len(device_memory.rows)} bytes of rows on a GPU, or parts beside them"
-            )
-        shape = (request.answer_rows, layout.hidden)
-        is_known = request.layer in self._index or request.work is not None or request.greeting
-        if not is_known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
-            raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
-        device_call = None
-        if isinstance(incoming, DeviceIncoming) and device_memory is not None:
-            assert self._device_rows is not None
-            device_call = self._device_rows.take(incoming, device_memory, request, layout.hidden)
-        memory = incoming.answer if device_call is None else np.empty(0, np.float32)
-        answer = np.ndarray(shape if device_call is None else (0, layout.hidden), np.float32, memory)
-        if self._workers.is_from_relay(client) and (request.parts or request.work is not None):
-            raise DamagedMessage("a relay sent what only clients send")
+        request = self._parsed(client, incoming)
         if request.greeting:
-            self._workers.mark_relay(client)
-            incoming.publish(np.zeros(1, dtype=np.int64))
-            self._open(self._barrier.left(client))
+            self._greet(client, incoming)
             return
         answering: Answering = incoming
         if request.parts:
+            answer = self._host_memory.answer(incoming, request)
             answering = part = self._relay.take(incoming, request, answer)
-            request, answer = part.request, part.answer
-        call, self._next_call = self._next_call, self._next_call + 1
-        pairs = len(request.experts)
-        writes_into_answer = request.weights is None or device_call is not None
-        rows = answer if writes_into_answer else np.empty((pairs, layout.hidden), dtype=np.float32)
-        self._calls[call] = _Call(answering, request, answer, end, rows, pairs, device_call)
-        self.counters.calls += 1
-        if request.work is not None:
-            self._arrive(client, call, request)
-            return
-        own_connection = self._workers.own_connection(client, request.worker)
-        self._open([] if own_connection is None else self._barrier.computes(own_connection))
+            request = part.request
+            memory: CallMemory = HostCallMemory.of(request, part.answer)
+        else:
+            memory = self._memory.open(incoming, request)
+        number, self._next_call = self._next_call, self._next_call + 1
+        self._calls[number] = _Call(answering, request, memory, end, len(request.experts))
+        self.served.calls += 1
+        if request.work is None:
+            self._queue(client, number, request)
+        else:
+            self._arrive(client, number, request)
+
+    def _parsed(self, client: int, incoming: Incoming) -> wire.Request:
+        """The request of a call. Raises DamagedMessage for one that this client must not send."""
+        request = self._memory.parse(incoming, self._num_layers, self._layout.num_experts)
+        known = request.layer in self._index or request.work is not None or request.greeting
+        fits = incoming.row_bytes == 4 * self._layout.hidden and incoming.rows == request.answer_rows
+        if not known or not fits:
+            raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
+        if self._workers.of_relay(client) and (request.parts or request.work is not None):
+            raise DamagedMessage("a relay sent what only clients send")
+        return request
+
+    def _greet(self, client: int, incoming: Incoming) -> None:
+        """A client says that it is a relay, so that nobody waits for it at the barrier."""
+        self._workers.is_relay(client)
+        incoming.publish(np.zeros(1, dtype=np.int64))
+        self._open(self._barrier.left(client))
+
+    def _queue(self, client: int, call: int, request: wire.Request) -> None:
+        """The pairs of a call wait for their run. The barrier does not wait for a worker that computes."""
+        own = self._workers.own_connection(client, request.worker)
+        self._open([] if own is None else self._barrier.computes(own))
         caller = self._workers.caller(client, request.worker)
         self._service.arrived(call, caller, request.layer, request.experts, self._clock())
-        self._observer.on_queue_changed(self._service.waiting_pairs)
+        self._observer.queued(self._service.waiting_pairs)
 
     def _arrive(self, client: int, call: int, request: wire.Request) -> None:
         """A client is at the barrier. It runs no step until this or another server's barrier opens."""
@@ -217,19 +208,19 @@ class ExpertServer:
         if self._barrier.has_begun(request.step):
             self._begin(call)
             return
-        self._workers.pause(client, request.worker)
+        self._workers.paused(client, request.worker)
         self._open(self._barrier.arrived(client, call, request.work, request.step))
 
     def _begin(self, call: int) -> None:
         """Answer a call that arrived at the barrier."""
-        wire.write_step_begun(self._calls[call].answer.data.cast("B"), self._barrier.step - 1)
+        wire.write_begun(self._calls[call].memory.answer.data.cast("B"), self._barrier.step - 1)
         self._answer(call, NO_PAIRS)
 
     def _forget(self, client: int) -> None:
         end = self._ends.pop(client)
         end.close()
-        self._workers.remove_connection(client)
-        self._observer.on_queue_changed(self._service.waiting_pairs)
+        self._workers.left(client)
+        self._observer.queued(self._service.waiting_pairs)
         self._open(self._barrier.left(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
 
@@ -241,9 +232,9 @@ class ExpertServer:
         for number in calls:
             self._begin(number)
         if calls:
-            self._workers.begin_step()
+            self._workers.begin()
 
-    def _run(self, run: Run, start_time: float) -> None:
+    def _run(self, run: Run, started: float) -> None:
         """Compute the parts of `run` as one batch and publish each of them in its call."""
         calls = self._parts(run)
         parts = [self._part(call, pairs) for call, pairs in calls]
@@ -251,32 +242,23 @@ class ExpertServer:
             if any(len(part.experts) for part in parts):
                 began = self._clock()
                 self._backend.run(run.layer, parts)
-                if self._device_rows is not None:
-                    self._device_rows.finish(
-                        [(c.device_call, at) for c, at in calls if c.device_call is not None]
-                    )
-                self._observer.on_run_computed(
-                    run.layer, parts, len({id(call.end) for call, _ in calls}), began
-                )
+                self._memory.finish([(call.memory, pairs) for call, pairs in calls])
+                self._observer.computed(run.layer, parts, len({id(call.end) for call, _ in calls}), began)
         except KeyError as missing:
             self._refuse(run, missing)
             left = [(number, pairs) for number, pairs in run.parts if number in self._calls]
             if left:
-                self._run(Run(run.layer, left), start_time)
+                self._run(Run(run.layer, left), started)
             return
         for number, pairs in run.parts:
             self._answer(number, pairs)
         yield_core()
         ids = np.concatenate([part.experts for part in parts])
-        self._count(run.layer, ids, self._clock() - start_time)
+        self._count(run.layer, ids, self._clock() - started)
 
     def _part(self, call: _Call, pairs: IntArray) -> CallPairs:
-        request, device_call = call.request, call.device_call
-        if device_call is not None:
-            return CallPairs(
-                device_call.hidden, request.rows[pairs], request.experts[pairs], device_call.rows, pairs
-            )
-        return CallPairs(request.hidden, request.rows[pairs], request.experts[pairs], call.rows, pairs)
+        request, memory = call.request, call.memory
+        return CallPairs(memory.hidden, request.rows[pairs], request.experts[pairs], memory.rows, pairs)
 
     def _parts(self, run: Run) -> list[tuple[_Call, IntArray]]:
         return [(self._calls[number], pairs) for number, pairs in run.parts]
@@ -284,19 +266,14 @@ class ExpertServer:
     def _answer(self, number: int, pairs: IntArray) -> None:
         """Publish these pairs to the client. A call whose last pair is among them is removed."""
         call = self._calls[number]
-        call.num_missing -= len(pairs)
+        call.left -= len(pairs)
         if not len(call.request.experts):
             call.incoming.publish(np.zeros(1, dtype=np.int64))
         elif call.request.weights is None:
             call.incoming.publish(pairs)
-        elif not call.num_missing:
-            sums = (
-                _write_weighted_sums(call)
-                if call.device_call is None
-                else np.arange(len(call.device_call.answer))
-            )
-            call.incoming.publish(sums)
-        if not call.num_missing:
+        elif not call.left:
+            call.incoming.publish(call.memory.sum_pairs())
+        if not call.left:
             del self._calls[number]
 
     def _refuse(self, run: Run, missing: KeyError) -> None:
@@ -304,13 +281,9 @@ class ExpertServer:
 
         So they do not wait for an answer that cannot come.
         """
-        resident_experts = self._backend.resident_experts.get(run.layer, [])
+        held = self._backend.held.get(run.layer, [])
         parts = self._parts(run)
-        wrong = [
-            call.end
-            for call, pairs in parts
-            if not np.isin(call.request.experts[pairs], resident_experts).all()
-        ]
+        wrong = [call.end for call, pairs in parts if not np.isin(call.request.experts[pairs], held).all()]
         ends = wrong or [
             call.end for call, _ in parts
         ]  # all of them, if the loaded experts changed meanwhile
@@ -320,18 +293,8 @@ class ExpertServer:
 
     def _count(self, layer: int, ids: IntArray, seconds: float) -> None:
         counts = np.bincount(ids, minlength=self._layout.num_experts)
-        self.counters.load[self._index[layer]] += counts
-        self.counters.pairs += len(ids)
-        self.counters.runs += 1
-        self.counters.expert_runs += int(np.count_nonzero(counts))
-        self.counters.busy_seconds += seconds
-
-
-def _write_weighted_sums(call: _Call) -> IntArray:
-    """Write the weighted sums of Expert-as-a-Service into the answer. Returns the [m] indices of its rows."""
-    rows, weights = call.request.rows, call.request.weights
-    assert weights is not None
-    call.answer[:] = 0
-    for turn in call.request.turns:
-        call.answer[rows[turn]] += weights[turn, None] * call.rows[turn]
-    return np.arange(len(call.answer))
+        self.served.load[self._index[layer]] += counts
+        self.served.pairs += len(ids)
+        self.served.runs += 1
+        self.served.expert_runs += int(np.count_nonzero(counts))
+        self.served.busy_seconds += seconds

@@ -15,9 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.models.gguf import beginning
 from moesaic.models.gguf.header import SUFFIX
-from moesaic.models.gguf.hub import OnHub
+from moesaic.models.gguf.hub import OnHub, read_header
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
 """Files to download from a hub: weights as safetensors, never pickles or code."""
@@ -151,7 +150,7 @@ def _header(repository: str, commit: str | None, name: str, folder: Path) -> int
     url, called = hf_hub_url(repository, name, revision=commit), f"{repository}:{name}"
     try:
         with errors(called, commit, "", name):
-            header, size = beginning.read(partial(_range, url))
+            header, size = read_header(partial(_range, url))
     except ValueError as error:
         raise CheckpointError(f"{called}: {error}") from error
     path = folder / name

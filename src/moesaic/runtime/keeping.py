@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from moesaic.gpu.nvshmem.package import Membership
+from moesaic.core.job_membership import JobMembership
 from moesaic.runtime.machine import trim_freed_memory
 from moesaic.runtime.model_loading import LoadedModel
 
@@ -22,37 +22,37 @@ class KeptModel:
     """
 
     def __init__(self) -> None:
-        self.num_loads = 0
+        self.made = 0
         """Models that were loaded."""
-        self.nvshmem = Membership()
-        """Of this process in an NVSHMEM job."""
-        self._model: LoadedModel | None = None
-        self._settings: object = None
+        self.membership = JobMembership()
+        """Of this process in a job of GPUs."""
+        self._loaded: LoadedModel | None = None
+        self._of: object = None
         """The settings and files that `_loaded` depends on."""
 
     @property
-    def has_model(self) -> bool:
+    def loaded(self) -> bool:
         """Whether a model is in memory."""
-        return self._model is not None
+        return self._loaded is not None
 
-    def get(self, settings: object, make: Callable[[], LoadedModel]) -> LoadedModel:
+    def get(self, of: object, make: Callable[[], LoadedModel]) -> LoadedModel:
         """The model for these settings: the one that is there, or a new one by `make`.
 
-        settings: the settings and files on which the model depends. The last worker's KV cache is gone before the
+        of: the settings and files on which the model depends. The last worker's KV cache is gone before the
         next one is sized, and an old model before a new one is loaded.
         """
-        if self.num_loads:
-            self._model = self._model if self._settings == settings else None
+        if self.made:
+            self._loaded = self._loaded if self._of == of else None
             _free()
-        if self._model is not None:
+        if self._loaded is not None:
             LOG.info("the weights that were loaded before are still there")
-            return self._model
-        self._model, self._settings, self.num_loads = make(), settings, self.num_loads + 1
-        return self._model
+            return self._loaded
+        self._loaded, self._of, self.made = make(), of, self.made + 1
+        return self._loaded
 
     def drop(self) -> None:
         """Free the model, for a worker that does not take it from here."""
-        self._model = self._settings = None
+        self._loaded = self._of = None
         _free()
 
 

@@ -82,10 +82,8 @@ class Place:
         arithmetic.load({layer: range(EXPERTS - 1) for layer in self.layout.layers})
         listener = Listener(f"unix:{folder}/s", SECRET, kinds=mailbox_kind(self.opened))
         service = ExpertServerScheduler(self.layout.layers, MostTokensFirst(), Enough())
-        rows = ServerRows(torch.device("cpu"))
-        self.server = ExpertServer(
-            self.layout, arithmetic, listener, service, time.monotonic, device_rows=rows
-        )
+        rows = ServerRows(torch.device("cpu"), width)
+        self.server = ExpertServer(self.layout, arithmetic, listener, service, time.monotonic, memory=rows)
         self.address, self.number = listener.address, 0
         self.clients: list[MailboxClient] = []
 

@@ -7,6 +7,9 @@ numbers that stay in registers.
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,7 +20,6 @@ from moesaic.cost.ops import Work
 from moesaic.kernels.table import BY_NAME, INTEGER, ROUNDING, SPLITTING, Kernels
 from moesaic.planning.hardware import operations, products
 from moesaic.planning.hardware.operations import Call, Sizes
-from moesaic.planning.hardware.read_test import ReadTest
 from moesaic.planning.hardware.timing import Show, Stopwatch
 
 SIZE = 2048
@@ -28,6 +30,9 @@ DEVICE_SIZE, DEVICE_BYTES = 8192, 1 << 30
 """Rows and columns of the matrices for the roof of a GPU, and the bytes that are copied for its memory."""
 RECORDED = 8
 """Calls of an operation in a recording. A GPU would otherwise wait for the host between its kernels."""
+READ_BYTES = 1 << 30
+"""Bytes that a test reads, far more than any cache holds."""
+READS = 6
 
 
 @dataclass(frozen=True)
@@ -139,3 +144,34 @@ def measure(kernels: Kernels, name: str, sizes: Sizes, stopwatch: Stopwatch, sho
         found.append(Speed(call, _seconds(kernels, call, stopwatch), has_own_products(name, call)))
     show("kernels", total, total)
     return found
+
+
+class ReadTest:
+    """Measures how fast a machine's memory can be read at all, without the engine's kernels.
+
+    Several threads read it with libc's memcmp, which does nothing else. Each compares two parts: a core reads
+    two streams faster than one.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._length = threads, READ_BYTES // (2 * threads)
+        self._memory = b"\1" * READ_BYTES
+        self._memcmp = ctypes.CDLL(None).memcmp
+        self._memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+    def gb_per_s(self) -> float:
+        """The best of some reads: what the machine has to give in this second."""
+        return max(READ_BYTES / self._read() / 1e9 for _ in range(READS))
+
+    def _read(self) -> float:
+        """Seconds that one pass over the memory takes."""
+        start = ctypes.cast(ctypes.c_char_p(self._memory), ctypes.c_void_p).value or 0
+        parts = [start + part * self._length for part in range(2 * self._threads)]
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        threads = [threading.Thread(target=self._memcmp, args=(*pair, self._length)) for pair in pairs]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - started

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from moesaic.planning.sim.connection import (
     Submission,
 )
 from moesaic.planning.sim.device import Stream
-from moesaic.planning.sim.shares import Share, by_server
 from moesaic.planning.sim.timeline import Timeline
 from moesaic.policy.fleet.relays import Relays, needing, waited_for
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
@@ -362,3 +362,37 @@ class SimulatedExperts:
                 connection = self._connections.pop(server)
                 self.replicas.lost(server)
                 self._close(connection)
+
+
+class Share(NamedTuple):
+    """The pairs of a submission that one server gets."""
+
+    server: int
+    pairs: IntArray
+    """[p] ascending."""
+    experts: IntArray
+    """[p] the expert of each."""
+    rows: int
+    """Number of their rows."""
+
+
+def by_server(servers: IntArray, pairs: IntArray, experts: IntArray, top_k: int) -> list[Share]:
+    """The pairs [n] of each server, by ascending servers. servers, experts: [n] of each pair.
+
+    Example: top-2, pairs 0 1 2 3 with servers 5 5 3 5 -> server 3 has pair 2, and server 5 has pairs 0 1 3 of
+    two rows.
+    """
+    if not len(pairs):
+        return []
+    order = np.argsort(servers, kind="stable")
+    found, mine, chosen = servers[order], pairs[order], experts[order]
+    another = found[1:] != found[:-1]
+    row, first = mine // top_k, np.ones(len(mine), dtype=np.int64)
+    first[1:] = another | (row[1:] != row[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(another) + 1])
+    rows, numbers, bounds = np.add.reduceat(first, starts).tolist(), found[starts].tolist(), starts.tolist()
+    ends = [*bounds[1:], len(mine)]
+    return [
+        Share(server, mine[begin:end], chosen[begin:end], count)
+        for server, begin, end, count in zip(numbers, bounds, ends, rows, strict=True)
+    ]

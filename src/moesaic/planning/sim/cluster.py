@@ -16,13 +16,12 @@ from moesaic.core.topology import Topology
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.sim import durations
 from moesaic.planning.sim.client import SimulatedExperts
-from moesaic.planning.sim.device import Device, Span, Stream
+from moesaic.planning.sim.device import Device, HostLinks, Span, Stream
 from moesaic.planning.sim.durations import Durations
 from moesaic.planning.sim.executor import SimulatedExecutor
 from moesaic.planning.sim.figures import Figures, Record
 from moesaic.planning.sim.fleet import Fleet, first_placement
 from moesaic.planning.sim.front import Front, items
-from moesaic.planning.sim.links import HostLinks
 from moesaic.planning.sim.routes import Routes
 from moesaic.planning.sim.scenario import Scenario
 from moesaic.planning.sim.server import SimulatedServer

@@ -1,4 +1,4 @@
-"""Devices that compute one run after another, and the streams by which they send rows."""
+"""Devices that compute one run after another, the streams by which they send rows, and links of hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from moesaic.core.errors import ConfigError
 from moesaic.core.paced import LinkModel
+from moesaic.core.topology import Topology, Way
 from moesaic.planning.sim.timeline import Timeline
 
 Span = Callable[[str, str, float, float, dict[str, int]], None]
@@ -102,3 +104,46 @@ class Stream:
             return self.timeline.now
         self.sent[to] += round(size)
         return (self.channel(self.name, to) or self._own).send(size, arrive)
+
+
+class HostLinks:
+    """Which device is on which host. All devices of a host share its link to another host."""
+
+    def __init__(self, timeline: Timeline, topology: Topology, beside: bool) -> None:
+        """beside: server i shares the device of worker i."""
+        self.topology = topology
+        self.channels: dict[tuple[str, str], Channel] = {}
+        """(from, to) -> that direction of their link. Those that were used so far."""
+        self._timeline = timeline
+        self._beside = beside
+
+    def channel(self, device: str, other: str) -> Channel | None:
+        """What messages from one device to another pass. None if both are on one host."""
+        ends = self._host(device), self._host(other)
+        if ends[0] == ends[1]:
+            return None
+        if ends not in self.channels:
+            self.channels[ends] = Channel(self._timeline, self.topology.link(*ends))
+        return self.channels[ends]
+
+    def passed(self) -> dict[tuple[str, str], tuple[int, float]]:
+        """(from, to) -> bytes that have passed so far, and the seconds for which they did."""
+        return {ends: (one.size, one.busy) for ends, one in self.channels.items()}
+
+    def way(self, worker: int, server: int) -> Way:
+        """The way from a worker to a server."""
+        return self.topology.way(worker, server)
+
+    def _host(self, device: str) -> str:
+        kind, _, number = device.rpartition(" ")
+        if kind == "server":
+            return self.topology.host_of_server(int(number))
+        return self.topology.host_of_worker(int(number))
+
+    def check(self, ranks: int) -> None:
+        """Raise ConfigError if a worker and the server beside it are on different hosts."""
+        for rank in range(ranks) if self._beside else ():
+            ends = self.topology.host_of_worker(rank), self.topology.host_of_server(rank)
+            if ends[0] != ends[1]:
+                allowed = f"{ends[0]!r}, as worker {rank}, with servers.beside_workers"
+                raise ConfigError.field(f"links.topology: host of server {rank}", ends[1], allowed)
