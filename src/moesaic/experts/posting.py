@@ -128,7 +128,9 @@ class Sender:
     def retry(self) -> None:
         """Send pairs that no server could take."""
         waiting, self._waiting_submissions = self._waiting_submissions, []
-        for submission in [waiting_submission for waiting_submission in waiting if not waiting_submission.is_released]:
+        for submission in [
+            waiting_submission for waiting_submission in waiting if not waiting_submission.is_released
+        ]:
             unsent_pairs, submission.unsent_pairs = submission.unsent_pairs, []
             self.send(submission, np.sort(np.concatenate(unsent_pairs)))
 

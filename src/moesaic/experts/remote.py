@@ -232,7 +232,9 @@ class RemoteExperts:
         began = self._clock()
         slow = self._replicas.next_slow(waited_for(open_calls(self._connections)))
         deadlines = [deadline for deadline in (self._replicas.next_deadline(), slow) if deadline is not None]
-        limits = [max(0.001, deadline - began) for deadline in deadlines] + ([] if timeout is None else [timeout])
+        limits = [max(0.001, deadline - began) for deadline in deadlines] + (
+            [] if timeout is None else [timeout]
+        )
         callers = [connection.caller for connection in self._connections.values()]
         news = wait(callers, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
         if not self._barrier_client.is_idle:
@@ -296,7 +298,9 @@ class RemoteExperts:
                 self._fail(server)
         now, relayed_calls = self._clock(), open_calls(self._connections)
         for server in self._replicas.slow(waited_for(relayed_calls), now) if relayed_calls else ():
-            self._sender.take_back([part for relayed_call in relayed_calls for part in needing(relayed_call, server)])
+            self._sender.take_back(
+                [part for relayed_call in relayed_calls for part in needing(relayed_call, server)]
+            )
         self.report_other_calls()
         for server in self._replicas.late(now):
             self._replicas.mask(server)
@@ -304,7 +308,9 @@ class RemoteExperts:
         self._sender.retry()
         if self._rows is not None:
             self._rows.poll()
-        listed_connections = [relayed_call for server, relayed_call in self._connections.items() if server in self._entries]
+        listed_connections = [
+            relayed_call for server, relayed_call in self._connections.items() if server in self._entries
+        ]
         self._barrier_client.arrive(listed_connections)
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
@@ -357,7 +363,9 @@ class RemoteExperts:
         Late answers are lost with the connection and its memory. That is the fence that the paper lacks.
         """
         calls = open_calls(self._connections)
-        other_parts = [part for relayed_call in calls for part in needing(relayed_call, server) if part.server != server]
+        other_parts = [
+            part for relayed_call in calls for part in needing(relayed_call, server) if part.server != server
+        ]
         unanswered_calls = self._drop(server)
         entry = self._entries.get(server)
         if entry is not None and entry not in self._blamed_servers:

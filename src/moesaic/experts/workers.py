@@ -65,7 +65,9 @@ class Workers:
         """The connection of the worker whose call came by this one. None: it has no connection of its own."""
         if connection in self._direct:
             return connection
-        return next((number for number, connected_worker in self._direct.items() if connected_worker == worker), None)
+        return next(
+            (number for number, connected_worker in self._direct.items() if connected_worker == worker), None
+        )
 
     def pause(self, connection: int, worker: int) -> None:
         """Wait for no call of this worker until it calls or a step begins."""

@@ -47,7 +47,9 @@ class Arrivals:
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Forget requests. Unknown ids are ignored."""
-        self._waiting = [waiting for waiting in self._waiting if waiting.request.request_id not in request_ids]
+        self._waiting = [
+            waiting for waiting in self._waiting if waiting.request.request_id not in request_ids
+        ]
 
     def take_ready(self, timeout: float) -> Arrived:
         """The requests whose grammars are compiled now, in order of arrival.
@@ -62,5 +64,6 @@ class Arrivals:
             (compiled_ones if waiting.grammar.done() else still_waiting).append(waiting)
         self._waiting = still_waiting
         return Arrived(
-            [waiting.request for waiting in compiled_ones], [waiting.generated_tokens for waiting in compiled_ones]
+            [waiting.request for waiting in compiled_ones],
+            [waiting.generated_tokens for waiting in compiled_ones],
         )

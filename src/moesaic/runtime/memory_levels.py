@@ -96,7 +96,9 @@ def build_levels(
     """
     path = files.resolve(config.model.model, config.model.revision)
     experts_by_layer = owned_experts or {layer: range(layout.num_experts) for layer in layout.layers}
-    static_lists = {layer: list(own_experts[: offload.static_experts]) for layer, own_experts in experts_by_layer.items()}
+    static_lists = {
+        layer: list(own_experts[: offload.static_experts]) for layer, own_experts in experts_by_layer.items()
+    }
     static = {layer: frozenset(experts) for layer, experts in static_lists.items()}
     if loaded_model.device.type == "cuda":
         down_link, up_link = DeviceLink(loaded_model.device), DeviceLink(loaded_model.device)

@@ -118,7 +118,9 @@ def choose_kv_dtype(config: CacheConfig, loaded_model: LoadedModel) -> torch.dty
     dtype = registry.CACHE_DTYPES[config.kv_cache_dtype]
     if dtype not in loaded_model.kernels.cached:
         allowed_names = ", ".join(
-            name for name, cache_dtype in registry.CACHE_DTYPES.items() if cache_dtype in loaded_model.kernels.cached
+            name
+            for name, cache_dtype in registry.CACHE_DTYPES.items()
+            if cache_dtype in loaded_model.kernels.cached
         )
         raise ConfigError.field(
             "--kv-cache-dtype",

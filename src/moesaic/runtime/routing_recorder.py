@@ -81,7 +81,10 @@ class RoutingRecorder:
             return
         rows, owners = self._rows(plan)
         if owners:
-            ids = [layer_ids.cpu().numpy() if isinstance(layer_ids, torch.Tensor) else layer_ids for layer_ids in expert_ids]
+            ids = [
+                layer_ids.cpu().numpy() if isinstance(layer_ids, torch.Tensor) else layer_ids
+                for layer_ids in expert_ids
+            ]
             self._keep(np.concatenate(ids, axis=1).take(rows, axis=0), plan, rows, owners)
 
     def record_segment(self, plan: StepPlan, segment: int, expert_ids: torch.Tensor) -> None:

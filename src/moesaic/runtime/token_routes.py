@@ -121,7 +121,9 @@ class TokenRoutes:
         requests = plan.request_ids[plan.sampled].tolist()
         return [
             (entry, request, stop - 1 - num_drafts, stop)
-            for entry, (request, stop, num_drafts) in enumerate(zip(requests, stops, num_drafted, strict=True))
+            for entry, (request, stop, num_drafts) in enumerate(
+                zip(requests, stops, num_drafted, strict=True)
+            )
             if request in self._asking_requests
         ]
 

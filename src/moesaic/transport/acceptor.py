@@ -179,29 +179,29 @@ class LineLimit:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._logged = -math.inf
+        self._log_time = -math.inf
         """Time of the last line."""
-        self._held, self._count = "", 0
+        self._pending_line, self._count = "", 0
         """The latest line that was not logged, and how many there are."""
 
     def add(self, line: str, now: float) -> str | None:
         """Add a line. Returns what to log now, or None."""
-        if not self._count and now - self._logged >= self._seconds:
-            self._logged = now
+        if not self._count and now - self._log_time >= self._seconds:
+            self._log_time = now
             return line
-        self._held, self._count = line, self._count + 1
+        self._pending_line, self._count = line, self._count + 1
         return self.due(now)
 
     def due(self, now: float) -> str | None:
         """The line for those that were held back, once it is time for it. None otherwise."""
-        return self.rest(now) if now - self._logged >= self._seconds else None
+        return self.flush(now) if now - self._log_time >= self._seconds else None
 
-    def rest(self, now: float) -> str | None:
+    def flush(self, now: float) -> str | None:
         """The line for those that were held back. None if there are none."""
-        count, passed = self._count, now - self._logged
+        count, seconds = self._count, now - self._log_time
         if not count:
             return None
-        self._logged, self._count = now, 0
+        self._log_time, self._count = now, 0
         if count == 1:
-            return self._held
-        return f"{self._held} (the last of {count} such lines in {math.ceil(passed)} s)"
+            return self._pending_line
+        return f"{self._pending_line} (the last of {count} such lines in {math.ceil(seconds)} s)"

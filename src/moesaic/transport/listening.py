@@ -249,7 +249,9 @@ class Listener:
             undo.pop_all()
         self.address = str(where)
         """The first address, with the actual port."""
-        remote_addresses = "".join(str(find_advertised_address(bound_address)) for _, bound_address in further_sockets)
+        remote_addresses = "".join(
+            str(find_advertised_address(bound_address)) for _, bound_address in further_sockets
+        )
         self.endpoint = Endpoint(self.address, remote_addresses, this_host())
         """Where processes of this host and of others connect."""
         self._file = where.file

@@ -235,8 +235,15 @@ class _Ending:
         with contextlib.suppress(Exception):
             while self.writes and time.monotonic() < deadline:
                 self._agent.get_new_notifs()
-                states = {number: self._agent.check_xfer_state(write_number) for number, write_number in self.writes.items()}
-                self.writes = {write_number: self.writes[write_number] for write_number, state in states.items() if state == "PROC"}
+                states = {
+                    number: self._agent.check_xfer_state(write_number)
+                    for number, write_number in self.writes.items()
+                }
+                self.writes = {
+                    write_number: self.writes[write_number]
+                    for write_number, state in states.items()
+                    if state == "PROC"
+                }
                 time.sleep(1e-4)
             for _ in range(10):  # the last words of the writes
                 self._agent.get_new_notifs()

@@ -117,7 +117,9 @@ class LocalPeers:
             self._state.condition.notify_all()
 
     def _missing(self) -> set[int]:
-        return {rank for rank, posted_round in enumerate(self._state.posted_rounds) if posted_round < self._round}
+        return {
+            rank for rank, posted_round in enumerate(self._state.posted_rounds) if posted_round < self._round
+        }
 
     def _check(self, total: int) -> None:
         if self.rank in self._state.gone_ranks:

@@ -37,7 +37,10 @@ class Traffic:
     def subtract(self, snapshot: Traffic) -> Traffic:
         """What was sent after `snapshot`."""
         return Traffic(
-            **{field.name: getattr(self, field.name) - getattr(snapshot, field.name) for field in fields(Traffic)}
+            **{
+                field.name: getattr(self, field.name) - getattr(snapshot, field.name)
+                for field in fields(Traffic)
+            }
         )
 
 

@@ -67,10 +67,10 @@ class ExpectedRanks:
         history = np.stack(self._past, axis=1) if len(self._past) == 2 else None
         ranks, sure = predict.predict(self._tables, self._index[layer], self._tokens, history)
         ranks = ranks * self._expert_ranks + np.arange(count) % self._expert_ranks
-        found = plan(ranks, sure, self._group.size, self._align)
+        new_shuffle = plan(ranks, sure, self._group.size, self._align)
         self._counts.shuffled_rows += count
-        self._counts.kept_rows += found.kept
-        return found
+        self._counts.kept_rows += new_shuffle.kept
+        return new_shuffle
 
     def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
         """Tell every rank where all rows were, unless this is the last layer."""

@@ -168,7 +168,7 @@ def spawn_rank(config: WorkerConfig, rank: int, module: str = MODULE) -> subproc
     """
     command = [sys.executable, "-m", module, "--rank", str(rank)]
     return subprocess.Popen(
-        [*command, "--config", of_rank(config, rank).to_json()],
+        [*command, "--config", rank_config(config, rank).to_json()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=rank_environment(config, rank),
@@ -241,11 +241,15 @@ def _end(processes: list[subprocess.Popen[bytes]], end_event: threading.Event) -
             process.wait()
 
 
-def of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
+def rank_config(config: WorkerConfig, rank: int) -> WorkerConfig:
     """The settings of one rank of the group: it gets its share of the worker's cores and threads."""
     size = config.parallel.ranks_per_node
-    near = rank % size
+    local_rank = rank % size
     cpus = config.cpus or (tuple(allowed_cpus()) if config.model.pin_threads else ())
-    mine = cpus[near * len(cpus) // size : (near + 1) * len(cpus) // size] if len(cpus) >= size else cpus
+    own_cpus = (
+        cpus[local_rank * len(cpus) // size : (local_rank + 1) * len(cpus) // size]
+        if len(cpus) >= size
+        else cpus
+    )
     threads = config.most_threads or len(cpus) or cores()
-    return replace(config, cpus=mine, most_threads=max(1, threads // size))
+    return replace(config, cpus=own_cpus, most_threads=max(1, threads // size))

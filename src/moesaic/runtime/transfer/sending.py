@@ -240,7 +240,11 @@ class KVSender(Transfers):
 
     def expect(self, message: messages.Submit) -> None:
         generated_tokens = dict(
-            zip((submitted_request.request_id for submitted_request in message.requests), message.generated, strict=False)
+            zip(
+                (submitted_request.request_id for submitted_request in message.requests),
+                message.generated,
+                strict=False,
+            )
         )
         for request in message.requests:
             target = message.targets.get(request.request_id)
