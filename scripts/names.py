@@ -87,7 +87,9 @@ PREFIXES = frozenset(("is", "has", "can", "on", "was", "did", "should", "must", 
 
 ALLOWED = frozenset(("all_to_all", "out", "unembed"))
 """Terms of the field that are made of such words. torch and NumPy call the array for a result `out`."""
-KEPT: dict[str, str] = {}
+KEPT: dict[str, str] = {
+    "cluster/member.py: STOPPED": "a stage of the status, where it is written `stopped`",
+}
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
 flags, fields of a file or of an answer, or methods that a library calls."""
 OPERAND = "other"

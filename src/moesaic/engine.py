@@ -2,6 +2,8 @@
 
 It talks to a worker only through messages. It has no thread, and the caller passes its clock in, so the
 HTTP server and the `LLM` class use the same object.
+
+Question: Where does a request enter the engine?
 """
 
 from __future__ import annotations

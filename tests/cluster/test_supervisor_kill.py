@@ -60,18 +60,18 @@ def test_a_process_of_this_host_is_killed_and_started_again() -> None:
 
 def test_a_process_that_a_launcher_started_is_killed_on_its_host() -> None:
     child = Launched()
-    said = killed(member(child, joined=True, host="10.0.0.2"))
+    said = killed(member(child, has_tcp_connection=True, host="10.0.0.2"))
     assert said == f"{NAME} on 10.0.0.2 was killed; it is started again" and child.ended == 1
 
 
 def test_a_process_that_joined_is_disconnected() -> None:
     connection = Child()
     child = RemoteProcess(cast("Any", connection), "10.0.0.2:5")
-    far = member(child, joined=True, elsewhere=True, host="10.0.0.2", deaths=[99.0] * 9)
+    far = member(child, has_tcp_connection=True, is_external=True, host="10.0.0.2", deaths=[99.0] * 9)
     assert killed(far) == (
         f"the connection to {NAME} on 10.0.0.2 was closed; the process joins again as a new one"
     )
-    assert child.killed and connection.ended == ["kill"]
+    assert child.is_killed and connection.ended == ["kill"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_process_that_joined_is_disconnected() -> None:
             f"{NAME} has no process now: it is waiting to be restarted",
         ),
         ({"deaths": [99.0] * 5}, f"{NAME} died 5 times within 60 s; one more death would end the service"),
-        ({"elsewhere": True, "stage": Stage.STARTING}, f"{NAME} does not serve yet: it is starting"),
+        ({"is_external": True, "stage": Stage.STARTING}, f"{NAME} does not serve yet: it is starting"),
     ],
 )
 def test_what_cannot_be_killed_now(fields: dict[str, Any], message: str) -> None:

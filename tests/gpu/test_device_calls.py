@@ -40,7 +40,7 @@ from moesaic.gpu.ipc.device_calls import CallRows, DeviceIncoming
 from moesaic.gpu.ipc.device_rows import ServerRows
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
-from moesaic.runtime.model_loading import read_expert_layout
+from moesaic.runtime.model_loading import layout_of
 from moesaic.runtime.worker import Worker
 from moesaic.transport.local import local_pair
 from moesaic.transport.wakeup import Wakeup
@@ -59,7 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def layout(path: Path) -> ExpertLayout:
-    return read_expert_layout(test_servers.config(path, "cpu").model)
+    return layout_of(test_servers.config(path, "cpu").model)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
         departures = client._rows.departures
         assert len(departures) == 1
         kept = [memory for *_, heap in departures._waiting for memory, _ in heap._free]
-        assert kept and not any(memory.is_closed for memory in kept)
+        assert kept and not any(memory.closed for memory in kept)
         in_use = [memory for memory in files.exported if memory not in kept and not memory.closed]
         before = [memory.bytes.tobytes() for memory in kept]
         others = [memory.bytes.tobytes() for memory in in_use]
@@ -231,8 +231,8 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
         while len(departures) and time.monotonic() < until:
             time.sleep(0.001)
             departures.poll()
-        assert not len(departures) and all(memory.is_closed for memory in kept)
-        late["written"] = any(memory.is_last != old for memory, old in zip(kept, before, strict=True))
+        assert not len(departures) and all(memory.closed for memory in kept)
+        late["written"] = any(memory.last_token_time != old for memory, old in zip(kept, before, strict=True))
         late["kept"] = [memory.bytes.tobytes() for memory in in_use] == others
 
     for _ in range(ATTEMPTS):
@@ -255,7 +255,7 @@ def test_a_server_that_answers_nan_is_found_and_left(
 
     def look(worker: Worker) -> None:
         assert isinstance(worker._servers, RemoteExperts)
-        blamed.extend(entry.server for entry in worker._servers._blamed_servers)
+        blamed.extend(entry.server for entry in worker._servers._blamed)
 
     with servers(path, layout, [every, every], broken=0) as found, on_device():
         settings = config(path, inflight_batches=2)
@@ -310,7 +310,7 @@ def test_a_server_waits_once_for_its_device(path: Path, layout: ExpertLayout) ->
     places, weights = np.array([4, 1, 3]), np.array([0.5, 1.0, 2.0, 1.0], np.float32)
     with on_device():
         backend = TorchBackend(path, layout, "cuda", "reference", 1)
-        backend.load(held)
+        backend.take(held)
         server, calls = ServerRows(DEVICE, width), []
         memory = torch.from_numpy(hidden).to(DEVICE).view(-1).view(torch.uint8)
         for gate in (None, weights):
@@ -327,7 +327,7 @@ def test_a_server_waits_once_for_its_device(path: Path, layout: ExpertLayout) ->
         exact, sums = (one.answer.cpu().numpy() for one in calls)
     assert [list(one.incoming.answer) for one in calls] == [[1, 1, 1, 0], [1, 1, 0]]
     reference = TorchBackend(path, layout, "cpu", "reference", 1)
-    reference.load(held)
+    reference.take(held)
     wanted = np.zeros((4, width), np.float32)
     reference.run(layer, [CallPairs(hidden[places], rows, experts, wanted, pairs)])
     assert np.allclose(exact[:3], wanted[:3], atol=1e-6) and np.isnan(exact[3]).any()

@@ -12,7 +12,7 @@ from moesaic.config import WorkerConfig
 from moesaic.config.values import KernelName
 from moesaic.core import messages
 
-FROM_SERVER = (
+SERVER_MESSAGES = (
     messages.Holds,
     messages.Digests,
     messages.ServerReport,
@@ -20,11 +20,11 @@ FROM_SERVER = (
     messages.LinkTest,  # an answer that came too late
 )
 """The messages that an expert server may send."""
-FROM_RANKS = (messages.RanksWait, messages.Failed, messages.LinkTest)
+RANKS_MESSAGES = (messages.RanksWait, messages.Failed, messages.LinkTest)
 """The messages that the ranks of another host may send."""
-FROM = {Role.SERVER: FROM_SERVER, Role.RANKS: FROM_RANKS}
+MESSAGES_BY_ROLE = {Role.SERVER: SERVER_MESSAGES, Role.RANKS: RANKS_MESSAGES}
 """Workers may send any message."""
-TO_ROUTER = (
+ROUTER_MESSAGES = (
     messages.Tokens,
     messages.Admitted,
     messages.PromptLogprobs,
@@ -36,7 +36,7 @@ TO_ROUTER = (
 """The messages of a worker that requests wait for."""
 
 
-def why_not(role: Role, worker: WorkerConfig, prefill: bool) -> str | None:
+def explain_refusal(role: Role, worker: WorkerConfig, prefill: bool) -> str | None:
     """Why no process of this role can join a cluster with these workers; None if one can.
 
     prefill: whether it was started with prefill workers.
@@ -45,8 +45,8 @@ def why_not(role: Role, worker: WorkerConfig, prefill: bool) -> str | None:
     if role is Role.RANKS:
         return None if nodes > 1 else f"{flag}: the cluster was started without --nnodes"
     if role is Role.SERVER:
-        started = "the cluster was started without --expert-servers"
-        return None if worker.remote_experts else f"{flag}: {started}"
+        reason = "the cluster was started without --expert-servers"
+        return None if worker.remote_experts else f"{flag}: {reason}"
     if role is Role.PREFILL and not prefill:
         return f"{flag}: the cluster was started without --prefill-workers"
     if worker.record is not None:
@@ -56,32 +56,32 @@ def why_not(role: Role, worker: WorkerConfig, prefill: bool) -> str | None:
     return None
 
 
-def instruction_set_in_use(members: Iterable[Member]) -> KernelName | None:
+def find_set_in_use(members: Iterable[Member]) -> KernelName | None:
     """The instruction set of the native kernels of these members; None: other kernels, or none serves yet."""
-    name = next((one.kernels for one in members if one.in_service), "")
-    kind, _, rest = name.partition(" (")  # such as "native (avx512), paced"
-    return cast("KernelName", rest.partition(")")[0]) if kind == "native" else None
+    name = next((member.kernels for member in members if member.in_service), "")
+    kind, _, suffix = name.partition(" (")  # such as "native (avx512), paced"
+    return cast("KernelName", suffix.partition(")")[0]) if kind == "native" else None
 
 
-def instruction_set_of_this_host(wanted: KernelName) -> KernelName | None:
-    """The instruction set with which a process of this host will compute. wanted: of --kernels.
+def choose_local_set(kernels: KernelName) -> KernelName | None:
+    """The instruction set with which a process of this host will compute. kernels: the value of --kernels.
 
     None: with other kernels.
     """
     sets = enlisting.instruction_sets()
-    found = sets[0] if wanted == "auto" and sets else wanted
-    return cast("KernelName", found) if found in sets else None
+    kernel_name = sets[0] if kernels == "auto" and sets else kernels
+    return cast("KernelName", kernel_name) if kernel_name in sets else None
 
 
-def why_unlike_bits(process: RemoteProcess, used: KernelName | None) -> str | None:
+def explain_difference(process: RemoteProcess, cluster_set: KernelName | None) -> str | None:
     """Why a process that joined would compute other bits than members with this set; None if it would not.
 
     A process that names its kernels itself says no instruction sets, and may differ.
     """
-    theirs = process.instruction_sets
-    if used is None or used in theirs or not theirs:
+    process_sets = process.instruction_sets
+    if cluster_set is None or cluster_set in process_sets or not process_sets:
         return None
     return (
-        f"--kernels: this cluster computes with {used}, which the CPU of {process.host} lacks; "
-        f"start the cluster with --kernels {theirs[0]} for equal bits, or join with --kernels"
+        f"--kernels: this cluster computes with {cluster_set}, which the CPU of {process.host} lacks; "
+        f"start the cluster with --kernels {process_sets[0]} for equal bits, or join with --kernels"
     )

@@ -32,27 +32,27 @@ class Suspicion:
         now: time on the clock of `member.last_seen`.
         """
         child = member.child.peer if isinstance(member.child, LaunchedProcess) else member.child
-        if not isinstance(child, RemoteProcess) or child.killed:
+        if not isinstance(child, RemoteProcess) or child.is_killed:
             return None
         silence = child.connection.silence
         member.last_seen = max(member.last_seen, now - silence)
         verdict = RULE.judge(silence, member.in_service)
         if verdict is Verdict.GONE:
             return f"{member.name} sent nothing for {silence:.1f} s: giving it up"
-        if member.suspected != (verdict is Verdict.SUSPECTED):
+        if member.is_suspected != (verdict is Verdict.SUSPECTED):
             self._set(member, verdict is Verdict.SUSPECTED)
         return None
 
-    def _set(self, member: Member, suspected: bool) -> None:
-        member.suspected = suspected
-        if suspected:
+    def _set(self, member: Member, is_suspected: bool) -> None:
+        member.is_suspected = is_suspected
+        if is_suspected:
             LOG.warning("%s is suspected: nothing is heard of it", member.name)
         else:
             LOG.warning("%s is trusted again", member.name)
         if member.role is Role.SERVER:
             self._publisher.publish()
         else:
-            self._router.suspect((member.leader or member).worker, suspected)
+            self._router.suspect((member.leader or member).worker_id, is_suspected)
 
 
 class Lateness:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from moesaic import __version__
 from moesaic.cluster.joining import standby
-from moesaic.cluster.launch import Launched, check, launch
+from moesaic.cluster.launch import LaunchedEngine, check, launch
 from moesaic.commands.announce import Announcer
 from moesaic.commands.starting import without_plan
 from moesaic.commands.tracing import announced, announced_routing
@@ -178,7 +178,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _serve(
-    launched: Launched,
+    launched: LaunchedEngine,
     listener: socket,
     names: tuple[str, ...],
     server: ServerConfig,
@@ -200,7 +200,7 @@ def _serve(
         Announcer(names[0], host, port, as_json, formats, reported(launched), new_key) as announcer,
     ):
         connection = Observed(launched.connection, announcer.observe)
-        engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
+        engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.describe_end)
         app = create_app(
             _service(engine, launched, names, server),
             access=_access(server, host, server.admin_key or new_key, launched),
@@ -214,12 +214,12 @@ def _serve(
             logged = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
             return serve(app, engine, listener, limits=limits, **logged)
         except EngineDeadError as error:
-            ended = launched.how_it_ended()
+            ended = launched.describe_end()
             raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
 
 
 def _service(
-    engine: AsyncEngine, launched: Launched, names: tuple[str, ...], server: ServerConfig
+    engine: AsyncEngine, launched: LaunchedEngine, names: tuple[str, ...], server: ServerConfig
 ) -> Service:
     """The served model, as the routes see it."""
     from moesaic.server.service import Service  # slow imports
@@ -260,7 +260,7 @@ def _spans(endpoint: str | None, model: str) -> AbstractContextManager[RequestSp
     return closing(RequestSpans(endpoint, model, __version__))
 
 
-def _access(server: ServerConfig, host: str, admin_key: str | None, launched: Launched) -> Access:
+def _access(server: ServerConfig, host: str, admin_key: str | None, launched: LaunchedEngine) -> Access:
     """Who may call what of a server that listens on `host`."""
     from moesaic.server.elastic import admin_paths  # slow imports
     from moesaic.server.guard import Access
@@ -270,7 +270,7 @@ def _access(server: ServerConfig, host: str, admin_key: str | None, launched: La
     return Access(server.api_key, admin_key, paths, Hosts.of(server.host, host, server.more_hosts))
 
 
-def reported(launched: Launched) -> Callable[[], ClusterStatus] | None:
+def reported(launched: LaunchedEngine) -> Callable[[], ClusterStatus] | None:
     """The function that reports the status of the processes. None if one worker process does everything."""
     return None if launched.supervisor is None else launched.supervisor.report
 
@@ -289,7 +289,7 @@ def stand_by(
     secret = read_secret(Path(cluster.cluster_secret_file or ""), "--cluster-secret-file")
     with closing(bind(server.host, server.port)):
         pass
-    weights = standby.prepared(cluster.standby_for, cluster.cluster_address, path)
+    weights = standby.prepare(cluster.standby_for, cluster.cluster_address, path)
     template = Path(server.chat_template) if server.chat_template else None
     Tokenizer(path, template, special_tokens_in_content=server.allow_special_tokens_in_content).close()
     for name in SLOW_IMPORTS:

@@ -4,6 +4,8 @@ One loop accepts clients and their calls, and the scheduler chooses which pairs 
 (`policy.scheduling.schedulers.expert_server`). The kernel runs them and writes each row into its call's
 answer. No state of a call is kept once it is answered, so a server that dies costs only time
 (Expert-as-a-Service, section 3).
+
+Question: Where is the main loop of an expert server?
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Loads a model from a directory. The checkpoint's model_type selects the model file.
 
 Question: Where are the config's sizes checked against the files?
+Question: How is a model loaded from a directory?
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parts of a worker whose model is in memory. Its routed experts are in this process or on servers.
 
-Question: Where is a schedule (`--schedule`) written, and where is it built?
+Question: How is a schedule (`--schedule`) added, and where is it built?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions"""
+"""POST /v1/chat/completions
+
+Question: What answers /v1/chat/completions?
+"""
 
 from __future__ import annotations
 

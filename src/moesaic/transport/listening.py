@@ -1,6 +1,6 @@
 """Connects and listens: makes a Caller or an Answerer from an address and a secret.
 
-Question: Which transport does an address stand for, and where is a new one connected?
+Question: How is a transport added, and which one does an address stand for?
 """
 
 from __future__ import annotations

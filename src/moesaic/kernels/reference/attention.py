@@ -3,6 +3,8 @@
 The cache has the layout of PagedAttention (Kwon et al. 2023): a sequence's tokens are stored in the blocks of
 its block table. Query heads that share a key head (grouped-query attention, Ainslie et al. 2023) become rows
 of one product, so keys are never repeated.
+
+Question: Where is paged attention computed?
 """
 
 from __future__ import annotations

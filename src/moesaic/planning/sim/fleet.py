@@ -157,11 +157,11 @@ class Fleet:
         weights = dict.fromkeys(self.servers, 1.0)
         waiting = sum(life.queue_seconds is None for life in self._front.lives if not life.ended)
         busy = {(n, self._incarnations[n]): server.busy_seconds for n, server in self.servers.items()}
-        wanted = balancing.wanted_servers(now, waiting, busy, len(weights), self._front.missed)
+        wanted = balancing.count_needed_servers(now, waiting, busy, len(weights), self._front.missed)
         if wanted != len(weights):
             self._scale(wanted)
             return
-        new = balancing.rebalanced(now, self.placement, weights)
+        new = balancing.plan_rebalance(now, self.placement, weights)
         if new is not None:
             self._move(new, 0.0, f"experts move, placement {new.version}")
 
