@@ -63,10 +63,10 @@ def test_every_held_expert_of_a_layer_gets_the_rows() -> None:
         )
         seen.append((layer, part.experts.tolist(), part.rows.tolist()))
 
-    backend = SimpleNamespace(name="x", held={2: [1, 3], 5: [0], 7: []}, run=run)
+    backend = SimpleNamespace(name="x", resident_experts={2: [1, 3], 5: [0], 7: []}, run=run)
     layout = SimpleNamespace(hidden=8, width=4, dtype="float32")
     found = measuring.measure_experts(backend, layout, 1)  # type: ignore[arg-type]
     assert found is not None and measuring.MIN_RATIO <= found <= measuring.MAX_RATIO
     assert seen[0] == (2, [1, 3], [0, 0]) and seen[1] == (5, [0], [0])
     assert seen[2] == (2, [1] * 16 + [3] * 16, [*range(16)] * 2)
-    assert measuring.measure_experts(SimpleNamespace(held={}), layout, 1) is None  # type: ignore[arg-type]
+    assert measuring.measure_experts(SimpleNamespace(resident_experts={}), layout, 1) is None  # type: ignore[arg-type]

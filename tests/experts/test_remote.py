@@ -198,7 +198,7 @@ def test_a_connection_that_stands_is_used_at_once(cluster: Cluster, monkeypatch:
     cluster.until(lambda: cluster.servers[1].clients, 1)
     cluster.client.arrivals()
     with monkeypatch.context() as slow:
-        slow.setattr(cluster.connector, "made", list)
+        slow.setattr(cluster.connector, "take_connections", list)
         cluster.publish(0, 1)
     cluster.connector.wakeup.ring()
     handle, wanted = cluster.submit()

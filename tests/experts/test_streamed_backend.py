@@ -67,7 +67,7 @@ def test_rows_have_the_same_bits(model: tuple[Path, ExpertLayout]) -> None:
         calls = [part(rng, layout, layout.num_experts) for _ in range(2)]
         answers = []
         for backend in (place, few, whole):
-            mine = [CallPairs(**{**vars(one), "out": np.zeros_like(one.results)}) for one in calls]
+            mine = [CallPairs(**{**vars(one), "results": np.zeros_like(one.results)}) for one in calls]
             backend.run(layer, mine)
             answers.append(np.concatenate([one.results for one in mine]))
         assert np.array_equal(answers[0], answers[2]) and np.array_equal(answers[1], answers[2])

@@ -45,7 +45,7 @@ class Life:
 
         def run() -> None:
             try:
-                serve(there, config, wakeup, kept_experts=kept)
+                serve(there, config, wakeup, kept_model=kept)
             except ConnectionLost as error:
                 self.error = error.again()
             there.close()

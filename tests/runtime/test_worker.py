@@ -28,7 +28,7 @@ class Still:
     def progress(self) -> list[Event]:
         return []
 
-    def compiled(self, request: Request) -> None:
+    def find_grammar(self, request: Request) -> None:
         return None
 
     def stats(self) -> WorkerStats:

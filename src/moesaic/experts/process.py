@@ -79,20 +79,18 @@ def serve(
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
     transport = _transport(config, kept_experts.membership)
-    job = transport.job
     listener = Listener(config.address, secret, remote=config.remote_address, kinds=transport.kinds)
     service, clock = _scheduler(config, backend, first), time.monotonic
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
     server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, transport.memory)
-    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, job)
+    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, transport.job)
     loader.change(first)
     stop_event = threading.Event()
-    reports = threading.Thread(
-        target=_report, args=(supervisor, server, pace, residency, stop_event), daemon=True
-    )
+    arguments = supervisor, server, pace, residency, stop_event
+    reports = threading.Thread(target=_report, args=arguments, daemon=True)
     reports.start()
     try:
-        _serve(supervisor, server, loader, relay, secret, wakeup, job)
+        _serve(supervisor, server, loader, relay, secret, wakeup, transport.job)
         return 0
     finally:
         stop_event.set()

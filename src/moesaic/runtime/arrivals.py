@@ -24,7 +24,8 @@ class Arrivals:
     """Holds back requests whose grammar is not compiled yet, so that no step waits for it."""
 
     def __init__(self, find_grammar: Callable[[Request], Future[Any] | None]) -> None:
-        """find_grammar: the compiled grammar of a request, which may still be under way; None: it has none."""
+        """find_grammar: the compiled grammar of a request, which may still be under way; None: it has
+        none."""
         self._find_grammar = find_grammar
         self._waiting: list[_Waiting] = []
 

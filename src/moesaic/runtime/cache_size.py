@@ -92,8 +92,8 @@ def _size(
         shorter = f", or a --max-model-len of at most {num_tokens}" if num_tokens > 1 else ""
         raise ConfigError(
             f"--kv-cache-memory: {config.cache.kv_cache_memory} ({budget / 2**20:.0f} MiB) holds "
-            f"{num_tokens} tokens, less than one request of the maximum length {max_model_len}; allowed: at least "
-            f"{(per_request * block_bytes + state_room) / 2**20:.1f} MiB{shorter}"
+            f"{num_tokens} tokens, less than one request of the maximum length {max_model_len}; allowed: "
+            f"at least {(per_request * block_bytes + state_room) / 2**20:.1f} MiB{shorter}"
         )
     return CacheSize(int(num_blocks), seats, snapshots)
 

@@ -247,7 +247,8 @@ def _scheduler(
     speculation: Speculation,
     decisions: Decisions,
 ) -> Scheduler:
-    """The scheduler of a worker whose experts are on servers. num_routed_layers: layers with routed experts."""
+    """The scheduler of a worker whose experts are on servers. num_routed_layers: layers with routed
+    experts."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":
         return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)

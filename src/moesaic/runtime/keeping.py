@@ -38,8 +38,8 @@ class KeptModel:
     def get(self, settings: object, make: Callable[[], LoadedModel]) -> LoadedModel:
         """The model for these settings: the one that is there, or a new one by `make`.
 
-        settings: the settings and files on which the model depends. The last worker's KV cache is gone before the
-        next one is sized, and an old model before a new one is loaded.
+        settings: the settings and files on which the model depends. The last worker's KV cache is gone before
+        the next one is sized, and an old model before a new one is loaded.
         """
         if self.num_loads:
             self._model = self._model if self._settings == settings else None

@@ -100,30 +100,19 @@ def build_levels(
         layer: list(own_experts[: offload.static_experts]) for layer, own_experts in experts_by_layer.items()
     }
     static = {layer: frozenset(experts) for layer, experts in static_lists.items()}
+    kernels = slow_kernels(config, loaded_model)
     if loaded_model.device.type == "cuda":
+        memory = DeviceMemory(loaded_model.device)
         down_link, up_link = DeviceLink(loaded_model.device), DeviceLink(loaded_model.device)
         if offload.schedule in CHOOSING_SCHEDULES or conversion_of(Headers(path), layout) is not None:
-            paged_experts = PagedByExpert(
-                path, layout, static_lists, DeviceMemory(loaded_model.device), down_link, owned_experts
-            )
+            paged_experts = PagedByExpert(path, layout, static_lists, memory, down_link, owned_experts)
             paged_experts.load_static()
             down_link.finish()
             exchanges = paged_experts if offload.hot else None
-            return Levels(
-                paged_experts,
-                paged_experts.static,
-                down_link,
-                up_link,
-                slow_kernels(config, loaded_model),
-                exchanges,
-            )
-        staged_experts = Staged(
-            path, layout, static_lists, DeviceMemory(loaded_model.device), down_link, owned_experts
-        )
+            return Levels(paged_experts, paged_experts.static, down_link, up_link, kernels, exchanges)
+        staged_experts = Staged(path, layout, static_lists, memory, down_link, owned_experts)
         staged_experts.load_static()
-        return Levels(
-            staged_experts, static, down_link, up_link, slow_kernels(config, loaded_model), is_staged=True
-        )
+        return Levels(staged_experts, static, down_link, up_link, kernels, is_staged=True)
     kind: type[Streamed] = StreamedByExpert if offload.hot else Streamed
     if conversion_of(Headers(path), layout) is not None:
         kind = StreamedConverted
@@ -132,7 +121,6 @@ def build_levels(
     link = None if offload.link is None else paced_link
     streamed_experts = kind(path, layout, static_lists, arena, link=link, owned=owned_experts)
     streamed_experts.load_static()
-    kernels = slow_kernels(config, loaded_model)
     if offload.hot and isinstance(streamed_experts, StreamedByExpert):
         return Levels(
             streamed_experts, streamed_experts.static, paced_link, back_link, kernels, streamed_experts

@@ -45,10 +45,10 @@ def load_model(
 ) -> LoadedModel:
     """Read the checkpoint onto the device that `config` names.
 
-    expert_layout: routed experts that are not read. most_threads: this process's share of the cores. shard: the
-    attention heads that are read. own_memory: copy the files instead of mapping them, and return freed memory
-    to the system, since memory is short. predicting: also read the layer that predicts the token after the
-    next one.
+    expert_layout: routed experts that are not read. most_threads: this process's share of the cores. shard:
+    the attention heads that are read. own_memory: copy the files instead of mapping them, and return freed
+    memory to the system, since memory is short. predicting: also read the layer that predicts the token after
+    the next one.
     """
     (return_freed_memory if own_memory else keep_freed_memory)()
     device = select_device(config)

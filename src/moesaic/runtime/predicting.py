@@ -32,8 +32,8 @@ class Predictor(Protocol):
     def begin(self, plan: StepPlan, result: StepResult, new_tokens: SampledTokens) -> Step:
         """Begin a step through that layer. It keeps nothing of `result`, so another step may begin.
 
-        result: of the step of `plan`. new_tokens: its new tokens. The hidden states [p, h] of the new step are
-        those from which `Model.predicted` takes the token that may follow each entry of plan.sampled.
+        result: of the step of `plan`. new_tokens: its new tokens. The hidden states [p, h] of the new step
+        are those from which `Model.predicted` takes the token that may follow each entry of plan.sampled.
         """
         ...
 

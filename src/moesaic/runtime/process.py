@@ -38,8 +38,8 @@ def serve(
     """Serve until the other end of the connection sends Shutdown. Returns the exit code.
 
     wakeup: rung at each message. weights: fingerprint of the checkpoint, for a worker that joined.
-    kept_model: has the weights that were loaded for the last supervisor, and gets those of this one. Then nothing
-    else of the worker is left when this raises ConnectionLost. None: the process ends then.
+    kept_model: has the weights that were loaded for the last supervisor, and gets those of this one. Then
+    nothing else of the worker is left when this raises ConnectionLost. None: the process ends then.
 
     Raises ConnectionLost when the other end is gone, and ConfigError or CheckpointError for what the user has
     to change.
@@ -47,7 +47,7 @@ def serve(
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
 
-    def lost(reason: str) -> None:
+    def end(reason: str) -> None:
         """End this process because another rank of its group ended. An idle group would not notice."""
         logging.warning("%s; this worker ends too", reason)
         with contextlib.suppress(ConnectionLost):
@@ -55,16 +55,8 @@ def serve(
                 connection.send(messages.Failed(reason, user_error=False))
         os._exit(1)
 
-    progress, worker_model = _make_progress(connection), kept_model or KeptModel()
-    context = WorkerContext(
-        config,
-        connection,
-        time.monotonic,
-        progress,
-        wakeup=wakeup,
-        on_rank_lost=lost,
-        kept_model=worker_model,
-    )
+    parts, model = (config, connection, time.monotonic, _make_progress(connection)), kept_model or KeptModel()
+    context = WorkerContext(*parts, wakeup=wakeup, on_rank_lost=end, kept_model=model)
     try:
         worker, info = build_worker(context)
     except ConnectionLost as error:

@@ -155,7 +155,8 @@ def _check_version(magic: bytes) -> None:
     if magic != MAGIC:
         peer_version, own_version = ascii(magic.decode("latin-1")), ascii(MAGIC.decode())
         raise PeerRefused(
-            f"the other end speaks protocol {peer_version}, this end {own_version}: both need the same version of moesaic"
+            f"the other end speaks protocol {peer_version}, this end {own_version}: "
+            "both need the same version of moesaic"
         )
 
 

@@ -53,8 +53,8 @@ class AwaitedConnection:
         return True
 
     def fail(self, reason: str, message: Message | None = None) -> None:
-        """Ends the wait for a peer. `receive` returns `message`, if it is given, and then raises ConnectionLost
-        with the reason. Once there is a peer, this does nothing."""
+        """Ends the wait for a peer. `receive` returns `message`, if it is given, and then raises
+        ConnectionLost with the reason. Once there is a peer, this does nothing."""
         with self._lock:
             if not self.is_waiting:
                 return

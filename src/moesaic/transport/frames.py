@@ -29,7 +29,8 @@ Buffers = Iterator[list[memoryview]]
 
 
 class Frames:
-    """A socket, which belongs to it. buffers: yields the memory to fill next, and may raise ConnectionLost."""
+    """A socket, which belongs to it. buffers: yields the memory to fill next, and may raise
+    ConnectionLost."""
 
     def __init__(self, sock: Wire, buffers: Buffers) -> None:
         sock.setblocking(False)

@@ -119,8 +119,8 @@ def link(
 ) -> LinkedPeers:
     """This rank's end of the whole group. Returns once it is connected to all ranks of other hosts.
 
-    host_peers: the ranks of this host, which all call this. first_address: the address of rank 0's door. The capacity of
-    the door is that of the rounds. Door and `host_peers` belong to the result from now on.
+    host_peers: the ranks of this host, which all call this. first_address: the address of rank 0's door. The
+    capacity of the door is that of the rounds. Door and `host_peers` belong to the result from now on.
 
     Raises ConnectionLost if not all ranks connect in `seconds`.
     """

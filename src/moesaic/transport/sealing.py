@@ -145,8 +145,8 @@ class Opener:
     def open(self, record: memoryview, target: memoryview) -> None:
         """Decrypt what the record carries. record: the record after its header.
 
-        target: exactly as many bytes as `length` returned. They must not overlap `record`. After an error their
-        contents are undefined.
+        target: exactly as many bytes as `length` returned. They must not overlap `record`. After an error
+        their contents are undefined.
         """
         self._open(record, target)
         self._records += 1

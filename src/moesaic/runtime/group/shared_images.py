@@ -41,8 +41,8 @@ class GroupMemory:
     def __init__(
         self, group: Group, memory: CopiedMemory, explain_loss: Callable[[ConnectionLost], MoesaicError]
     ) -> None:
-        """memory: of the first rank. explain_loss: the error to raise where a rank is gone. The other ranks have to be
-        ready for requests."""
+        """memory: of the first rank. explain_loss: the error to raise where a rank is gone. The other ranks
+        have to be ready for requests."""
         self._group, self._memory, self._explain_loss = group, memory, explain_loss
         sizes = self._run_request(self._ask_sizes).reshape(-1, 2).T.tolist()
         self._layer_bytes: list[int] = sizes[0]

@@ -51,8 +51,8 @@ def forbid(
 ) -> None:
     """Set the logits of tokens that must not come next to minus infinity, in one row of [p, vocab], in place.
 
-    allowed_tokens: the only tokens that may come, ascending, each once; None allows all. forbidden_tokens: tokens that must
-    not come. They are ignored if no other token is allowed_tokens: one has to come.
+    allowed_tokens: the only tokens that may come, ascending, each once; None allows all. forbidden_tokens:
+    tokens that must not come. They are ignored if no other token is allowed: one has to come.
     """
     if len(forbidden_tokens):
         hit = np.unique(forbidden_tokens)

@@ -283,7 +283,8 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
 
 
 def _keep_top(scaled_logits: torch.Tensor, top_k: list[int], top_p: list[float]) -> torch.Tensor:
-    """`scaled_logits` [n, vocab], with -inf for tokens outside the top-k and then for those outside the top-p."""
+    """`scaled_logits` [n, vocab], with -inf for tokens outside the top-k and then for those outside the
+    top-p."""
     vocab = scaled_logits.shape[-1]
     keep = [vocab if k < 1 else min(k, vocab) for k in top_k]
     if max(keep) == vocab and min(keep) == vocab and min(top_p) >= 1.0:

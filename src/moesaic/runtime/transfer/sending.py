@@ -81,11 +81,11 @@ class Link:
         on_idle: Callable[[], None],
         on_lost: Callable[[Link], None],
     ) -> None:
-        """on_arrived: called with the bytes of each piece that has arrived, those of them that left before the
-        end of their step, and its seconds on the way.
+        """on_arrived: called with the bytes of each piece that has arrived, those of them that left before
+        the end of their step, and its seconds on the way.
 
-        on_idle: called once all pieces so far have arrived. on_lost: called once when nothing more can be sent. All
-        three are called in the link's thread.
+        on_idle: called once all pieces so far have arrived. on_lost: called once when nothing more can be
+        sent. All three are called in the link's thread.
         """
         self.endpoint = target.endpoint
         self.is_lost = False
@@ -219,9 +219,9 @@ class KVSender(Transfers):
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         min_early_bytes: int = EARLY_BYTES,
     ) -> None:
-        """report: sends a message to the router, from any thread. max_queued_bytes: bytes that wait for one worker
-        before requests are given up. min_early_bytes: bytes of a request that leave before the end of their step, at
-        least; fewer leave after it."""
+        """report: sends a message to the router, from any thread. max_queued_bytes: bytes that wait for one
+        worker before requests are given up. min_early_bytes: bytes of a request that leave before the end of
+        their step, at least; fewer leave after it."""
         self._memory, self._block_size = memory, block_size
         self._report, self._transport, self._max_queued_bytes, self._min_early_bytes = (
             report,
