@@ -59,7 +59,7 @@ from moesaic.config import (
     WorkerConfig,
 )
 from moesaic.planning.sim.cluster import SimulatedCluster
-from moesaic.planning.sim.front import items
+from moesaic.planning.sim.front import generate_items
 
 LATE = 0.02
 """Share of late runs from which a measurement says nothing."""
@@ -125,7 +125,7 @@ class Driver:
 
     def __init__(self, setting: Setting, case: Case, launched: LaunchedEngine) -> None:
         self._setting, self._launched = setting, launched
-        self._items = items(setting.scenario(case))
+        self._items = generate_items(setting.scenario(case))
         self._next = next(self._items, None)
         self._clients = case.load.get("clients")
         self._prompts = iter(prompts(np.full(20_000, LENGTHS["prompt"][1]).tolist(), setting.seed))

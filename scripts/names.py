@@ -88,6 +88,10 @@ PREFIXES = frozenset(("is", "has", "can", "on", "was", "did", "should", "must", 
 ALLOWED = frozenset(("all_to_all", "out", "unembed"))
 """Terms of the field that are made of such words. torch and NumPy call the array for a result `out`."""
 KEPT: dict[str, str] = {
+    "planning/sim/figures.py: completed": "a field of `moesaic simulate --json`",
+    "planning/sim/scenario.py: at": "a field of a scenario's table [[faults]]",
+    "planning/sim/scenario.py: back": "a field of a scenario's table [[faults]]",
+    "planning/sim/scenario.py: shuffled": "a field of a scenario's table [routing]",
     "cluster/member.py: STOPPED": "a stage of the status, where it is written `stopped`",
 }
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are

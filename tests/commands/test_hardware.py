@@ -16,7 +16,6 @@ from moesaic.commands.plan import find_hardware
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import QUANT_METHOD
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
-from moesaic.gpu import hardware as cuda
 from moesaic.models.headers import Headers
 from moesaic.planning.hardware import measure
 from moesaic.planning.hardware.measure import FULL, SHORT, Effort
@@ -169,7 +168,7 @@ def test_the_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "Measuring", Measuring)
 
     def name(gpu: Gpu | None, **options: Any) -> str:
-        monkeypatch.setattr(cuda, "find", lambda: gpu)
+        monkeypatch.setattr(hardware, "find_device", lambda: gpu)
         return hardware.measure(MeasureHardware(**options), FULL).name
 
     assert name(None, name="a", path=Path("/x"), threads=3) == "a over /x 3"
@@ -232,10 +231,10 @@ def test_products_are_those_of_the_checkpoints_experts(
     sizes = [one.products for one in seen]
     shapes = [(one.hidden, one.width, one.top_k, one.matrices) for one in sizes]
     assert shapes == [(128, 96, 4, 64), (128, 96, 4, 64), (2048, 768, 8, 16), (128, 96, 4, 64)]
-    assert [one.packed for one in sizes] == [None, None, None, "compressed"]
+    assert [one.packed_type for one in sizes] == [None, None, None, "compressed"]
     assert sizes[0].rows == SHORT.products.rows
     assert all(one.converting is None for one in seen)
-    assert SHORT.products.of_experts(4096, 14336, 2).matrices == 2
+    assert SHORT.products.with_experts(4096, 14336, 2).matrices == 2
 
 
 @pytest.mark.parametrize(
@@ -254,7 +253,7 @@ def test_conversion_of_the_checkpoints_experts_is_measured(
     hardware.measure(MeasureHardware(path=path, device="cpu"), SHORT)
     found = seen[0].converting
     kind = None if form is None else quantizers.STORED.get(form, form)
-    assert found is not None and found.name == (kind or "columns") and seen[0].products.packed == kind
+    assert found is not None and found.name == (kind or "columns") and seen[0].products.packed_type == kind
     found.run()
     every = Headers(path).every().items()
     experts = sum(place.size for name, place in every if name.startswith("model.layers.0.mlp.experts."))

@@ -18,14 +18,17 @@ from moesaic.commands import cli, hardware
 from moesaic.commands.options import MeasureHardware
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
-from moesaic.gpu import hardware as cuda
 from moesaic.planning.hardware import memory
+from moesaic.planning.hardware.device import find_device
 from moesaic.planning.hardware.measure import Effort, Measuring
 from moesaic.planning.hardware.products import Sizes
 from moesaic.runtime.cache_size import AUTO_SHARE_CUDA
 
 TINY = Effort(
-    seconds=1e-4, read=1 << 16, copied=1 << 12, products=Sizes(hidden=64, width=32, matrices=2, rows=(1, 4))
+    seconds=1e-4,
+    read_bytes=1 << 16,
+    copy_bytes=1 << 12,
+    products=Sizes(hidden=64, width=32, matrices=2, rows=(1, 4)),
 )
 
 
@@ -92,11 +95,11 @@ def test_threads_are_those_of_the_cpu_beside_it(path: Path) -> None:
 
 
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "enough", lambda least, available: least)
-    monkeypatch.setattr(memory, "beyond_caches", lambda available: 0)
+    monkeypatch.setattr(memory, "choose_read_bytes", lambda least, available: least)
+    monkeypatch.setattr(memory, "choose_matrix_bytes", lambda available: 0)
     show: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731
     with sanitized():
-        device = cuda.find()
+        device = find_device()
         assert device is not None and device.pinned(3).device.type == "cpu"
         found = Measuring(TINY, show, threads=1).gpu_over_ram(device, "box")
     assert (found.fast.name, found.fast.memory) == (NAME, 64 * GIB)

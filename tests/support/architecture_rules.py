@@ -221,7 +221,7 @@ def _draws_globally(call: ast.Call) -> bool:
 
 
 def cycles(modules: Sequence[Module], doors: Iterable[str] = ()) -> list[str]:
-    """One import cycle, if there is any. The late imports of `doors` close none."""
+    """One import cycle, if there is any. Imports for types count, but neither they nor late ones of `doors`."""
     known = names(modules)
     graph = {
         module.name: {
@@ -229,8 +229,7 @@ def cycles(modules: Sequence[Module], doors: Iterable[str] = ()) -> list[str]:
             for item in module.imports(known)
             if item.target in known
             and item.target != module.name
-            and not item.for_types
-            and not (item.in_function and module.inner in doors)
+            and not ((item.in_function or item.for_types) and module.inner in doors)
         }
         for module in modules
     }

@@ -231,7 +231,7 @@ def nvshmem(late: float = LATE, seed: int = 0) -> Iterator[NvshmemByTcp]:
 
 
 CALLS = {"put_signal": put_signal, "at_least": at_least}
-CHECKS = ("gpu.nvshmem.symmetric_heap", "cluster.host_transport", "cluster.joining.enlisting")
+CHECKS = ("gpu.nvshmem.symmetric_heap", "gpu.nvshmem.package")
 """Modules that ask whether NVSHMEM is installed."""
 
 

@@ -147,9 +147,9 @@ class Member:
     info: WorkerInfo | None = None
     """What a worker said when it was ready. None before that."""
     kernels: str = ""
-    nvshmem_id: bytes = b""
+    job_id: bytes = b""
     """The name of an NVSHMEM job that a worker can be PE 0 of. Empty: it can join none."""
-    joins_nvshmem: bool = False
+    can_join_job: bool = False
     """Whether a server can join an NVSHMEM job."""
     threads: int = 0
     capacity: float = 0.0

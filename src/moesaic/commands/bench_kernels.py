@@ -19,10 +19,10 @@ from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import COMPRESSED, is_packed
 from moesaic.cost.sizes import ModelSizes
-from moesaic.gpu import hardware as cuda
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
 from moesaic.planning.hardware import memory, roofline
+from moesaic.planning.hardware.device import find_device
 from moesaic.planning.hardware.operations import Sizes
 from moesaic.planning.hardware.roofline import Roofs, Speed
 from moesaic.planning.hardware.timing import Stopwatch
@@ -60,14 +60,14 @@ def run(options: KernelsBench, as_json: bool) -> int:
 def measured(options: KernelsBench) -> Report:
     """Time the operations, with progress on stderr. Raises ConfigError as `run`."""
     model, device = find_model(options.model), options.device
-    gpu = cuda.find() if device == "cuda" else None
+    gpu = find_device() if device == "cuda" else None
     if device == "cuda" and gpu is None:
         raise ConfigError.field("--device", device, "cpu (torch sees no GPU)")
     kernels = table.pick(device, options.kernels)
     sizes = Sizes(
         *(model, _types(options, model, kernels), "float32" if model.number > 2 else "bfloat16"),
         *(options.kv_cache_dtype, options.rows, options.context),
-        beyond=BEYOND if gpu else memory.beyond_caches(available_memory()),
+        min_weight_bytes=BEYOND if gpu else memory.choose_matrix_bytes(available_memory()),
         device=device,
     )
     threads = options.threads or cores()
@@ -109,7 +109,7 @@ def as_text(report: Report) -> str:
     last: tuple[str, str] | None = None
     for one in report.found:
         call, work = one.call, one.call.work
-        name = (call.operation, call.stored)
+        name = (call.operation, call.stored_type)
         told.add_row(
             *(name if name != last else ("", "")),
             *(str(call.rows), "" if call.context is None else str(call.context)),
@@ -134,7 +134,11 @@ def _computing(roofs: Roofs, kernels: str) -> str:
     """The roof of computing, and how it was measured."""
     if not kernels.startswith("native"):
         return f"torch multiplies large matrices at {roofs.flops / 1e9:.0f} GFLOP/s."
-    own = "" if roofs.own is None else f", and at {roofs.own / 1e9:.0f} as {kernels} does with its own types"
+    own = (
+        ""
+        if roofs.own_flops is None
+        else f", and at {roofs.own_flops / 1e9:.0f} as {kernels} does with its own types"
+    )
     return (
         f"Numbers in registers are multiplied and added at {roofs.flops / 1e9:.0f} GFLOP/s in float32{own}."
     )
@@ -143,7 +147,7 @@ def _computing(roofs: Roofs, kernels: str) -> str:
 def report_json(report: Report) -> dict[str, Any]:
     """The report as JSON: times in microseconds, speeds in GB/s and GFLOP/s."""
     options, roofs = report.options, report.roofs
-    own = {} if roofs.own is None else {"own_gflop_per_s": roofs.own / 1e9}
+    own = {} if roofs.own_flops is None else {"own_gflop_per_s": roofs.own_flops / 1e9}
     return {
         "model": options.model,
         "gpu" if options.device == "cuda" else "cpu": report.processor,
@@ -153,7 +157,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "operations": [
             {
                 "operation": one.call.operation,
-                "type": one.call.stored,
+                "type": one.call.stored_type,
                 "rows": one.call.rows,
                 "context": one.call.context,
                 "microseconds": 1e6 * one.seconds,

@@ -66,13 +66,13 @@ class Trace:
         """Process of the cluster -> the number of its row."""
         self._events: list[str] = []
 
-    def span(self, process: str, what: str, begin: float, end: float, numbers: dict[str, int]) -> None:
+    def span(self, process: str, label: str, begin: float, end: float, numbers: dict[str, int]) -> None:
         """A run of a device. process: such as "attention worker 0". begin, end: seconds.
 
         numbers: shown with the run. Both times are rounded down to whole microseconds.
         """
         start = int(begin * 1e6)
-        self._add("X", what, self._row(process), ts=start, dur=int(end * 1e6) - start, args=numbers)
+        self._add("X", label, self._row(process), ts=start, dur=int(end * 1e6) - start, args=numbers)
 
     def text(self) -> str:
         """The file: one JSON object with an event on each line."""

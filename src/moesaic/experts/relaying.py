@@ -16,19 +16,25 @@ If a part of a sum is taken back, the sum's other parts are as well: nothing els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from moesaic.config import RelayUse
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
-from moesaic.experts.outstanding import AnswerMemory, OpenCall, ServerConnection, Submission
+from moesaic.experts.outstanding import (
+    AnswerMemory,
+    OpenCall,
+    RelayedCall,
+    RelayedPart,
+    ServerConnection,
+    Submission,
+)
 from moesaic.policy.fleet.relays import Relays
 from moesaic.policy.fleet.replicas import Replicas
-from moesaic.transport.calls import Call
 
 Shares = list[tuple[int, IntArray]]
 """[(server, its pairs), ...]"""
@@ -57,92 +63,15 @@ class HostSum(OpenCall):
 
     def receive(self, indices: IntArray, memory: AnswerMemory) -> tuple[IntArray, int]:
         fresh = self._mark(np.arange(len(self.pairs)))
-        if self.submission.is_released:
+        if self.submission.released:
             return self.pairs[:0], fresh
-        target, (pairs, rows) = self.submission.answer_memory(memory), self.firsts
-        target[self.pairs] = 0
-        memory.put(target, pairs, memory.answer(self.call, self._width), rows)
+        out, (pairs, rows) = self.submission.answer_memory(memory), self.firsts
+        out[self.pairs] = 0
+        memory.put(out, pairs, memory.answer(self.call, self._width), rows)
         return self.pairs, fresh
 
-    def find_nonfinite_row(self, indices: IntArray) -> None:
+    def not_finite(self, indices: IntArray) -> None:
         """`RelayedCall.usable` looks for such sums. Here it is not known which server would be at fault."""
-
-
-@dataclass(eq=False)
-class RelayedPart:
-    """A part of a call that is under way."""
-
-    server: int
-    call: OpenCall
-    first: int
-    """Its first row in the whole answer."""
-    is_live: bool = True
-    """Whether its answer is awaited."""
-
-
-@dataclass(eq=False)
-class RelayedCall:
-    """A call with parts. `call` is that of the connection to the relay."""
-
-    relay: int
-    host: str
-    call: Call
-    hidden: FloatRows
-    """[m, h] the rows that were sent."""
-    release: Callable[[Call], None]
-    is_sum: bool
-    parts: list[RelayedPart]
-    is_closed: bool = False
-    """Whether the connection to the relay is closed."""
-    _num_received: int = 0
-    """Rows of the answer so far."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the request and the answer."""
-        return len(self.call.request) + self.call.rows * self.call.row_bytes
-
-    @property
-    def live_parts(self) -> list[RelayedPart]:
-        """The parts whose answers are awaited."""
-        return [part for part in self.parts if part.is_live]
-
-    def end(self, call: OpenCall) -> None:
-        """This part is complete, or it is taken back."""
-        for part in self.parts:
-            part.is_live &= part.call is not call
-        if not self.live_parts and not self.is_closed:
-            self.is_closed = True
-            self.release(self.call)
-
-    def split_rows(self, indices: IntArray) -> list[tuple[RelayedPart, IntArray]]:
-        """The parts of which these rows of the whole answer are, with the rows of each. Sums come at once."""
-        self._num_received += len(indices)
-        if self.is_sum:
-            return (
-                [(part, indices) for part in self.live_parts] if self._num_received == self.call.rows else []
-            )
-        rows_of_parts = []
-        for part in self.live_parts:
-            rows = indices - part.first
-            rows = rows[(rows >= 0) & (rows < part.call.call.rows)]
-            if len(rows):
-                rows_of_parts.append((part, rows))
-        return rows_of_parts
-
-    def select_computed(self, part: RelayedPart, rows: IntArray) -> IntArray:
-        """Those of the part's rows that were computed. For sums: all or none."""
-        answer = np.frombuffer(part.call.call.answer, np.float32).reshape(-1, self.hidden.shape[1])
-        is_refused = answer.view(np.uint32)[rows, 0] == wire.NOT_COMPUTED
-        if is_refused.any():
-            is_refused[is_refused] = (answer.view(np.uint32)[rows[is_refused]] == wire.NOT_COMPUTED).all(
-                axis=1
-            )
-        if not self.is_sum:
-            computed_rows: IntArray = rows[~is_refused]
-            return computed_rows
-        wrong = ~np.isfinite(answer).all(axis=1) & np.isfinite(self.hidden).all(axis=1)
-        return rows[:0] if is_refused.any() or wrong.any() else rows
 
 
 class Relaying:
@@ -158,8 +87,8 @@ class Relaying:
         """The shares, with those together that are sent as the parts of one call. The relay is the first."""
         pairs, partial = dict(shares), submission.gate_weights is not None
         groups = self._relays.groups(pairs, submission.top_k, self._replicas.ways, partial, now)
-        relayed_groups = [[(server, pairs.pop(server)) for server in group] for group in groups]
-        return relayed_groups + [[share] for share in pairs.items()]
+        together = [[(server, pairs.pop(server)) for server in group] for group in groups]
+        return together + [[share] for share in pairs.items()]
 
     def post(
         self, connection: ServerConnection, submission: Submission, shares: Shares, version: int
@@ -167,13 +96,13 @@ class Relaying:
         """Send the shares as one call to the relay. None if there is no room for it, or it is gone."""
         layer, top_k, width = submission.layer, submission.top_k, submission.hidden.shape[1]
         pairs = np.concatenate([share for _, share in shares])
-        row_indices, row_of = np.unique(pairs // top_k, return_inverse=True)
-        hidden, weights = submission.hidden[row_indices], submission.gate_weights_of(pairs)
-        is_sum = weights is not None
-        answers = len(hidden) if is_sum else len(pairs)
+        used, row_of = np.unique(pairs // top_k, return_inverse=True)
+        hidden, weights = submission.hidden[used], submission.gate_weights_of(pairs)
+        summed = weights is not None
+        answers = len(hidden) if summed else len(pairs)
         parts = [wire.Part(server, len(share)) for server, share in shares]
         try:
-            size = wire.size(len(hidden), len(pairs), width, is_sum, len(parts))
+            size = wire.size(len(hidden), len(pairs), width, summed, len(parts))
             call = connection.caller.open(size, answers, 4 * width)
             if call is None:
                 return None
@@ -183,55 +112,48 @@ class Relaying:
         except ConnectionLost:
             return None
         host = self._replicas.ways[shares[0][0]].host
-        relayed_call = RelayedCall(connection.entry.server, host, call, hidden, connection.end, is_sum, [])
+        relayed = RelayedCall(connection.entry.server, host, call, hidden, connection.end, summed, [])
         first = 0
         for server, share in shares:
-            part = self._part(relayed_call, submission, share, first, version)
-            relayed_call.parts.append(RelayedPart(server, part, first))
-            first += 0 if is_sum else len(share)
-        if is_sum:
-            _place_sums(relayed_call)
-        connection.relayed_calls[call.number] = relayed_call
-        return relayed_call
+            part = self._part(relayed, submission, share, first, version)
+            relayed.parts.append(RelayedPart(server, part, first))
+            first += 0 if summed else len(share)
+        if summed:
+            _place_sums(relayed)
+        connection.relayed[call.number] = relayed
+        return relayed
 
-    def pause_relaying(self, relayed_call: RelayedCall, now: float) -> None:
+    def rest(self, relayed: RelayedCall, now: float) -> None:
         """Send no parts to this host for a while."""
-        self._relays.rest(relayed_call.host, now)
+        self._relays.rest(relayed.host, now)
 
     def _part(
-        self, relayed_call: RelayedCall, submission: Submission, pairs: IntArray, first: int, version: int
+        self, relayed: RelayedCall, submission: Submission, pairs: IntArray, first: int, version: int
     ) -> OpenCall:
-        call, row_bytes = relayed_call.call, relayed_call.call.row_bytes
-        rows = call.rows if relayed_call.is_sum else len(pairs)
-        answer = call.answer[first * row_bytes : (first + rows) * row_bytes]
+        whole, row_bytes = relayed.call, relayed.call.row_bytes
+        rows = whole.rows if relayed.summed else len(pairs)
+        answer = whole.answer[first * row_bytes : (first + rows) * row_bytes]
         self._number -= 1
-        kind = HostSum if relayed_call.is_sum else OpenCall
+        kind = HostSum if relayed.summed else OpenCall
         part = kind(submission, pairs, PartOfCall(self._number, rows, row_bytes, answer), version)
-        part.relayed_call = relayed_call
+        part.relayed = relayed
         return part
 
 
-def _place_sums(relayed_call: RelayedCall) -> None:
+def _place_sums(relayed: RelayedCall) -> None:
     """Say for each part which of its pairs get sums."""
-    pairs = np.concatenate([part.call.pairs for part in relayed_call.parts])
-    owner = np.repeat(
-        np.arange(len(relayed_call.parts)), [len(part.call.pairs) for part in relayed_call.parts]
-    )
+    pairs = np.concatenate([part.call.pairs for part in relayed.parts])
+    owner = np.repeat(np.arange(len(relayed.parts)), [len(part.call.pairs) for part in relayed.parts])
     order = np.argsort(pairs)
-    top_k = relayed_call.parts[0].call.submission.top_k
+    top_k = relayed.parts[0].call.submission.top_k
     _, first = np.unique(pairs[order] // top_k, return_index=True)  # [m] rows ascend
-    first_pairs = order[first]
-    for index, part in enumerate(relayed_call.parts):
+    chosen = order[first]
+    for index, part in enumerate(relayed.parts):
         assert isinstance(part.call, HostSum)
-        rows = np.flatnonzero(owner[first_pairs] == index)
-        part.call.firsts = pairs[first_pairs[rows]], rows
+        rows = np.flatnonzero(owner[chosen] == index)
+        part.call.firsts = pairs[chosen[rows]], rows
 
 
 def open_calls(connections: Mapping[int, ServerConnection]) -> list[RelayedCall]:
     """The calls with parts that are under way."""
-    return [
-        relayed_call
-        for connection in connections.values()
-        for relayed_call in connection.relayed_calls.values()
-        if relayed_call.live_parts
-    ]
+    return [relayed for one in connections.values() for relayed in one.relayed.values() if relayed.live]

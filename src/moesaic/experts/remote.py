@@ -27,11 +27,9 @@ from moesaic.experts.answer_check import Check, WrongAnswer
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
-from moesaic.experts.observer import ClientObserver, RouteObserver, UnobservedClient
+from moesaic.experts.observer import ClientObserver, Routes, UnobservedClient
 from moesaic.experts.outstanding import (
-    AnswerMemory,
     CallCounts,
-    HostAnswers,
     OpenCall,
     ServerConnection,
     Submission,
@@ -39,7 +37,7 @@ from moesaic.experts.outstanding import (
 )
 from moesaic.experts.posting import Arrivals, Sender
 from moesaic.experts.relaying import Relaying, open_calls
-from moesaic.gpu.ipc.device_rows import WorkerRows
+from moesaic.experts.worker_memory import HostWorkerMemory, WorkerMemory
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.relays import needing, waited_for
@@ -72,10 +70,10 @@ class RemoteExperts:
     process again, and keeps a report for the supervisor.
     """
 
-    nvshmem_id = b""
-    routes: RouteObserver | None = None
+    job_id = b""
+    routes: Routes | None = None
     """Who wants to know which server answers for which pair."""
-    report_other_calls: Callable[[], None] = staticmethod(lambda: None)
+    before_late: Callable[[], None] = staticmethod(lambda: None)
     """Tells `Replicas` what servers were asked and have answered in other ways."""
 
     def __init__(
@@ -91,11 +89,11 @@ class RemoteExperts:
         observer: ClientObserver | None = None,
         check: Check = lambda call, indices: None,
         relay: RelayUse = "off",
-        rows: WorkerRows | None = None,
+        memory: WorkerMemory | None = None,
     ) -> None:
         """wakeup: the one that `connector` rings. put: copies rows of answers.
         check: of every part of an answer. relay: whether one server of a host passes rows on to others of it.
-        rows: keeps rows on the GPU, with connections that it wrapped. None: rows go through the host.
+        memory: has the rows, with connections that it wrapped. None: rows go through the host.
 
         portion_rows: keep what comes in for `arrivals`. Requests of more rows are reported portion by
         portion, others when their answer is complete. None: `arrivals` is not used.
@@ -109,17 +107,17 @@ class RemoteExperts:
         self._replicas = replicas
         self._connector = connector
         self.wakeup = self._wakeup = wakeup
-        self._clock, self._secret, self._waiting_seconds = clock, b"", 0.0
+        self._clock, self._secret, self._waited = clock, b"", 0.0
         self._entries: dict[int, ServerEntry] = {}
         """The servers of the directory."""
         self._connections: dict[int, ServerConnection] = {}
         """By server. A server that left the directory is in here until it has answered its calls."""
         self._submissions: dict[int, Submission] = {}
         """By the number of the handle."""
-        self._num_submitted = 0
-        self.rows_on_device, self._rows, self._check = rows, rows, check
-        self._memory: AnswerMemory = HostAnswers(put) if rows is None else rows.answers
-        self._blamed_servers: set[ServerEntry] = set()
+        self._submitted = 0
+        self.memory: WorkerMemory = HostWorkerMemory(put) if memory is None else memory
+        self._answers, self._check = self.memory.answers, check
+        self._blamed: set[ServerEntry] = set()
         """Processes that gave wrong answers."""
         self._faulty: list[FaultyServer] = []
         """Reports that `faulty` has not returned yet."""
@@ -133,41 +131,41 @@ class RemoteExperts:
 
     def submit(self, request: ExpertRequest) -> RequestHandle:
         began = self._clock()
-        handle, self._num_submitted = RequestHandle(self._num_submitted), self._num_submitted + 1
-        pairs = request.arrays if self._rows is None else self._rows.arrays(request)
+        handle, self._submitted = RequestHandle(self._submitted), self._submitted + 1
+        pairs = self.memory.arrays(request)
         submission = Submission(
             handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k, place=pairs.place
         )
         self._submissions[handle.number] = submission
         if self.routes is not None:
             submission.servers = np.full(len(pairs.experts), -1)
-            self.routes.on_rows_sent(request.layer, pairs.experts, submission.servers)
+            self.routes.sent(request.layer, pairs.experts, submission.servers)
         if self._wakeup.rung:  # a connection is ready, perhaps to the own rank's server
             self._progress()
         self._sender.send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
         if self._every_server:
             self._sender.send_empty(submission, self._connections.keys() & self._entries.keys())
         yield_core()
-        self._observer.on_request_sent(handle, request, began)
+        self._observer.sent(handle, request, began)
         return handle
 
     def poll(self, handle: RequestHandle) -> torch.Tensor | None:
         began = self._clock()
         submission = self._submissions[handle.number]
-        if submission.num_missing:
+        if submission.missing:
             self._progress()
-        if submission.num_missing:
+        if submission.missing:
             return None
         rows = self.rows(handle)
-        self._observer.on_answer(handle, began)
+        self._observer.answered(handle, began)
         return rows
 
     def release(self, handle: RequestHandle) -> None:
         submission = self._submissions.pop(handle.number)
         submission.release()
-        if self._rows is not None and submission.place is not None:
-            self._rows.give_back(submission.place)
-        self._observer.on_answer_released(handle)
+        if submission.place is not None:
+            self.memory.give_back(submission.place)
+        self._observer.released(handle)
 
     # ---- requests of which parts are used
 
@@ -176,24 +174,24 @@ class RemoteExperts:
         began = self._clock()
         self._progress()
         arrivals = self._arrivals.take()
-        self._observer.on_pairs_received(arrivals, began)
+        self._observer.collected(arrivals, began)
         return arrivals
 
     def rows(self, handle: RequestHandle) -> torch.Tensor:
         """The answer [n, k, h] as far as it has come in. It holds until the next call."""
         submission = self._submissions[handle.number]
-        answer = submission.answer_memory(self._memory)
-        rows = answer if isinstance(answer, torch.Tensor) else torch.from_numpy(answer)
-        return rows.view(-1, submission.top_k, answer.shape[1])
+        out = submission.answer_memory(self._answers)
+        rows = out if isinstance(out, torch.Tensor) else torch.from_numpy(out)
+        return rows.view(-1, submission.top_k, out.shape[1])
 
     @property
-    def is_busy(self) -> bool:
+    def busy(self) -> bool:
         """True while an answer or the barrier is awaited, or `arrivals` has not returned everything."""
-        waiting = self._barrier_client.is_waiting or bool(self._arrivals)
-        return waiting or any(submission.num_missing for submission in self._submissions.values())
+        waiting = self._barrier_client.waiting or bool(self._arrivals)
+        return waiting or any(submission.missing for submission in self._submissions.values())
 
     @property
-    def connected_servers(self) -> dict[int, ServerEntry]:
+    def connected(self) -> dict[int, ServerEntry]:
         """The servers that are connected, also those that left the directory."""
         return {server: connection.entry for server, connection in self._connections.items()}
 
@@ -205,17 +203,17 @@ class RemoteExperts:
         return min((call.version for call in calls), default=self._sender.version)
 
     def update(self, directory: Directory, secret: bytes) -> None:
-        previous_entries, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
+        known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
         self._secret, self._sender.version = secret, directory.version
         self._replicas.place(directory.experts, self._layout.num_experts, directory.suspected, directory.ways)
-        for server in set(previous_entries) - set(self._entries):
+        for server in set(known) - set(self._entries):
             self._connector.stop(server)
         for server, entry in self._entries.items():
             connection = self._connections.get(server)  # also where it had left and has calls to answer
-            if (previous_entries.get(server, entry) if connection is None else connection.entry) != entry:
+            if (known.get(server, entry) if connection is None else connection.entry) != entry:
                 self._replicas.replaced(server)
                 self._fail(server)
-            elif server not in previous_entries and connection is None:
+            elif server not in known and connection is None:
                 self._connector.start(entry, secret)
         self._retire()
         self._progress()
@@ -223,7 +221,7 @@ class RemoteExperts:
     def meet(self, place: JoinNvshmem) -> None:
         """Rows of these requests do not go by NVSHMEM."""
 
-    def take_faulty_servers(self) -> list[FaultyServer]:
+    def faulty(self) -> list[FaultyServer]:
         faulty, self._faulty = self._faulty, []
         return faulty
 
@@ -231,45 +229,42 @@ class RemoteExperts:
         """Sleep until an answer, a new connection, the file descriptor `wakeup`, or a server's deadline."""
         began = self._clock()
         slow = self._replicas.next_slow(waited_for(open_calls(self._connections)))
-        deadlines = [deadline for deadline in (self._replicas.next_deadline(), slow) if deadline is not None]
-        limits = [max(0.001, deadline - began) for deadline in deadlines] + (
-            [] if timeout is None else [timeout]
-        )
+        deadlines = [one for one in (self._replicas.next_deadline(), slow) if one is not None]
+        limits = [max(0.001, one - began) for one in deadlines] + ([] if timeout is None else [timeout])
         callers = [connection.caller for connection in self._connections.values()]
         news = wait(callers, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
-        if not self._barrier_client.is_idle:
-            self._waiting_seconds += self._clock() - began
-        self._observer.on_wait(began)
+        if not self._barrier_client.idle:
+            self._waited += self._clock() - began
+        self._observer.waited(began)
         return news
 
     def enter_barrier(self, work: bool) -> None:
         self._barrier_client.enter(work)
-        self._observer.on_barrier(work)
+        self._observer.at_barrier(work)
 
-    def poll_barrier(self) -> bool:
-        if not self._barrier_client.is_waiting:
+    def passed_barrier(self) -> bool:
+        if not self._barrier_client.waiting:
             return False
         self._progress()
-        has_passed = self._barrier_client.poll()
-        if has_passed:
-            self._observer.on_barrier(False)
-        return has_passed
+        passed = self._barrier_client.entered()
+        if passed:
+            self._observer.at_barrier(False)
+        return passed
 
     def stats(self) -> ExpertStats:
         """What was counted so far."""
-        return self._counts.stats(self._waiting_seconds, self._replicas.stats)
+        return self._counts.stats(self._waited, self._replicas.stats)
 
     def close(self) -> None:
         """Close all connections, and `wakeup`."""
         for server in list(self._entries):
             self._connector.stop(server)
-        for _, caller in self._connector.take_connections():
+        for _, caller in self._connector.made():
             caller.close()
         for connection in self._connections.values():
             connection.caller.close()
         self._connections.clear()
-        if self._rows is not None:
-            self._rows.close()
+        self.memory.close()
         self._wakeup.close()
 
     # ---- calls
@@ -278,17 +273,17 @@ class RemoteExperts:
         """Do everything that can be done without waiting."""
         if self._wakeup.rung:
             self._wakeup.clear()
-            for entry, caller in self._connector.take_connections():
+            for entry, caller in self._connector.made():
                 self._join(entry, caller)
         for server, connection in list(self._connections.items()):
             try:
                 for call, indices in connection.caller.poll():
                     if call.number in connection.calls:
                         self._receive(connection, connection.calls[call.number], indices)
-                    elif call.number in connection.relayed_calls:
+                    elif call.number in connection.relayed:
                         self._receive_parts(connection, call.number, indices)
                     else:
-                        self._barrier_client.on_answer(connection, call)
+                        self._barrier_client.answered(connection, call)
             except DamagedMessage as damage:
                 LOG.warning("dropped expert server %d: %s", server, damage)
                 self._fail(server)
@@ -296,22 +291,17 @@ class RemoteExperts:
                 self._blame(connection.entry, str(wrong))
             except ConnectionLost:
                 self._fail(server)
-        now, relayed_calls = self._clock(), open_calls(self._connections)
-        for server in self._replicas.slow(waited_for(relayed_calls), now) if relayed_calls else ():
-            self._sender.take_back(
-                [part for relayed_call in relayed_calls for part in needing(relayed_call, server)]
-            )
-        self.report_other_calls()
+        now, relayed = self._clock(), open_calls(self._connections)
+        for server in self._replicas.slow(waited_for(relayed), now) if relayed else ():
+            self._sender.take_back([part for one in relayed for part in needing(one, server)])
+        self.before_late()
         for server in self._replicas.late(now):
             self._replicas.mask(server)
             self._fail(server)
         self._sender.retry()
-        if self._rows is not None:
-            self._rows.poll()
-        listed_connections = [
-            relayed_call for server, relayed_call in self._connections.items() if server in self._entries
-        ]
-        self._barrier_client.arrive(listed_connections)
+        self.memory.poll()
+        listed = [one for server, one in self._connections.items() if server in self._entries]
+        self._barrier_client.arrive(listed)
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
         if self._entries.get(entry.server) != entry or entry.server in self._connections:
@@ -325,13 +315,13 @@ class RemoteExperts:
         wrong = self._check(call, indices)
         if wrong is not None:
             raise WrongAnswer(wrong)
-        pairs, fresh = call.receive(indices, self._memory)
-        submission.num_missing -= fresh
+        pairs, fresh = call.receive(indices, self._answers)
+        submission.missing -= fresh
         if submission.servers is not None:
             submission.servers[pairs] = server
         self._arrivals.add(submission, pairs, fresh)
         self._replicas.answered(server, fresh, self._clock())
-        if not call.num_missing:
+        if not call.left:
             del connection.calls[call.call.number]
             call.complete(connection.caller.release)
             if server not in self._entries:
@@ -339,19 +329,16 @@ class RemoteExperts:
 
     def _receive_parts(self, relay: ServerConnection, number: int, indices: IntArray) -> None:
         """Rows of a call with parts came in. A wrong answer is that of the part's server."""
-        relayed_call = relay.relayed_calls[number]
-        for part, rows in relayed_call.split_rows(indices):
-            if not part.is_live:
+        relayed = relay.relayed[number]
+        for part, rows in relayed.arrived(indices):
+            if not part.live:
                 continue  # it was taken back with the part before
-            connection, computed_rows = (
-                self._connections[part.server],
-                relayed_call.select_computed(part, rows),
-            )
+            connection, usable = self._connections[part.server], relayed.usable(part, rows)
             try:
-                if len(computed_rows):
-                    self._receive(connection, part.call, computed_rows)
-                if len(computed_rows) < len(rows):
-                    self._sender.take_back(relayed_call.live_parts if relayed_call.is_sum else [part])
+                if len(usable):
+                    self._receive(connection, part.call, usable)
+                if len(usable) < len(rows):
+                    self._sender.take_back(relayed.live if relayed.summed else [part])
             except WrongAnswer as wrong:
                 self._blame(connection.entry, str(wrong))
         if relay.entry.server not in self._entries:
@@ -363,28 +350,26 @@ class RemoteExperts:
         Late answers are lost with the connection and its memory. That is the fence that the paper lacks.
         """
         calls = open_calls(self._connections)
-        other_parts = [
-            part for relayed_call in calls for part in needing(relayed_call, server) if part.server != server
-        ]
-        unanswered_calls = self._drop(server)
+        others = [part for one in calls for part in needing(one, server) if part.server != server]
+        left = self._drop(server)
         entry = self._entries.get(server)
-        if entry is not None and entry not in self._blamed_servers:
+        if entry is not None and entry not in self._blamed:
             self._connector.start(entry, self._secret)
-        for call in unanswered_calls:
-            if call.submission.is_released:
+        for call in left:
+            if call.submission.released:
                 continue
             if not len(call.pairs):
-                call.submission.num_missing -= 1  # an empty call is not sent again
+                call.submission.missing -= 1  # an empty call is not sent again
                 self._arrivals.add(call.submission, call.pairs, 1)
                 continue
             call.submission.attempt += 1
-            self._sender.send(call.submission, call.missing_pairs)
-        self._sender.take_back(other_parts)
+            self._sender.send(call.submission, call.missing)
+        self._sender.take_back(others)
 
     def _blame(self, entry: ServerEntry, reason: str) -> None:
         """Give up a server for good, until another process has its id."""
         LOG.warning("dropped expert server %d: it %s", entry.server, reason)
-        self._blamed_servers.add(entry)
+        self._blamed.add(entry)
         self._faulty.append(FaultyServer(entry.server, entry.incarnation, reason))
         self._fail(entry.server)
 
@@ -393,22 +378,22 @@ class RemoteExperts:
         connection = self._connections.pop(server, None)
         if connection is None:
             return []
-        self._replicas.lost(server, connection.num_missing_pairs)
+        self._replicas.lost(server, connection.outstanding)
         self._make_room()  # the connection's memory may be freed
         connection.caller.close()
-        for relayed_call in connection.relayed_calls.values():
-            relayed_call.is_closed = True
+        for relayed in connection.relayed.values():
+            relayed.closed = True
         for call in connection.calls.values():
-            if call.relayed_call is not None:
-                call.relayed_call.end(call)
+            if call.relayed is not None:
+                call.relayed.end(call)
         return list(connection.calls.values())
 
     def _make_room(self) -> int:
         """Free the memory of calls that have whole answers. Returns how many there were."""
-        return sum(submission.move(self._memory) for submission in self._submissions.values())
+        return sum(one.move(self._answers) for one in self._submissions.values())
 
     def _retire(self) -> None:
         """Close connections to servers that left the directory, once they have no unanswered calls."""
         for server, connection in list(self._connections.items()):
-            if server not in self._entries and not connection.calls and not connection.relayed_calls:
+            if server not in self._entries and not connection.calls and not connection.relayed:
                 self._drop(server)

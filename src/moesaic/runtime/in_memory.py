@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import WorkerConfig
-from moesaic.core import curves, paced
+from moesaic.config import ON_GPUS, WorkerConfig
+from moesaic.core import curves, gpu_parts, paced
 from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
@@ -23,14 +23,9 @@ from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
-from moesaic.experts.connector import Connector, return_unchanged
+from moesaic.experts.connector import Connector, as_it_is
 from moesaic.experts.pacing import Pace, Pacing
 from moesaic.experts.remote import RemoteExperts
-from moesaic.gpu.exchange.exchanged_step import ExchangedRunner
-from moesaic.gpu.exchange.full_graphs import Asked, check_full_graphs, full_graphs
-from moesaic.gpu.graphs.graphs import GraphRunner
-from moesaic.gpu.ipc import device_sharing
-from moesaic.gpu.ipc.device_rows import WorkerRows
 from moesaic.models.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
@@ -41,19 +36,19 @@ from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.server_setup import IN_ROUNDS, SEPARATE, queue_policy
 from moesaic.policy.scheduling.speculation import Speculation
-from moesaic.runtime.cache_size import compute_cache_size, make_block_pool
-from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.drafting import add_room_for_drafts, make_speculation, uses_mtp
+from moesaic.runtime.cache_size import block_pool, cache_size_of
+from moesaic.runtime.context import AskingParts, WorkerContext, WorkerParts
+from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.model_loading import (
     LoadedModel,
-    check_gpu_sharing,
-    choose_kv_dtype,
+    check_shared,
+    kv_type,
+    layout_of,
     load_model,
-    read_expert_layout,
 )
 from moesaic.runtime.observer import WorkerObserver
-from moesaic.runtime.predicting import LayerPredictor
-from moesaic.runtime.routing_recorder import build_recorder
+from moesaic.runtime.predicting import LayerPredictor, PredictionRunner
+from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.recorded import RecordedRunner
@@ -67,7 +62,7 @@ from moesaic.runtime.step.running_step import (
 )
 from moesaic.runtime.step.stages import BlockStages, SharedHeads
 from moesaic.runtime.token_routes import TokenRoutes
-from moesaic.runtime.tracing import make_observer
+from moesaic.runtime.tracing import observer_of
 from moesaic.transport.wakeup import Wakeup
 
 URGENT_SECONDS = 0.1
@@ -82,28 +77,26 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     config, limits = context.config, context.limits  # both are checked before weights are read
     _check(config)
     layout = announce_layout(context) if config.remote_experts else None
-    loaded_model = _load(context, layout)
-    kv_dtype = choose_kv_dtype(config.cache, loaded_model)
-    size = compute_cache_size(config, loaded_model, limits.max_model_len, kv_dtype)
+    loaded = _load(context, layout)
+    kv_dtype = kv_type(config.cache, loaded)
+    size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
     if layout is not None:
-        return with_servers(context, layout, loaded_model, size)
-    stages = _stages(config, loaded_model, size)
-    experts = DirectExperts(loaded_model.model.experts, loaded_model.kernels, limits.max_num_batched_tokens)
+        return with_servers(context, layout, loaded, size)
+    stages = _stages(config, loaded, size)
+    experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
     runner = _runner(context, stages, experts)
     inflight = config.scheduler.inflight_batches
-    speculation = make_speculation(config, loaded_model.model)
+    speculation = speculation_of(config, loaded.model)
     return WorkerParts(
-        loaded_model,
+        loaded,
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, make_block_pool(config.cache, size), inflight, speculation),
+        LockstepScheduler(limits, block_pool(config.cache, size), inflight, speculation),
         stages.memory,
-        recorder=build_recorder(config, loaded_model.model.spec, context.routing),
-        routes=TokenRoutes(loaded_model.model.spec.moe_layers)
-        if loaded_model.model.spec.moe_layers
-        else None,
-        observer=make_observer(config.trace, context.clock),
+        recorder=recorder(config, loaded.model.spec, context.routing),
+        routes=TokenRoutes(loaded.model.spec.moe_layers) if loaded.model.spec.moe_layers else None,
+        observer=observer_of(config.trace, context.clock),
         speculation=speculation,
         predictor=_predictor(stages, experts, runner),
     )
@@ -112,115 +105,111 @@ def build_parts(context: WorkerContext) -> WorkerParts:
 def with_servers(
     context: WorkerContext,
     layout: ExpertLayout,
-    loaded_model: LoadedModel,
+    loaded: LoadedModel,
     size: CacheSize,
-    shared_heads: SharedHeads | None = None,
+    shared: SharedHeads | None = None,
 ) -> WorkerParts:
-    """The parts of a worker whose routed experts are on servers. shared_heads: see `BlockStages`."""
+    """The parts of a worker whose routed experts are on servers. shared: see `BlockStages`."""
     config = context.config
-    observer = make_observer(config.trace, context.clock)
-    stages = _stages(config, loaded_model, size, layout, shared_heads)
+    observer = observer_of(config.trace, context.clock)
+    stages = _stages(config, loaded, size, layout, shared)
     wakeup = Wakeup()
-    pacing = (
-        None if config.paced is None else Pacing.from_devices(paced.read(Path(config.paced)), wakeup.ring)
-    )
-    curves = choose_curves(config, loaded_model, layout)
-    num_processes = config.expert_servers, config.attention_workers
-    decisions = Decisions(curves, layout.num_experts, layout.top_k, *num_processes)
+    pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
+    curves = curves_of(config, loaded, layout)
+    others = config.expert_servers, config.attention_workers
+    decisions = Decisions(curves, layout.num_experts, layout.top_k, *others)
     replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
-    remote = _remote(context, layout, loaded_model, observer, wakeup, pacing, decisions.told_rows, replicas)
-    unpaced_runner = _runner(context, stages, remote)
-    runner, expert_stats = _apply_pace(unpaced_runner, remote.stats, pacing)
-    clients = Asked(runner, remote, expert_stats)
+    remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows, replicas)
+    recorded = _runner(context, stages, remote)
+    runner, expert_stats = _paced(recorded, remote.stats, pacing)
+    asked = AskingParts(runner, remote, expert_stats)
     if config.model.cudagraph_mode == "full":
-        clients = full_graphs(context, stages, layout, remote, replicas, runner)
-    speculation = make_speculation(config, loaded_model.model, layout.num_bytes)
-    blocks = make_block_pool(config.cache, size)
+        asked = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
+    speculation = speculation_of(config, loaded.model, layout.num_bytes)
+    blocks = block_pool(config.cache, size)
     scheduler = _scheduler(context, blocks, len(layout.model_layers), speculation, decisions)
     return WorkerParts(
-        loaded_model,
-        choose_kv_dtype(config.cache, loaded_model),
+        loaded,
+        kv_type(config.cache, loaded),
         size,
-        clients.runner,
+        asked.runner,
         scheduler,
         stages.memory,
-        expert_stats=clients.stats,
-        servers=clients.servers,
+        expert_stats=asked.stats,
+        servers=asked.servers,
         layerwise=LayerwiseRunner(runner, remote),
-        recorder=build_recorder(config, loaded_model.model.spec, context.routing),
+        recorder=recorder(config, loaded.model.spec, context.routing),
         routes=TokenRoutes(layout.model_layers, remote),
         observer=observer,
-        expert_layout=layout,
+        elsewhere=layout,
         speculation=speculation,
-        predictor=_predictor(stages, remote, unpaced_runner if clients.runner is runner else clients.runner),
+        predictor=_predictor(stages, remote, recorded if asked.runner is runner else asked.runner),
     )
 
 
 def _load(context: WorkerContext, layout: ExpertLayout | None) -> LoadedModel:
-    config, drafts = context.config, uses_mtp(context.config)
-    max_threads = config.most_threads
+    config, drafts = context.config, predicting(context.config)
+    most = config.most_threads
 
     def load() -> LoadedModel:
-        return load_model(config.model, context.progress, layout, max_threads, predicting=drafts)
+        return load_model(config.model, context.progress, layout, most, predicting=drafts)
 
-    loaded_model = context.kept_model.get(
-        (config.model, layout, max_threads, drafts, config.checkpoint_stamp), load
-    )
-    return add_room_for_drafts(loaded_model, config)
+    loaded = context.kept.get((config.model, layout, most, drafts, config.checkpoint_stamp), load)
+    return with_room_for_drafts(loaded, config)
 
 
-def _apply_pace(
+def _paced(
     runner: SegmentRunner, stats: Callable[[], ExpertStats], pacing: Pacing | None
 ) -> tuple[SegmentRunner, Callable[[], ExpertStats]]:
     """The runner with the timing of the modelled device, if there is one, and the counts with its runs."""
     if pacing is None:
         return runner, stats
-    paced_runner = PacedRunner(runner, pacing.devices.attention, pacing.pace)
-    return paced_runner, lambda: replace(stats(), pace=pacing.stats)
+    held = PacedRunner(runner, pacing.devices.attention, pacing.pace)
+    return held, lambda: replace(stats(), pace=pacing.stats)
 
 
 def _check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that need expert servers where there are none."""
-    check_gpu_sharing(config)
+    check_shared(config)
     if config.model.cudagraph_mode == "full":
-        check_full_graphs(config)
+        gpu_parts.check_full_graphs(config)
     if config.remote_experts:
         return
     if config.scheduler.schedule != "lockstep":
-        allowed_value = "lockstep without --expert-servers"
-        raise ConfigError.field("--schedule", config.scheduler.schedule, allowed_value)
+        allowed = "lockstep without --expert-servers"
+        raise ConfigError.field("--schedule", config.scheduler.schedule, allowed)
     if config.scheduler.combine == "partial":
         raise ConfigError.field("--combine", "partial", "exact without --expert-servers")
 
 
 def announce_layout(context: WorkerContext) -> ExpertLayout:
     """Send where the experts are in the checkpoint, so that servers can load while this worker does."""
-    layout = read_expert_layout(context.config.model, uses_mtp(context.config))
+    layout = layout_of(context.config.model, predicting(context.config))
     context.connection.send(Layout(layout))
     return layout
 
 
 def _stages(
     config: WorkerConfig,
-    loaded_model: LoadedModel,
+    loaded: LoadedModel,
     size: CacheSize,
     layout: ExpertLayout | None = None,
-    shared_heads: SharedHeads | None = None,
+    shared: SharedHeads | None = None,
 ) -> BlockStages:
     """The model's stages over a new cache. layout: of experts on servers."""
-    spec, device, block_size = loaded_model.model.spec, loaded_model.device, config.cache.block_size
-    kv_dtype = choose_kv_dtype(config.cache, loaded_model)
-    memory = layer_memory(spec, size, block_size, kv_dtype, device, loaded_model.kernels)
+    spec, device, block_size = loaded.model.spec, loaded.device, config.cache.block_size
+    kv_dtype = kv_type(config.cache, loaded)
+    memory = layer_memory(spec, size, block_size, kv_dtype, device, loaded.kernels)
     partial, top_k = config.scheduler.combine == "partial", 0 if layout is None else layout.top_k
     combine = Combine(partial, config.scheduler.max_num_batched_tokens, top_k, device)
-    return BlockStages(loaded_model.model, memory, block_size, device, combine, shared_heads)
+    return BlockStages(loaded.model, memory, block_size, device, combine, shared)
 
 
 def _predictor(stages: BlockStages, experts: RoutedExperts, runner: StepRunner) -> LayerPredictor | None:
     """runner: of the steps that it follows."""
     if stages.model.prediction is None:
         return None
-    graphs = runner if isinstance(runner, GraphRunner | ExchangedRunner) else None
+    graphs = runner if isinstance(runner, PredictionRunner) else None
     return LayerPredictor(EagerRunner(stages, experts), graphs)
 
 
@@ -232,23 +221,22 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
     if (
         context.config.model.enforce_eager
         or make_recorder is None
-        or (not on_gpu and stages.shared_heads is not None)
+        or (not on_gpu and stages.shared is not None)
     ):
         return eager
     table_width = -(-context.limits.max_model_len // stages.block_size)
-    make = GraphRunner if on_gpu else RecordedRunner
-    return make(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
+    make_runner = gpu_parts.graph_runner() if on_gpu else RecordedRunner
+    return make_runner(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
 
 
 def _scheduler(
     context: WorkerContext,
     blocks: KVBlocks,
-    num_routed_layers: int,
+    routed: int,
     speculation: Speculation,
     decisions: Decisions,
 ) -> Scheduler:
-    """The scheduler of a worker whose experts are on servers. num_routed_layers: layers with routed
-    experts."""
+    """The scheduler of a worker whose experts are on servers. routed: layers with routed experts."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":
         return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)
@@ -256,13 +244,13 @@ def _scheduler(
         return BarrierScheduler(limits, blocks, speculation)
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = queue_policy(scheduling.schedule, scheduling.queue_policy, urgency, history)
-    return AsyncScheduler(limits, blocks, policy, num_routed_layers, decisions.top_k, decisions, speculation)
+    return AsyncScheduler(limits, blocks, policy, routed, decisions.top_k, decisions, speculation)
 
 
 def _remote(
     context: WorkerContext,
     layout: ExpertLayout,
-    loaded_model: LoadedModel,
+    loaded: LoadedModel,
     observer: WorkerObserver,
     wakeup: Wakeup,
     pacing: Pacing | None,
@@ -272,35 +260,27 @@ def _remote(
     """The client of the expert servers. Each connection's shared memory holds two of the largest steps."""
     config, rows = context.config, context.limits.max_num_batched_tokens
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
-    schedule, device_rows = config.scheduler.schedule, _device_rows(config, loaded_model.device)
-    wrap = return_unchanged if pacing is None else pacing.caller
+    schedule, memory = config.scheduler.schedule, None
+    if config.transport in ON_GPUS:
+        memory = gpu_parts.worker_memory(config.transport, str(loaded.device))
+    wrap = as_it_is if pacing is None else pacing.caller
     return RemoteExperts(
         layout,
         replicas,
-        Connector(heap, wakeup, config.transport, wrap if device_rows is None else device_rows.connected),
+        Connector(heap, wakeup, config.transport, wrap if memory is None else memory.connected),
         wakeup,
         context.clock,
         portion_rows=told_rows if schedule in SEPARATE else None,
         every_server=schedule in IN_ROUNDS,
-        put=loaded_model.kernels.put,
+        put=loaded.kernels.put,
         observer=observer,
-        check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).is_finite),
-        relay=config.scheduler.relay if pacing is None and device_rows is None else "off",
-        rows=device_rows,
+        check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),
+        relay=config.scheduler.relay if pacing is None and memory is None else "off",
+        memory=memory,
     )
 
 
-def _device_rows(config: WorkerConfig, device: torch.device) -> WorkerRows | None:
-    """Keeps rows on the GPU with --transport cuda_ipc."""
-    if config.transport != "cuda_ipc":
-        return None
-    if device.type != "cuda":
-        allowed_values = f"auto, shm, socket with --device {device.type}"
-        raise ConfigError.field("--transport", "cuda_ipc", allowed_values)
-    return WorkerRows(device, device_sharing.sharing(device))
-
-
-def choose_curves(config: WorkerConfig, loaded_model: LoadedModel, layout: ExpertLayout) -> DeviceCurves:
+def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -> DeviceCurves:
     """The curves of the modelled device, of the file that is given, or of the device that computes.
 
     A worker decides by them which of its rows run alone (`policy.scheduling.minimum_batch`). A GPU that is
@@ -310,26 +290,26 @@ def choose_curves(config: WorkerConfig, loaded_model: LoadedModel, layout: Exper
         return paced.read(Path(config.paced)).curves
     if config.policy_file is not None:
         return curves.read(Path(config.policy_file))
-    model, size = loaded_model.model, torch.empty(0, dtype=loaded_model.dtype).element_size()
-    other_parameters = replace(model, experts={}).num_bytes / size / model.spec.num_layers
+    model, size = loaded.model, torch.empty(0, dtype=loaded.dtype).element_size()
+    others = replace(model, experts={}).num_bytes / size / model.spec.num_layers
     expert = 3.0 * layout.hidden * layout.width
-    if loaded_model.device.type != "cuda":
-        return cpu_curves(expert, other_parameters, loaded_model.threads, _measure_ratio(loaded_model))
-    device_curves = of_device(torch.cuda.get_device_name(loaded_model.device), expert, other_parameters, size)
-    return device_curves or replace(cpu_curves(expert, other_parameters), shared=False)
+    if loaded.device.type != "cuda":
+        return cpu_curves(expert, others, loaded.threads, _ratio(loaded))
+    known = of_device(torch.cuda.get_device_name(loaded.device), expert, others, size)
+    return known or replace(cpu_curves(expert, others), shared=False)
 
 
-def _measure_ratio(loaded_model: LoadedModel) -> float | None:
+def _ratio(loaded: LoadedModel) -> float | None:
     """Rows for which the LM head is computed for as long as its weights are read."""
-    model = loaded_model.model
+    model = loaded.model
 
     def run(rows: int) -> None:
         with torch.inference_mode():
-            model.logits(torch.full((rows, model.spec.hidden_size), 0.01, device=loaded_model.device))
+            model.logits(torch.full((rows, model.spec.hidden_size), 0.01, device=loaded.device))
 
     sizes = tuple(model.head.shape)
-    conditions = {"kernels": loaded_model.kernels.name, "threads": loaded_model.threads, "sizes": sizes}
-    return measuring.measure_ratio(run, {**conditions, "type": str(loaded_model.dtype)})
+    known = {"kernels": loaded.kernels.name, "threads": loaded.threads, "sizes": sizes}
+    return measuring.ratio(run, {**known, "type": str(loaded.dtype)})
 
 
 @dataclass(frozen=True)
@@ -345,15 +325,15 @@ class PacedRunner:
 
     def begin(self, batch: TokenBatch) -> RunningStep:
         """See `SegmentRunner`."""
-        return self._hold_segments(self.runner.begin(batch), batch)
+        return self._held(self.runner.begin(batch), batch)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
         """See `SegmentRunner`."""
-        return self._hold_segments(self.runner.begin_at_segment(segment, batch, hidden), batch)
+        return self._held(self.runner.begin_at_segment(segment, batch, hidden), batch)
 
-    def _hold_segments(self, step: RunningStep, batch: TokenBatch) -> RunningStep:
+    def _held(self, step: RunningStep, batch: TokenBatch) -> RunningStep:
         seconds = self.curve.seconds(batch.num_rows)
-        return step.wrap_generator(lambda generator: _holding(generator, seconds, self.pace))
+        return step.around(lambda generator: _holding(generator, seconds, self.pace))
 
 
 def _holding(generator: StepGenerator, seconds: float, pace: Pace) -> StepGenerator:

@@ -98,9 +98,9 @@ class Worker:
         self._transfers.close()
 
     @property
-    def nvshmem_id(self) -> bytes:
+    def job_id(self) -> bytes:
         """See `ExpertServers`."""
-        return self._servers.nvshmem_id
+        return self._servers.job_id
 
     def close(self) -> None:
         """End the connections to other processes, after `run` has raised."""

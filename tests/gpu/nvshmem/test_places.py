@@ -67,9 +67,9 @@ class Scene:
         for member in members:
             member.stage = Stage.SERVING
             if member.role is Role.SERVER:
-                member.joins_nvshmem = able
+                member.can_join_job = able
             elif member.role is Role.WORKER:
-                member.nvshmem_id = f"made by {member.name}".encode() if able else b""
+                member.job_id = f"made by {member.name}".encode() if able else b""
 
     def told(self, member: Member) -> list[messages.Message]:
         """What its process was told."""

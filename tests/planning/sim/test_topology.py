@@ -50,7 +50,7 @@ def test_devices_of_a_host_share_its_link() -> None:
             for number in range(2)
         ]
         assert [stream.send("server 0", 100, lambda: None) for stream in streams] == expected
-        assert [stream.sent["server 0"] for stream in streams] == [100, 100]
+        assert [stream.sent_bytes["server 0"] for stream in streams] == [100, 100]
     assert (slow.size, slow.busy) == (200, 2.0)
 
 

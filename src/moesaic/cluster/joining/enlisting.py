@@ -12,9 +12,8 @@ from pathlib import Path
 
 from moesaic.cluster.joining.options import JoinOptions
 from moesaic.config import ExpertServerConfig, WorkerConfig, ucx_tls
-from moesaic.core import messages
+from moesaic.core import gpu_parts, messages
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
-from moesaic.gpu.nvshmem.package import check_installed
 from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
 from moesaic.policy.fleet.silence import RULE
@@ -206,7 +205,7 @@ def _check_host(config: ExpertServerConfig | WorkerConfig, *more_files: tuple[st
     if config.transport == "nixl":
         check_nixl(ucx_tls())
     if config.transport == "nvshmem":
-        check_installed()
+        gpu_parts.check_nvshmem()
     for flag, file in (
         ("--paced", config.paced),
         ("--schedule-policy-file", config.policy_file),

@@ -215,8 +215,7 @@ class DeviceExchange:
 
     def _hold(self, held: bool) -> None:
         """Whether memory of connections that are gone is kept: freeing some waits for what is under way."""
-        if self._remote.rows_on_device is not None:
-            self._remote.rows_on_device.held = held
+        self._remote.memory.is_frozen = held
 
     def _end(self) -> None:
         failed, asked = self._memory.result()
@@ -338,8 +337,8 @@ class DeviceExchange:
             self._follow()
 
     @property
-    def nvshmem_id(self) -> bytes:
-        return self._dialer.nvshmem_id
+    def job_id(self) -> bytes:
+        return self._dialer.job_id
 
     def meet(self, place: JoinNvshmem) -> None:
         self._dialer.join(place)

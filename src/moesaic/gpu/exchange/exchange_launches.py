@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from moesaic.kernels.table import Kernels
+
 LEAST_SLOTS = 32
 """Slots are at least one warp's threads: then each word is read and written by one thread."""
 LIVE, FAILED = 0, 1
@@ -87,3 +89,12 @@ class ExchangeOperations(Protocol):
     def collect(self, sources: torch.Tensor, top_k: int, width: int) -> torch.Tensor:
         """The answers [n, k, h] float32 of all pairs: 0 where nobody was asked. sources: as of `dispatch`."""
         ...
+
+
+@dataclass(frozen=True)
+class GraphKernels(Kernels):
+    """Kernels whose graphs can ask expert servers."""
+
+    exchange: ExchangeOperations | None = None
+    nvshmem_exchange: ExchangeOperations | None = None
+    """Launches that ask expert servers and take their answers. None: not possible."""

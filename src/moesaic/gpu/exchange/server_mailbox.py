@@ -187,7 +187,7 @@ class MailboxDialer(Protocol):
         ...
 
     @property
-    def nvshmem_id(self) -> bytes:
+    def job_id(self) -> bytes:
         """See `ExpertServers`."""
         ...
 
@@ -210,7 +210,7 @@ class MailboxDialer(Protocol):
 class IpcDialer:
     """A MailboxDialer by CUDA IPC."""
 
-    nvshmem_id = b""
+    job_id = b""
 
     def __init__(self, sharing: DeviceSharing, rows: int, pairs: int, hidden: int) -> None:
         """rows, pairs: the most of a request."""

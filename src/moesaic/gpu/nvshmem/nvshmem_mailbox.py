@@ -181,7 +181,7 @@ class NvshmemDialer:
         self.rows = torch.empty(0, hidden, device=device)
 
     @property
-    def nvshmem_id(self) -> bytes:
+    def job_id(self) -> bytes:
         return self._job.unique_id
 
     def dial(self, address: str, secret: bytes) -> NvshmemMailbox:

@@ -80,14 +80,14 @@ class NvshmemPlaces:
         LOG.info("an NVSHMEM job: %d attention workers and %d expert servers", len(workers), len(servers))
         sizes = len(workers), len(servers)
         return {
-            _process(member): JoinNvshmem(workers[0].nvshmem_id, pe, *sizes)
+            _process(member): JoinNvshmem(workers[0].job_id, pe, *sizes)
             for pe, member in enumerate([*workers, *servers])
         }
 
 
 def _joins(member: Member) -> bool:
     """Whether the process said that it can join a job."""
-    return member.joins_nvshmem or bool(member.nvshmem_id)
+    return member.can_join_job or bool(member.job_id)
 
 
 def _number(member: Member) -> int:

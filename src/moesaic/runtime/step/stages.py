@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 import torch
 
 from moesaic.core.tokens import TokenBatch
-from moesaic.gpu.graphs.graph_inputs import Kind
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.moving import placed
 from moesaic.kernels.table import OperationRecorder, Recording
@@ -21,6 +20,7 @@ from moesaic.models.block import Block, Gated
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.runtime.step.running_step import Combine, PendingMerge, SharedRows, StepGenerator, StepResult
+from moesaic.runtime.step.step_kind import Kind
 
 Result = TypeVar("Result")
 Exchanges = Generator[SharedRows, torch.Tensor | None, torch.Tensor]
@@ -30,10 +30,8 @@ Exchanges = Generator[SharedRows, torch.Tensor | None, torch.Tensor]
 class RecordedHeads(Protocol):
     """The part of other processes in a recorded step."""
 
-    def run_unrecorded(
-        self, step: Callable[[], Result], answer: torch.Tensor | None = None
-    ) -> Recording[Result]:
-        """As `graph_inputs.unrecorded`, of the next part of the step."""
+    def unrecorded(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
+        """Runs the next part of the step without recording it."""
         ...
 
     def recorder(self, make: OperationRecorder) -> OperationRecorder:
@@ -42,6 +40,22 @@ class RecordedHeads(Protocol):
 
     def begin(self, batch: TokenBatch) -> None:
         """The step that is replayed from now on."""
+        ...
+
+
+class RecordedStages(RecordedHeads, Protocol):
+    """The part of other processes, with the stages of this process while the step is recorded."""
+
+    def stages(
+        self,
+        block: Block,
+        layer: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        memory: LayerMemory,
+    ) -> Exchanges:
+        """As `SharedHeads.stages`."""
         ...
 
 
@@ -74,7 +88,7 @@ class BlockStages:
     block_size: int
     device: torch.device
     combine: Combine
-    shared_heads: SharedHeads | None = None
+    shared: SharedHeads | None = None
     """Attention over the heads of several processes. None: all heads are in this one."""
 
     def run(
@@ -95,22 +109,22 @@ class BlockStages:
         expert_ids: list[torch.Tensor] = []
         for layer in range(len(self.model.blocks)) if layers is None else layers:
             block = self.model.block(layer)
-            arguments = block, layer, hidden, positions, attention, self.memory
-            if self.shared_heads is None:
-                attention_output = until_output_projection(*arguments)
+            given = block, layer, hidden, positions, attention, self.memory
+            if self.shared is None:
+                attended = until_output_projection(*given)
             else:
-                attention_output = yield from self.shared_heads.stages(*arguments)
-            gate_output = block.gate(hidden, attention_output)
+                attended = yield from self.shared.stages(*given)
+            gated = block.gate(hidden, attended)
             # As in every stage: many rows are megabytes, which go as soon as nothing needs them.
-            del hidden, attention_output, arguments
-            if gate_output.expert_ids is None:
-                hidden = block.merge(gate_output, block.dense(gate_output.normed), None)
+            del hidden, attended, given
+            if gated.expert_ids is None:
+                hidden = block.merge(gated, block.dense(gated.normed), None)
                 continue
-            expert_ids.append(gate_output.expert_ids)  # so a recording never reuses their memory
-            request, gate_output = self.combine.request(layer, gate_output)
+            expert_ids.append(gated.expert_ids)  # so a recording never reuses their memory
+            request, gated = self.combine.request(layer, gated)
             yield request
-            pending = PendingMerge(block, gate_output, block.dense(gate_output.normed))
-            del gate_output, request
+            pending = PendingMerge(block, gated, block.dense(gated.normed))
+            del gated, request
             answer = yield pending
             hidden = pending.merge(None if answer is None else placed(answer, self.device))
             del pending, answer
@@ -128,10 +142,8 @@ class BlockStages:
         hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
         """
         layer = len(self.model.blocks)
-        prediction_input = self.model.before_prediction(hidden, token_ids)
-        return (
-            yield from self.run(token_ids, positions, attention, prediction_input, range(layer, layer + 1))
-        )
+        before = self.model.before_prediction(hidden, token_ids)
+        return (yield from self.run(token_ids, positions, attention, before, range(layer, layer + 1)))
 
 
 def until_gate(
@@ -156,6 +168,6 @@ def until_output_projection(
 ) -> torch.Tensor:
     """The stages of a block up to its output projection [n, h]: a partial sum where ranks share the heads."""
     rows = block.pre_attention(hidden, positions)
-    attention_output = memory.attend(layer, block, rows, attention)
+    attended = memory.attend(layer, block, rows, attention)
     del rows
-    return block.output_projection(attention_output)
+    return block.output_projection(attended)
