@@ -13,7 +13,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
 from moesaic.models import files
 from moesaic.planning.serving import estimate_job, plan_server
-from moesaic.runtime.model_loading import gpus_of
+from moesaic.runtime.model_loading import count_gpus
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.trace.options import RecordConfig
 
@@ -44,7 +44,7 @@ def planned_server(
 
 def machine_of(worker: WorkerConfig, offload: OffloadConfig) -> tuple[Hardware, int]:
     """The figures of the machine, measured now unless they are given, and the number of its GPUs."""
-    path, gpus = files.resolve(worker.model.model, worker.model.revision), gpus_of(worker.model)
+    path, gpus = files.resolve(worker.model.model, worker.model.revision), count_gpus(worker.model)
     given = offload.hardware
     found = hardware.now(str(path), "cuda" if gpus else "cpu") if given is None else find_hardware(given)
     return found, gpus

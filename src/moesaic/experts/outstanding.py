@@ -230,7 +230,7 @@ class RelayedPart:
     call: OpenCall
     first: int
     """Its first row in the whole answer."""
-    live: bool = True
+    is_live: bool = True
     """Whether its answer is awaited."""
 
 
@@ -244,11 +244,11 @@ class RelayedCall:
     hidden: FloatRows
     """[m, h] the rows that were sent."""
     release: Callable[[Call], None]
-    summed: bool
+    is_sum: bool
     parts: list[RelayedPart]
-    closed: bool = False
+    is_closed: bool = False
     """Whether the connection to the relay is closed."""
-    _came: int = 0
+    _num_received: int = 0
     """Rows of the answer so far."""
 
     @property
@@ -257,42 +257,46 @@ class RelayedCall:
         return len(self.call.request) + self.call.rows * self.call.row_bytes
 
     @property
-    def live(self) -> list[RelayedPart]:
+    def live_parts(self) -> list[RelayedPart]:
         """The parts whose answers are awaited."""
-        return [part for part in self.parts if part.live]
+        return [part for part in self.parts if part.is_live]
 
     def end(self, call: OpenCall) -> None:
         """This part is complete, or it is taken back."""
         for part in self.parts:
-            part.live &= part.call is not call
-        if not self.live and not self.closed:
-            self.closed = True
+            part.is_live &= part.call is not call
+        if not self.live_parts and not self.is_closed:
+            self.is_closed = True
             self.release(self.call)
 
-    def arrived(self, indices: IntArray) -> list[tuple[RelayedPart, IntArray]]:
+    def split_rows(self, indices: IntArray) -> list[tuple[RelayedPart, IntArray]]:
         """The parts of which these rows of the whole answer are, with the rows of each. Sums come at once."""
-        self._came += len(indices)
-        if self.summed:
-            return [(part, indices) for part in self.live] if self._came == self.call.rows else []
-        found = []
-        for part in self.live:
+        self._num_received += len(indices)
+        if self.is_sum:
+            return (
+                [(part, indices) for part in self.live_parts] if self._num_received == self.call.rows else []
+            )
+        rows_of_parts = []
+        for part in self.live_parts:
             rows = indices - part.first
             rows = rows[(rows >= 0) & (rows < part.call.call.rows)]
             if len(rows):
-                found.append((part, rows))
-        return found
+                rows_of_parts.append((part, rows))
+        return rows_of_parts
 
-    def usable(self, part: RelayedPart, rows: IntArray) -> IntArray:
+    def select_computed(self, part: RelayedPart, rows: IntArray) -> IntArray:
         """Those of the part's rows that were computed. For sums: all or none."""
         answer = np.frombuffer(part.call.call.answer, np.float32).reshape(-1, self.hidden.shape[1])
-        marked = answer.view(np.uint32)[rows, 0] == wire.NOT_COMPUTED
-        if marked.any():
-            marked[marked] = (answer.view(np.uint32)[rows[marked]] == wire.NOT_COMPUTED).all(axis=1)
-        if not self.summed:
-            usable: IntArray = rows[~marked]
-            return usable
+        is_refused = answer.view(np.uint32)[rows, 0] == wire.NOT_COMPUTED
+        if is_refused.any():
+            is_refused[is_refused] = (answer.view(np.uint32)[rows[is_refused]] == wire.NOT_COMPUTED).all(
+                axis=1
+            )
+        if not self.is_sum:
+            computed_rows: IntArray = rows[~is_refused]
+            return computed_rows
         wrong = ~np.isfinite(answer).all(axis=1) & np.isfinite(self.hidden).all(axis=1)
-        return rows[:0] if marked.any() or wrong.any() else rows
+        return rows[:0] if is_refused.any() or wrong.any() else rows
 
 
 class PartialSumCall(OpenCall):
