@@ -5,6 +5,7 @@ A rule that stands in the way of clearer code is changed here, by name and with 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -375,6 +376,19 @@ EDGES: dict[str, tuple[str, ...]] = {
 }
 """Room -> what it may import beside itself. "a.b" allows that one module, "" the package's own names."""
 
+MECHANISMS = re.compile(
+    r"nvshmem|cuda_ipc|device_rows|device rows|mailbox|lifeline|full_graph|cudagraph|cuda_graph",
+    re.IGNORECASE,
+)
+NAME_MECHANISMS = (
+    *("config.cluster", "config.values", "config.worker"),  # the flags
+    *("commands.flag_groups", "commands.processes", "core.messages", "transport.authentication"),
+    *("cluster.host_transport", "cluster.joining.enlisting"),  # which settings go together
+    *("cluster.members", "cluster.scaling", "cluster.supervisor", "cluster.trust"),
+    *("core.gpu_parts", "runtime.in_memory"),  # the door, and who asks for graphs of whole steps
+)
+"""The shared modules that name a mechanism which only GPUs have."""
+
 TORCH_ROOMS = (
     *(
         "kernels",
@@ -571,6 +585,15 @@ def test_the_tables_name_only_what_exists() -> None:
     inner = {module.inner for module in MODULES}
     targets = [target for row in (*EDGES.values(), *HOMES.values()) for target in row]
     assert {*EDGES, *targets} <= inner
+
+
+def test_few_shared_modules_name_a_mechanism_of_gpus() -> None:
+    naming = [
+        module.inner
+        for module in MODULES
+        if not rules.within(module.inner, ["gpu"]) and MECHANISMS.search(module.source)
+    ]
+    assert sorted(naming) == sorted(NAME_MECHANISMS), "let core/gpu_parts.py decide it"
 
 
 def test_every_rule_has_a_violation() -> None:

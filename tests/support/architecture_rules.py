@@ -221,7 +221,7 @@ def _draws_globally(call: ast.Call) -> bool:
 
 
 def cycles(modules: Sequence[Module], doors: Iterable[str] = ()) -> list[str]:
-    """One import cycle, if there is any. Imports for types count, but neither they nor late ones of `doors`."""
+    """One import cycle, if there is any. Imports for types count, except those of `doors`."""
     known = names(modules)
     graph = {
         module.name: {

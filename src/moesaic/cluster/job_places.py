@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from moesaic.cluster.members import Members
-from moesaic.config import ClusterConfig
+from moesaic.config import ON_GPUS, ClusterConfig
 from moesaic.core import gpu_parts
 
 
@@ -19,4 +19,4 @@ class JobPlaces(Protocol):
 
 def places_of(members: Members, cluster: ClusterConfig) -> JobPlaces | None:
     """The places in the job of a cluster. None: its transport needs no job."""
-    return gpu_parts.job_places(members, cluster) if cluster.transport == "nvshmem" else None
+    return gpu_parts.job_places(members, cluster) if cluster.transport in ON_GPUS else None

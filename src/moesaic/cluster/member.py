@@ -148,9 +148,9 @@ class Member:
     """What a worker said when it was ready. None before that."""
     kernels: str = ""
     job_id: bytes = b""
-    """The name of an NVSHMEM job that a worker can be PE 0 of. Empty: it can join none."""
+    """The name of a job of GPUs that a worker can begin. Empty: it can join none."""
     can_join_job: bool = False
-    """Whether a server can join an NVSHMEM job."""
+    """Whether a server can join a job of GPUs."""
     threads: int = 0
     capacity: float = 0.0
     """The capacity weight of a server, which sets its share of experts and load."""

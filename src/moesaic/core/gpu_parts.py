@@ -129,11 +129,11 @@ def check_nvshmem() -> None:
     check_installed()
 
 
-def job_places(members: Members, cluster: ClusterConfig) -> JobPlaces:
-    """The places in the NVSHMEM job of a cluster with --transport nvshmem."""
+def job_places(members: Members, cluster: ClusterConfig) -> JobPlaces | None:
+    """The places in the NVSHMEM job of a cluster with --transport nvshmem. None: it has another transport."""
     from moesaic.gpu.nvshmem.places import NvshmemPlaces
 
-    return NvshmemPlaces(members, cluster)
+    return NvshmemPlaces(members, cluster) if cluster.transport == "nvshmem" else None
 
 
 # ---- measurements

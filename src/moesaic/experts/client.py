@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from moesaic.core.experts import Directory
-from moesaic.core.messages import FaultyServer, JoinNvshmem
+from moesaic.core.messages import FaultyServer, JoinJob
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.moving import arrays
 from moesaic.kernels.table import Kernels
@@ -117,15 +117,15 @@ class ExpertServers(Protocol):
 
     @property
     def job_id(self) -> bytes:
-        """Name of an NVSHMEM job that this worker can be PE 0 of. Empty: it joins none."""
+        """The name of a job of GPUs that this worker can begin. Empty: it joins none."""
         ...
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Use these servers from now on."""
         ...
 
-    def meet(self, place: JoinNvshmem) -> None:
-        """Join an NVSHMEM job, with the servers. Who asks them by other means only does nothing."""
+    def meet(self, place: JoinJob) -> None:
+        """Join a job of GPUs, with the servers. A client that asks them by other means only does nothing."""
         ...
 
     def take_faulty_servers(self) -> list[FaultyServer]:
@@ -161,7 +161,7 @@ class NoServers:
     def update(self, directory: Directory, secret: bytes) -> None:
         """Ignores the directory."""
 
-    def meet(self, place: JoinNvshmem) -> None:
+    def meet(self, place: JoinJob) -> None:
         """There is nobody to meet."""
 
     def take_faulty_servers(self) -> list[FaultyServer]:

@@ -20,7 +20,7 @@ import torch
 from moesaic.config import RelayUse
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.messages import FaultyServer, JoinNvshmem
+from moesaic.core.messages import FaultyServer, JoinJob
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts.answer_check import Check, WrongAnswer
@@ -218,8 +218,8 @@ class RemoteExperts:
         self._retire()
         self._progress()
 
-    def meet(self, place: JoinNvshmem) -> None:
-        """Rows of these requests do not go by NVSHMEM."""
+    def meet(self, place: JoinJob) -> None:
+        """Rows of these requests do not go through a job."""
 
     def take_faulty_servers(self) -> list[FaultyServer]:
         faulty, self._faulty = self._faulty, []

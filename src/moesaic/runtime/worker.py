@@ -195,7 +195,7 @@ class Worker:
                     self._has_unreported_events = True
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
-                case messages.JoinNvshmem():
+                case messages.JoinJob():
                     self._servers.meet(message)
                 case messages.Shutdown():
                     self._stopping = True

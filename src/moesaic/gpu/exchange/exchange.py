@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.messages import FaultyServer, JoinNvshmem
+from moesaic.core.messages import FaultyServer, JoinJob
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
@@ -340,7 +340,7 @@ class DeviceExchange:
     def job_id(self) -> bytes:
         return self._dialer.job_id
 
-    def meet(self, place: JoinNvshmem) -> None:
+    def meet(self, place: JoinJob) -> None:
         self._dialer.join(place)
 
     def take_faulty_servers(self) -> list[FaultyServer]:

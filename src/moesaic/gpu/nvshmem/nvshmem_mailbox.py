@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 from moesaic.gpu.exchange.lifeline import Lifeline, connect_lifeline
 from moesaic.gpu.exchange.server_mailbox import Progress
 from moesaic.gpu.ipc.device_sharing import PAGE, DeviceSharing, SharedMemory
@@ -34,7 +34,7 @@ _POSTED, _ANSWERED, _DOUBT, _HEADER = 0, 128, 256, 384
 """Places in a page, in bytes."""
 
 
-def name_of(place: JoinNvshmem) -> str:
+def name_of(place: JoinJob) -> str:
     """What both ends call the job."""
     return sha256(place.unique_id).hexdigest()
 
@@ -208,7 +208,7 @@ class NvshmemDialer:
             line.close()
             raise
 
-    def join(self, place: JoinNvshmem) -> None:
+    def join(self, place: JoinJob) -> None:
         self._job.join(place)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class NvshmemDialer:
             told.close()
 
 
-def _server(peer: dict[str, Any], place: JoinNvshmem) -> int:
+def _server(peer: dict[str, Any], place: JoinJob) -> int:
     """The number of the server's process. Raises ConnectionLost if it has said none."""
     pe = peer.get("pe")
     if type(pe) is not int or not place.workers <= pe < place.workers + place.servers:
