@@ -145,7 +145,7 @@ def with_servers(
         recorder=build_recorder(config, loaded_model.model.spec, context.routing),
         routes=TokenRoutes(layout.model_layers, remote),
         observer=observer,
-        elsewhere=layout,
+        expert_layout=layout,
         speculation=speculation,
         predictor=_predictor(stages, remote, unpaced_runner if clients.runner is runner else clients.runner),
     )
@@ -242,7 +242,8 @@ def _scheduler(
     speculation: Speculation,
     decisions: Decisions,
 ) -> Scheduler:
-    """The scheduler of a worker whose experts are on servers. num_routed_layers: layers with routed experts."""
+    """The scheduler of a worker whose experts are on servers. num_routed_layers: layers with routed
+    experts."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":
         return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)

@@ -436,8 +436,8 @@ def connect_rows(config: WorkerConfig, group: Group) -> RowCollectives:
 def follow(config: WorkerConfig, meeting: RanksMeet, on_rank_lost: Callable[[str], None]) -> None:
     """Compute with the ranks of this host, which is not the one of rank 0, until the group ends.
 
-    config: of the worker, for this host. meeting: with the number of this host. on_rank_lost: called from a thread
-    if another rank of this host ends.
+    config: of the worker, for this host. meeting: with the number of this host. on_rank_lost: called from a
+    thread if another rank of this host ends.
 
     Raises ConnectionLost at the end of the group, and ConfigError or CheckpointError, one line each, for what
     the user has to change.

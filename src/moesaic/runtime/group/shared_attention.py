@@ -51,7 +51,8 @@ class SharedAttention:
         explain_loss: Callable[[ConnectionLost], MoesaicError],
         empty_rows: torch.Tensor,
     ) -> None:
-        """explain_loss: the error to raise where a rank is gone. empty_rows: [0, h] on the device of the rows.
+        """explain_loss: the error to raise where a rank is gone. empty_rows: [0, h] on the device of the
+        rows.
 
         The group is closed when this object is deleted.
         """
