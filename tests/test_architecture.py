@@ -420,7 +420,10 @@ HOMES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("models.hub",),
     "tokenizers": ("text.tokenizer", "text.gguf_tokenizer", "text.tiktoken_model"),
     "transformers": ("jobs.verify.reference",),
-    "jinja2": ("text.templates.compiled", "text.templates.process"),  # never in the process of the server
+    "jinja2": (
+        "text.templates.jinja_template",
+        "text.templates.process",
+    ),  # never in the process of the server
     "msgspec": ("transport",),
     "cryptography": ("transport.sealing",),
     "fastapi": ("server",),

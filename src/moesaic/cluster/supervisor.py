@@ -39,7 +39,7 @@ from moesaic.cluster.newcomers import Newcomers
 from moesaic.cluster.placing import FirstPlacement, read_placement
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.recovery import recover
-from moesaic.cluster.report import counters, layer_locality, layer_replicas, paced_source, process_status
+from moesaic.cluster.report import counters, describe_pace, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
 from moesaic.cluster.settings import make_worker_config
 from moesaic.cluster.suspicion import Lateness, Suspicion
@@ -103,7 +103,7 @@ class Supervisor:
             self._members, self._publisher, router, cluster, clock, self._note, live, self._links
         )
         self._has_announced = False
-        self._paced_source = None if cluster.paced is None else paced_source(cluster.paced)
+        self._paced_source = None if cluster.paced is None else describe_pace(cluster.paced)
         self._end_reason: str | None = None
         self._watchdog = Watchdog(self._loop, self._resume, self._fault, self._give_up, clock)
         model = Path(worker.model.model)

@@ -63,6 +63,7 @@ def connect(
             LOG.info("connected to %s", address)
         own_address = str(sock.getsockname()[0])
         return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), own_address
+    # An address that could not be reached may be the right one, so one refusal is not enough.
     kind = PeerRefused if all(isinstance(error, PeerRefused) for error in errors) else ConnectionLost
     raise kind("; ".join(map(str, errors)))
 
@@ -110,7 +111,7 @@ def enlist(
     resident_experts: for a server, layer -> the experts that it has in memory. Returns the settings that the
     cluster answers.
 
-    Raises RefusedByCluster if the cluster refuses it, and ConnectionLost.
+    Raises SentAway if the cluster refuses it, and ConnectionLost.
     """
     capacity = joining.capacity or float(count_threads(joining))
     # Kernels that the user chose are not compared with the cluster's (`cluster.instruction_sets`).
