@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moesaic.kernels.native.memory import ALIGNMENT, LARGE, MEMORY, reusing
+from moesaic.kernels.native.memory import ALIGNMENT, LARGE, MEMORY, reuse_memory
 
 ROLLING = """
 import sys
@@ -43,7 +43,7 @@ def test_results_that_come_and_go_take_no_more_memory_than_live_at_once() -> Non
 
 
 def test_large_results_take_the_memory_of_those_that_ended() -> None:
-    with reusing():
+    with reuse_memory():
         first, second = MEMORY.empty(2 * LARGE), MEMORY.empty(LARGE)
         where = first.data_ptr(), second.data_ptr()
         part = first[5:]
@@ -66,7 +66,7 @@ def test_large_results_take_the_memory_of_those_that_ended() -> None:
 
 
 def test_of_several_that_ended_the_smallest_is_taken() -> None:
-    with reusing():
+    with reuse_memory():
         sizes = [LARGE, 4 * LARGE, 2 * LARGE]
         results = [MEMORY.empty(size) for size in sizes]
         where = [result.data_ptr() for result in results]

@@ -49,7 +49,9 @@ Made = Callable[[str, str], Path]
 FAST = [("qwen3", "packed int4"), ("deepseek3", "fp8 blocks")]
 """Cases that `make check` has too."""
 kernels = table.pick("cpu", "auto")
-pytestmark = pytest.mark.skipif(not kernels.packed, reason="these kernels read no quantised matrices")
+pytestmark = pytest.mark.skipif(
+    not kernels.can_use_quantized, reason="these kernels read no quantised matrices"
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +72,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def load(path: Path, shard: Shard = WHOLE, mapped: bool = True, plain: bool = False) -> Model:
     """With what is not quantised in float32 too. plain: the quantised matrices also become float32."""
-    chosen = replace(kernels, packed=False) if plain else kernels
-    return registry.load(path, chosen, dtype="float32", shard=shard, mapped=mapped)
+    chosen = replace(kernels, can_use_quantized=False) if plain else kernels
+    return registry.load(path, chosen, dtype="float32", shard=shard, use_mmap=mapped)
 
 
 def weights(part: object, name: str = "") -> Iterator[tuple[str, Weight]]:
@@ -161,7 +163,7 @@ def test_ranks_have_parts_of_stored_matrices(made: Made, form: str, size: int) -
 )
 def test_bytes_are_counted_as_they_are_held(made: Made, name: str, form: str, mapped: bool) -> None:
     path = made(name, form)
-    model, reference = load(path, mapped=mapped), load(path, mapped=mapped, plain=True)
+    model, reference = load(path, use_mmap=mapped), load(path, use_mmap=mapped, plain=True)
     assert model.num_parameters == reference.num_parameters
     outside = replace(model, experts={}).num_bytes
     assert outside == registry.bytes_outside_experts(path, kernels, "float32")
@@ -181,7 +183,7 @@ def test_an_mlp_of_several_types_becomes_float32(made: Made, tmp_path: Path) -> 
 
 def test_a_part_is_cut_from_the_stored_matrix(made: Made) -> None:
     checkpoint, name = Checkpoint(made("qwen3", "awq")), "model.layers.0.self_attn.o_proj.weight"
-    matrix = checkpoint.quantized(name, 160, 256)
+    matrix = checkpoint.find_quantized(name, 160, 256)
     assert matrix is not None
     whole = checkpoint.tensor(name, 160, 256, dtype=torch.float32)
     for part in ((slice(3, 40),), (slice(None), slice(64, 128)), (slice(2, 9), slice(224, 256))):

@@ -69,7 +69,7 @@ class Newcomers:
             self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {why_not}"))
             process.refuse(why_not)
         elif self._members.watched:
-            weights = fingerprint.of(self._model)
+            weights = fingerprint.compute_fingerprint(self._model)
             self._members.inbox.put(lambda: self._changes.join(process, weights))
         else:
             process.stop()
@@ -78,7 +78,7 @@ class Newcomers:
         """Keeps the connection of a standby. Its signs of life, and those to it, need nothing else."""
         LOG.info("%s stands by", process.host)
         with contextlib.suppress(ConnectionLost):
-            told = messages.Enlisted(str(self._model), fingerprint.of(self._model), "")
+            told = messages.Enlisted(str(self._model), fingerprint.compute_fingerprint(self._model), "")
             process.connection.send(told)
         there = [one for one in self._standbys if not one.connection.ended(0.0)]
         self._standbys = [*there, process]

@@ -142,7 +142,7 @@ def _compare(told: Told, digests: ExpertDigests, layout: ExpertLayout) -> tuple[
             if layer not in layout.prefixes or not 0 <= expert < layout.num_experts:
                 return equal, f"the checkpoint has no expert {expert} of layer {layer}"
             try:
-                own = digests.of(layer, expert)
+                own = digests.digest_of(layer, expert)
             except CheckpointError as error:
                 return equal, f"expert {expert} of layer {layer} cannot be compared: {error}"
             if digest != own:

@@ -89,7 +89,7 @@ def measured(options: KernelsBench) -> Report:
 def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[str, ...]:
     own = COMPRESSED if model.compressed else model.quantized
     wanted = options.types or tuple(dict.fromkeys((*USUAL, *((own,) if own else ()))))
-    if kernels.packed:
+    if kernels.can_use_quantized:
         return wanted
     refused = [one for one in options.types if is_packed(one)]
     if refused:

@@ -31,8 +31,8 @@ from moesaic.cost.reading import number_type, read
 from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels import table
 from moesaic.models import files, registry
-from moesaic.models.checkpoint import Claims, Listed
-from moesaic.models.files import Found
+from moesaic.models.checkpoint import Claims, IndexClaims
+from moesaic.models.files import FoundModel
 from moesaic.models.spec import ModelSpec
 from moesaic.planning import drafts, outlook
 from moesaic.planning.outlook import Memory, Streamed
@@ -91,7 +91,7 @@ def _named(message: str, folder: Path, name: str) -> str:
     return message.replace(f"{folder}/", f"{repository}:").replace(str(folder), repository)
 
 
-def _report(options: Doctor, name: str, found: Found) -> ModelReport:
+def _report(options: Doctor, name: str, found: FoundModel) -> ModelReport:
     raw = found.read()
     spec, problems = _understood(found, name, raw)
     stored = _stored(found, raw, spec)
@@ -107,7 +107,7 @@ def _report(options: Doctor, name: str, found: Found) -> ModelReport:
     return _judged(report, here, context, command, machine.hub_cache_free)
 
 
-def _understood(found: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
+def _understood(found: FoundModel, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
     """What the loader says about a model: its sizes, and the errors that it would raise."""
     problems: list[str] = []
 
@@ -130,7 +130,7 @@ def _understood(found: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpe
     return spec, problems
 
 
-def _claims(found: Found, raw: dict[str, Any]) -> Claims | None:
+def _claims(found: FoundModel, raw: dict[str, Any]) -> Claims | None:
     """The tensors of a checkpoint, from the headers of its files or from its index.
 
     An index does not say which matrices are quantised, so it is not used for a quantised checkpoint.
@@ -140,10 +140,10 @@ def _claims(found: Found, raw: dict[str, Any]) -> Claims | None:
     configs = [one for one in (raw, raw.get(TEXT)) if isinstance(one, dict)]
     if found.index is None or not all(map(unquantized, configs)):
         return None
-    return Listed(found.index.parent)
+    return IndexClaims(found.index.parent)
 
 
-def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored:
+def _stored(found: FoundModel, raw: dict[str, Any], spec: ModelSpec | None) -> Stored:
     """How the checkpoint is stored: by its files if they are here, else by its config.json."""
     inner = raw.get(TEXT)
     told = raw.get(
@@ -193,12 +193,12 @@ class Here:
         return float(NUMBER_BYTES.get(loaded, NUMBER_BYTES["bfloat16"])) if self.gpu else ROW_BYTES
 
 
-def _here(options: Doctor, found: Found, machine: Machine, measure: bool) -> Here:
+def _here(options: Doctor, found: FoundModel, machine: Machine, measure: bool) -> Here:
     figures = None
     if options.hardware not in (THIS, NONE):
         figures = find_hardware(options.hardware)
     elif options.hardware == THIS and measure:
-        own = found.directory if found.here else None
+        own = found.directory if found.has_weights else None
         directory = nearest_existing(Path(machine.hub_cache)) if own is None else own
         directory = directory if directory.is_dir() else directory.parent
         figures = hardware.now(str(directory))
@@ -214,7 +214,7 @@ class _Command:
     """Writes the commands that run a model."""
 
     options: Doctor
-    found: Found
+    found: FoundModel
 
     @property
     def _model(self) -> str:
@@ -279,7 +279,7 @@ def _with_drafts(
     return replace(report, drafts=drafts.drafts(price), drafts_by="the machine's figures")
 
 
-def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: Found) -> ModelSizes:
+def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: FoundModel) -> ModelSizes:
     """The sizes of a model as it is computed here. Files that are here say what quantised experts take."""
     directory = found.directory
     if here.gpu:

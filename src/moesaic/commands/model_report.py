@@ -13,7 +13,7 @@ from rich.table import Table
 
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.sizes import ModelSizes
-from moesaic.models.config import shown
+from moesaic.models.config import shorten
 from moesaic.models.spec import ModelSpec
 from moesaic.planning.drafts import Drafts
 from moesaic.planning.outlook import REQUESTS, Fit, Speed, Streamed, lengths
@@ -166,7 +166,7 @@ def show(report: ModelReport) -> None:
 
 def _facts(report: ModelReport) -> dict[str, str]:
     sizes, stored = report.sizes, report.stored
-    rows = {"family": shown(str(report.model_type))}
+    rows = {"family": shorten(str(report.model_type))}
     if sizes is not None:
         dense = sizes.layers - sizes.moe_layers
         rows["layers"] = f"{sizes.layers}, {f'{dense} of them' if dense else 'none'} without routed experts"
@@ -175,9 +175,9 @@ def _facts(report: ModelReport) -> dict[str, str]:
         rows["parameters"] = f"{in_words(sizes.parameters)}, {active} of them for a token"
     if report.context is not None:
         rows["context"] = f"{report.context} tokens"
-    method = "" if stored.quantization is None else f", quantization {shown(stored.quantization)}"
+    method = "" if stored.quantization is None else f", quantization {shorten(stored.quantization)}"
     size = f", {in_bytes(stored.bytes)} in {_files(stored.files)}" if stored.files else ""
-    rows["stored"] = f"{shown(stored.type)}{method}{size}"
+    rows["stored"] = f"{shorten(stored.type)}{method}{size}"
     if stored.download is not None:
         rows["download"] = in_bytes(stored.download)
     return rows

@@ -322,7 +322,7 @@ class AnswerMemory(Protocol):
         """[rows, width] the answer of a call, in its own memory."""
         ...
 
-    def put(self, out: Any, lines: IntArray, rows: Any, places: IntArray) -> None:
+    def put(self, output: Any, lines: IntArray, rows: Any, places: IntArray) -> None:
         """out[lines] = rows[places]."""
         ...
 

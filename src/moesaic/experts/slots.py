@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.models.pages import aligned, huge_pages
+from moesaic.models.pages import align_size, huge_pages
 
 Bytes = npt.NDArray[np.uint8]
 CHUNK = 64 << 20
@@ -34,7 +34,7 @@ class Slots:
     def __init__(self, sizes: Sequence[int]) -> None:
         """sizes: bytes of each matrix of an expert, or more."""
         self._sizes = tuple(sizes)
-        self._slot = sum(map(aligned, sizes))
+        self._slot = sum(map(align_size, sizes))
         self._free: list[Bytes] = []
 
     def copy(self, parts: Sequence[Bytes]) -> tuple[Bytes, list[Bytes]]:
@@ -46,7 +46,7 @@ class Slots:
             copy = slot[begin : begin + len(part)]
             copy[:] = part
             copies.append(copy)
-            begin += aligned(size)
+            begin += align_size(size)
         return slot, copies
 
     def give_back(self, slot: Bytes) -> None:

@@ -19,8 +19,8 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS, ExpertLayout
 from moesaic.core.stored import of_matrices
 from moesaic.experts.slots import Bytes, Slots
-from moesaic.kernels.compressed import decompress
-from moesaic.models.columns import as_rows, bias_rows, turned
+from moesaic.kernels.compressed_layout import decompress
+from moesaic.models.columns import as_rows, bias_rows, transpose_bytes
 from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
@@ -91,7 +91,7 @@ class Store:
         if self.layout.form == COLUMNS:
             parts = as_rows(parts, WIDTHS[stored], self.layout.width)
         if self.layout.form == DOWN_COLUMNS:
-            parts = [*parts[:2], turned(parts[2], WIDTHS[stored], self.layout.width)]
+            parts = [*parts[:2], transpose_bytes(parts[2], WIDTHS[stored], self.layout.width)]
         if self.layout.form == BIASED_ROWS:
             parts = [*parts[:3], *bias_rows(parts[3], self.layout.width), parts[4]]
         if self._slots is not None:
@@ -113,7 +113,7 @@ class _Checkpoint:
         """The bytes of a matrix or vector in type `stored`: a view when the file has that type, else a
         converted copy.
         """
-        matrix = self._headers.quantized(name, *shape)
+        matrix = self._headers.find_quantized(name, *shape)
         if matrix is not None:
             return self._quantized(matrix, stored)
         place = self._headers.find(name, *shape)
@@ -127,7 +127,7 @@ class _Checkpoint:
         read = self._headers.reader(lambda place: self._whole(matrix.name, place))
         try:
             if matrix.dtype == stored:
-                return matrix.packed(read).reshape(-1)
+                return matrix.pack_rows(read).reshape(-1)
             floats = matrix.floats(read).reshape(-1).view(np.uint8)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None

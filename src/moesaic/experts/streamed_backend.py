@@ -86,7 +86,7 @@ class StreamedBackend:
 
     def _answer(self, layer: int, some: list[int], rows: np.ndarray, experts: IntArray) -> np.ndarray:
         """[p, h] answers of pairs whose experts are among `some`."""
-        weights = self._pool.with_chosen(layer, some)
+        weights = self._pool.load_experts(layer, some)
         with torch.inference_mode():
             ids = torch.from_numpy(experts)[:, None]
             found = self._kernels.experts(weights, torch.from_numpy(rows), ids)[:, 0]

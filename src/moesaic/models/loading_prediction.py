@@ -10,7 +10,7 @@ from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.gguf.header import is_gguf
 from moesaic.models.loader import Loader
 from moesaic.models.model import Model
-from moesaic.models.routed import experts
+from moesaic.models.routed_experts import experts
 from moesaic.models.spec import ModelSpec
 
 LOADS = "prediction_layer"
@@ -26,7 +26,7 @@ def check(path: Path, file: ModelFile, spec: ModelSpec) -> None:
     raise ConfigError.field("--speculative-config: method", "mtp", allowed)
 
 
-def tensors(spec: ModelSpec) -> list[str]:
+def tensor_patterns(spec: ModelSpec) -> list[str]:
     """Patterns of the tensors of layers after the others. Those that are not read are no error."""
     first = spec.num_layers
     extra = range(first, first + spec.extra_layers)
@@ -39,7 +39,9 @@ def routed_layers(file: ModelFile, spec: ModelSpec) -> tuple[int, ...]:
     return (*spec.moe_layers, *extra)
 
 
-def added(model: Model, file: ModelFile, config: Config, loader: Loader, with_experts: bool) -> Model:
+def add_prediction_layer(
+    model: Model, file: ModelFile, config: Config, loader: Loader, with_experts: bool
+) -> Model:
     """The model with that layer. with_experts: also with its routed experts."""
     layer, held = model.spec.num_layers, model.experts
     if with_experts:

@@ -21,28 +21,34 @@ class PageTable:
     def __init__(self, num_experts: int, parts: int, device: torch.device) -> None:
         """parts: tensors of an expert, 3 or 6 of PARTS."""
         assert parts in (3, len(PARTS))
-        self._here = torch.zeros(parts, num_experts, dtype=torch.int64, pin_memory=True)
-        self._there = torch.zeros(parts, num_experts, dtype=torch.int64, device=device)
-        self._every: ExpertWeights | None = None
-        self._held: Collection[int] = ()
+        self._host_table = torch.zeros(parts, num_experts, dtype=torch.int64, pin_memory=True)
+        self._device_table = torch.zeros(parts, num_experts, dtype=torch.int64, device=device)
+        self._placed_experts: ExpertWeights | None = None
+        self._resident_experts: Collection[int] = ()
         self._addresses = np.zeros((parts, num_experts), np.int64)
         self._pages: DeviceTable | None = None
-        self._shown: ExpertWeights | None = None
+        self._weights: ExpertWeights | None = None
 
-    def show(self, every: ExpertWeights, held: frozenset[int]) -> ExpertWeights:
-        """The experts `held`, with this table, which has them and no others from now on.
+    def select_experts(
+        self, placed_experts: ExpertWeights, resident_experts: frozenset[int]
+    ) -> ExpertWeights:
+        """The experts `resident_experts`, with this table, which has them and no others from now on.
 
-        every: all experts that have a place, whether they are there now or not. The device's copy is written
+        placed_experts: all experts that have a place, whether they are there now or not. The device's copy is written
         only if something changed. By then the one before must have been made.
         """
-        if self._shown is None or every is not self._every or held != self._held:
-            if every is not self._every or self._pages is None:
-                self._addresses[:] = every.addresses
-                self._pages = every.table_over(self._there)
+        if (
+            self._weights is None
+            or placed_experts is not self._placed_experts
+            or resident_experts != self._resident_experts
+        ):
+            if placed_experts is not self._placed_experts or self._pages is None:
+                self._addresses[:] = placed_experts.addresses
+                self._pages = placed_experts.table_over(self._device_table)
             mask = np.zeros(self._addresses.shape[1], bool)
-            mask[list(held)] = True
-            np.multiply(self._addresses, mask, out=self._here.numpy())
-            self._there.copy_(self._here, non_blocking=True)
-            self._every, self._held = every, held
-            self._shown = replace(every.only(held), pages=self._pages)
-        return self._shown
+            mask[list(resident_experts)] = True
+            np.multiply(self._addresses, mask, out=self._host_table.numpy())
+            self._device_table.copy_(self._host_table, non_blocking=True)
+            self._placed_experts, self._resident_experts = placed_experts, resident_experts
+            self._weights = replace(placed_experts.select(resident_experts), page_table=self._pages)
+        return self._weights

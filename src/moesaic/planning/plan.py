@@ -259,7 +259,9 @@ def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
-    tied = registry.is_tied(path)  # first, since it checks the sizes that are read without a check
+    tied = registry.has_tied_embeddings(
+        path
+    )  # first, since it checks the sizes that are read without a check
     device = "cuda" if gpu else "cpu"
     kernels = table.pick(device, worker.model.kernels)
     model = of_checkpoint(path, worker.model.model, kernels, worker.model.dtype, device)

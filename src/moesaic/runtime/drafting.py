@@ -29,7 +29,7 @@ def with_room_for_drafts(loaded: LoadedModel, config: WorkerConfig) -> LoadedMod
     given, spec = config.scheduler.speculative_config, loaded.model.spec
     if given is None or spec.states is None:
         return loaded
-    states = replace(spec.states, drafted=SpeculativeConfig.of(given).num_speculative_tokens)
+    states = replace(spec.states, max_draft_tokens=SpeculativeConfig.of(given).num_speculative_tokens)
     return replace(loaded, model=replace(loaded.model, spec=replace(spec, states=states)))
 
 

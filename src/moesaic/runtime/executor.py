@@ -282,7 +282,7 @@ class Executor:
         self._transfers.computed(plan)
         if not len(plan.sampled):
             return done
-        return replace(done, proposed=self._model.predicted(drafts.hidden).cpu().numpy())
+        return replace(done, proposed=self._model.predict_token(drafts.hidden).cpu().numpy())
 
     def _sample(self, plan: StepPlan, result: StepResult) -> Sampled:
         """The next tokens of each sampled sequence, and their log-probabilities."""

@@ -23,19 +23,19 @@ from moesaic.models import files
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
 from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.kvcache.split import SplitKV
 from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import ModelSpec
 from moesaic.offload.arena import Arena
 from moesaic.offload.by_expert import StreamedByExpert
-from moesaic.offload.converted import StreamedConverted
-from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
+from moesaic.offload.converted_experts import StreamedConvertedExperts
+from moesaic.offload.device import DeviceLink, DeviceMemory, StagedExperts, stream_of
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Exchanges
-from moesaic.offload.paged import PagedByExpert
-from moesaic.offload.weights import Streamed
+from moesaic.offload.paged_experts import PagedExperts
+from moesaic.offload.weights import StreamedExperts
 from moesaic.policy.offloading.tasks import Lane
 from moesaic.runtime.machine import allowed_cpus, stay_on
 from moesaic.runtime.model_loading import LoadedModel, kv_type
@@ -53,7 +53,7 @@ experts that are converted have with every schedule."""
 class Levels:
     """A process's routed experts on the two levels, and the links between the levels."""
 
-    experts: Streamed
+    experts: StreamedExperts
     static: Mapping[int, frozenset[int]]
     """Layer -> the experts that always stay on the fast level."""
     down: Link
@@ -102,21 +102,21 @@ def levels(
     if loaded.device.type == "cuda":
         down, up = DeviceLink(loaded.device), DeviceLink(loaded.device)
         if offload.schedule in CHOSEN or conversion_of(Headers(path), layout) is not None:
-            paged = PagedByExpert(path, layout, kept, DeviceMemory(loaded.device), down, owned)
+            paged = PagedExperts(path, layout, kept, DeviceMemory(loaded.device), down, owned)
             paged.load_static()
             down.finish()
             exchanges = paged if offload.hot else None
             return Levels(paged, paged.static, down, up, slow_kernels(config, loaded), exchanges)
-        staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down, owned)
+        staged = StagedExperts(path, layout, kept, DeviceMemory(loaded.device), down, owned)
         staged.load_static()
         return Levels(staged, static, down, up, slow_kernels(config, loaded), staged=True)
-    kind: type[Streamed] = StreamedByExpert if offload.hot else Streamed
+    kind: type[StreamedExperts] = StreamedByExpert if offload.hot else StreamedExperts
     if conversion_of(Headers(path), layout) is not None:
-        kind = StreamedConverted
+        kind = StreamedConvertedExperts
     arena = Arena(max(kind.memory_for(path, layout, kept, owned).total, 1 << 12))
     paced, back = Link(offload.link), Link(offload.link)
     link = None if offload.link is None else paced
-    streamed = kind(path, layout, kept, arena, link=link, owned=owned)
+    streamed = kind(path, layout, kept, arena, link=link, owned_experts=owned)
     streamed.load_static()
     kernels = slow_kernels(config, loaded)
     if offload.hot and isinstance(streamed, StreamedByExpert):
@@ -151,10 +151,14 @@ def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, size: Cac
         kv_type(CacheConfig(kv_cache_dtype=named), replace(loaded, kernels=kernels))  # type: ignore[arg-type]
     blocks = size.num_blocks
     fast = math.floor((1 - offload.slow_cache) * blocks) if 0 < offload.slow_cache < 1 else 0
-    kv = PagedKV(spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, at_once=True)
+    kv = PagedKV(
+        spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, allocate_now=True
+    )
     if fast:
         on = loaded.device, loaded.kernels
-        return Caches(kv, None, PagedKV(spec.kv, spec.kv_layers, fast, block_size, dtype, *on, at_once=True))
+        return Caches(
+            kv, None, PagedKV(spec.kv, spec.kv_layers, fast, block_size, dtype, *on, allocate_now=True)
+        )
     if spec.states is None:
         return Caches(kv, None)
     layers = len(spec.state_layers)

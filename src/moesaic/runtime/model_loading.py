@@ -10,7 +10,7 @@ from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.kernels import table
-from moesaic.kernels.matrix import number_of
+from moesaic.kernels.matrix import number_dtype
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
@@ -71,7 +71,7 @@ def load_model(
     num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
-    return LoadedModel(model, device, number_of(model.head), kernels, threads)
+    return LoadedModel(model, device, number_dtype(model.head), kernels, threads)
 
 
 def device_of(config: ModelConfig) -> torch.device:
@@ -116,9 +116,9 @@ def kv_type(config: CacheConfig, loaded: LoadedModel) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
     dtype = registry.CACHE_DTYPES[config.kv_cache_dtype]
-    if dtype not in loaded.kernels.cached:
+    if dtype not in loaded.kernels.cache_dtypes:
         allowed = ", ".join(
-            name for name, one in registry.CACHE_DTYPES.items() if one in loaded.kernels.cached
+            name for name, one in registry.CACHE_DTYPES.items() if one in loaded.kernels.cache_dtypes
         )
         raise ConfigError.field(
             "--kv-cache-dtype", config.kv_cache_dtype, f"auto, {allowed} with {loaded.kernels.name} kernels"

@@ -21,7 +21,7 @@ from moesaic.models.checkpoint import Progress
 from moesaic.models.conversion import conversion_of, sizes_of
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, Headers
 from moesaic.models.spec import ModelSpec
-from moesaic.offload import converted
+from moesaic.offload import converted_experts
 from moesaic.offload.caches import Cache, MovingCache, ResidentCache
 from moesaic.offload.hybrid import HybridCache
 from moesaic.offload.lanes import Lanes
@@ -215,7 +215,7 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     layout = layout_of(config)
     _require_like_types(layout, path)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
-    stored = None if headers.quantized(*first) is not None else headers.find(*first).dtype
+    stored = None if headers.find_quantized(*first) is not None else headers.find(*first).dtype
     if stored not in (None, COMPRESSED_ROWS, STORED.get(layout.dtype)):
         kernels = table.pick(str(device_of(config)), config.kernels).name
         raise ConfigError(
@@ -249,7 +249,11 @@ def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | N
     if found is None:
         return None
     layer = next(layer for layer in layout.layers if layout.dtype_of(layer) == layout.largest)
-    return found.name, sizes_of(headers, layout, layer)[0], converted.repeated(path, layout, layer)
+    return (
+        found.name,
+        sizes_of(headers, layout, layer)[0],
+        converted_experts.repeat_conversion(path, layout, layer),
+    )
 
 
 def join(

@@ -55,7 +55,7 @@ class LayerPredictor:
         if batch.num_rows and self.graphs is not None and self.graphs.records(plan.batch):
             return self.graphs.begin_prediction(batch, hidden, rows)
         kept = hidden[torch.from_numpy(rows).to(device)]
-        before = model.before_prediction(kept, torch.from_numpy(batch.token_ids).to(device))
+        before = model.enter_prediction(kept, torch.from_numpy(batch.token_ids).to(device))
         layer = model.prediction.layer
         return self.runner.begin_layers(range(layer, layer + 1), batch, before)
 

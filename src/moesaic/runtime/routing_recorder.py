@@ -156,7 +156,7 @@ def recorder(config: WorkerConfig, spec: ModelSpec, sink: RowSink | None) -> Rou
         return None
     if not spec.moe_layers:
         raise ConfigError.field("model", config.model.model, "one with routed experts, to record its routing")
-    routed = spec.routed(origin(files.resolve(config.model.model, config.model.revision)))
+    routed = spec.to_routed_model(origin(files.resolve(config.model.model, config.model.revision)))
     if sink is None and config.record is not None:
         sink = RowFile(Path(config.record), routed)
     assert sink is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moesaic.kernels import table
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.kvcache.split import SplitKV
 from moesaic.models.spec import KVLayout
 

@@ -183,7 +183,7 @@ def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path,
     model = Path(joining.model or enlisted.model)
     check_path(model)
     stamp = fingerprint.stamp(model)
-    other = fingerprint.difference(fingerprint.of(model), enlisted.weights)
+    other = fingerprint.difference(fingerprint.compute_fingerprint(model), enlisted.weights)
     if other:
         allowed = f"the checkpoint that {joining.cluster} serves; this one has other {other}"
         raise ConfigError.field("--model", str(model), allowed)

@@ -38,7 +38,7 @@ def prepared(address: str, own: str, model: Path) -> str:
     """
     addresses.parse(address)
     with contextlib.closing(addresses.bind(addresses.parse(own))[0]):
-        return fingerprint.of(model)
+        return fingerprint.compute_fingerprint(model)
 
 
 def watch(

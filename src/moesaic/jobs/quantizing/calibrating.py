@@ -25,7 +25,7 @@ from moesaic.jobs.quantizing.rounding import Rounding
 from moesaic.kernels.reference.experts import activate
 from moesaic.kernels.table import Kernels
 from moesaic.models import registry
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 from moesaic.runtime.step.one_prompt import OnePrompt
 
 COUNTS = "tokens.json"
@@ -150,7 +150,7 @@ class Calibrated:
         ids, weights = [], []
         for prompt, span in zip(self._prompts, self._spans, strict=True):
             gated = prompt.until_gate(layer, block, torch.from_numpy(hidden[span].copy()))
-            residual[span], normed[span] = gated.residual.numpy(), gated.normed.numpy()
+            residual[span], normed[span] = gated.residual.numpy(), gated.normed_rows.numpy()
             if not np.isfinite(normed[span]).all():
                 raise ConfigError(
                     f"{self._path}: layer {layer}: the hidden states of a prompt are not finite"
@@ -172,7 +172,7 @@ class Calibrated:
                 torch.from_numpy(one[span].copy()) for one in (inputs.residual, inputs.normed)
             )
             ones = torch.ones(len(residual), 1)
-            gated = Gated(residual, normed, None, None)
+            gated = GateOutput(residual, normed, None, None)
             if inputs.added is None:
                 return block.merge(gated, block.dense(normed), None)
             rows = torch.from_numpy(inputs.added[span].copy())[:, None]

@@ -54,8 +54,8 @@ def measure(
                 gated = prompt.until_gate(layer, block, hidden[index])
                 rows = None
                 if experts is not None and gated.expert_ids is not None:
-                    rows = kernels.experts(experts, gated.normed, gated.expert_ids)
-                hidden[index] = block.merge(gated, block.dense(gated.normed), rows)
+                    rows = kernels.experts(experts, gated.normed_rows, gated.expert_ids)
+                hidden[index] = block.merge(gated, block.dense(gated.normed_rows), rows)
             show(layer + 1, spec.num_layers)
         read = [_read(outside, *pair) for pair in zip(hidden, texts, strict=True)]
     predicted = sum(len(one) - 1 for one in texts)

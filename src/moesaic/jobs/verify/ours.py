@@ -34,8 +34,8 @@ class Ours:
         gated = self._prompt.until_gate(layer, block, hidden / self._residual)
         rows = None
         if experts is not None and gated.expert_ids is not None:
-            rows = self._kernels.experts(experts, gated.normed, gated.expert_ids)
-        return block.merge(gated, block.dense(gated.normed), rows) * self._residual
+            rows = self._kernels.experts(experts, gated.normed_rows, gated.expert_ids)
+        return block.merge(gated, block.dense(gated.normed_rows), rows) * self._residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] after the last layer -> logits [n, V]."""

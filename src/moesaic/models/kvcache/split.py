@@ -6,8 +6,8 @@ import torch
 
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.models.block import Block, Projected
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.block import Block, Projections
+from moesaic.models.kvcache.paged_kv import PagedKV
 
 
 class SplitKV:
@@ -19,7 +19,7 @@ class SplitKV:
         self.fast_blocks = len(fast.keys(0))
         self._block_size = slow.keys(0).shape[1]
 
-    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+    def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
         """Is not possible where the blocks are: `offload.caches.MovingCache` brings them together."""
         raise TypeError("a cache on two levels is attended to by a pass")
 

@@ -194,7 +194,7 @@ class Measuring:
 
 
 def _stored_dtypes(kernels: Kernels) -> list[torch.dtype]:
-    return [dtype for dtype in DTYPES if dtype in kernels.stored]
+    return [dtype for dtype in DTYPES if dtype in kernels.unconverted_dtypes]
 
 
 def _processing(prefix: str, found: Processing) -> dict[str, Any]:

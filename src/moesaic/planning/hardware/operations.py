@@ -206,7 +206,7 @@ def experts(model: ModelSizes, stored: str, count: int, device: str = "cpu") -> 
     for kind, shape in shapes:
         first = products.in_type(kind, shape).to(device)
         parts.append((first, *(first.clone() for _ in range(count - 1))))
-    return ExpertWeights(*parts, packed=stored if is_packed(stored) else COMPRESSED)
+    return ExpertWeights(*parts, packed_dtype=stored if is_packed(stored) else COMPRESSED)
 
 
 def _steps(sizes: Sizes, rows: int) -> AttentionBatch:

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 
 from moesaic.core.stored import COMPRESSED, QUANTIZED
-from moesaic.kernels.compressed import compress
-from moesaic.kernels.quantized import pack
+from moesaic.kernels.compressed_layout import compress
+from moesaic.kernels.quantized_layout import pack
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.planning.hardware.timing import Show, Stopwatch
@@ -100,7 +100,7 @@ def rates(
 ) -> tuple[Rate, ...]:
     """Measure every combination of dtype, shape and rows. beyond: minimum bytes of a shape's matrices."""
     found: list[Rate] = []
-    packed = sizes.packed if sizes.packed in QUANTIZED and kernels.packed else None
+    packed = sizes.packed if sizes.packed in QUANTIZED and kernels.can_use_quantized else None
     total = (len(dtypes) * len(SHAPES) + (packed is not None)) * len(sizes.rows)
     jobs = [(name_of(one), _jobs(kernels, one, sizes.beyond(beyond, one.itemsize), device)) for one in dtypes]
     if packed is not None:
@@ -168,7 +168,7 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
-    hidden, stored = sizes.hidden, sizes.packed == COMPRESSED and kernels.compressed
+    hidden, stored = sizes.hidden, sizes.packed == COMPRESSED and kernels.can_use_compressed
     stored = stored and dtype is torch.bfloat16
     yield from _expert_jobs(kernels, dtype, sizes, device, _compressed if stored else _as_it_is)
     matrices = [random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
@@ -217,7 +217,7 @@ def _experts(sizes: Sizes, dtype: torch.dtype, device: str, stored: Store) -> Ex
 
     hidden, width = sizes.hidden, sizes.width
     parts = part(width, hidden), part(width, hidden), part(hidden, width)
-    return ExpertWeights(*parts, packed=sizes.packed or COMPRESSED)
+    return ExpertWeights(*parts, packed_dtype=sizes.packed or COMPRESSED)
 
 
 def _as_it_is(matrix: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ import torch
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import equal_sizes
 from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
-from moesaic.kernels.moving import moved
-from moesaic.models.block import Block, Gated
+from moesaic.kernels.moving import move_array
+from moesaic.models.block import Block, GateOutput
 from moesaic.policy.placement.shuffle import Shuffle
 from moesaic.runtime.group.exchanges import (
     Exchange,
@@ -80,7 +80,7 @@ def dense_feed_forward(
 ) -> Stages:
     """A block without routed experts, in every layout: each rank computes all of it."""
     gated = block.gate(hidden, (yield all_reduce(rows, partial)))
-    return block.merge(gated, block.dense(gated.normed), None)
+    return block.merge(gated, block.dense(gated.normed_rows), None)
 
 
 class DeepSpeed:
@@ -124,7 +124,7 @@ class AllReduce:
         gated = block.gate(hidden, (yield all_reduce(self._rows, partial)))
         rows = yield all_reduce(self._rows, self._experts.share(layer, gated))
         once = replace(gated, weights=rows.new_ones(len(rows), 1))
-        return block.merge(once, block.dense(gated.normed), rows[:, None])
+        return block.merge(once, block.dense(gated.normed_rows), rows[:, None])
 
 
 class ReduceScatter:
@@ -197,7 +197,7 @@ class _Scattered:
         """Sums the rows of this rank, and writes where they are in the batch to `places`."""
         shuffle = self._shuffle = self._assignment.shuffle(self._layer)
         first, end = shuffle.starts[self._rows.group.rank :][:2].tolist()
-        places[: end - first].copy_(moved(shuffle.order[first:end], places.device))
+        places[: end - first].copy_(move_array(shuffle.order[first:end], places.device))
         return self._rows.reduce_scatter(addend, shuffle.sizes.tolist(), shuffle.order)
 
     def gather(self, merged: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
@@ -215,11 +215,11 @@ def _own(sizes: Sequence[int], rank: int) -> Callable[[int], int]:
 
 
 def _merged(
-    experts: GroupExperts, own: Callable[[int], int], layer: int, block: Block, gated: Gated
+    experts: GroupExperts, own: Callable[[int], int], layer: int, block: Block, gated: GateOutput
 ) -> Stages:
     """Rows of this rank after the block. own: how many it has in a step of so many rows."""
-    dense = block.dense(gated.normed)
+    dense = block.dense(gated.normed_rows)
     assert gated.expert_ids is not None
-    shape = *gated.expert_ids.shape, gated.normed.shape[1]
+    shape = *gated.expert_ids.shape, gated.normed_rows.shape[1]
     answers = yield Exchange(lambda count: experts.rows(layer, gated.first(own(count))), shape)
     return block.merge(gated, dense, answers)

@@ -18,10 +18,10 @@ from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import equal_sizes
 from moesaic.experts.collectives.routing import Route
 from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
-from moesaic.kernels.moving import arrays, moved
+from moesaic.kernels.moving import move_array, to_host_arrays
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models.block import Gated
+from moesaic.models.block import GateOutput
 from moesaic.runtime.group.arrays import to_host
 from moesaic.runtime.group.rows import RowCollectives
 
@@ -56,18 +56,18 @@ class GroupExperts:
         self._weights, self._owners, self._ranks = weights, owners, expert_ranks
         self._counts = counts
 
-    def rows(self, layer: int, gated: Gated) -> torch.Tensor:
+    def rows(self, layer: int, gated: GateOutput) -> torch.Tensor:
         """[m, k, h] unweighted answers for the rows that this rank gated: an all-to-all there and back.
 
         A pair counts as local if this rank holds a part of its expert, even if other ranks hold other parts.
         """
         assert gated.expert_ids is not None and gated.weights is not None
-        ids, weights = arrays((gated.expert_ids, gated.weights))
+        ids, weights = to_host_arrays((gated.expert_ids, gated.weights))
         assert ids is not None and weights is not None
         route = self._route(layer, ids)
         self._counts.pairs += ids.size
         self._counts.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
-        arrived = self._rows.dispatch(route, gated.normed, np.repeat(weights, self._ranks, axis=1))
+        arrived = self._rows.dispatch(route, gated.normed_rows, np.repeat(weights, self._ranks, axis=1))
         answers = arrived.hidden
         if len(arrived.experts):
             answers = self._compute(layer, arrived.hidden, arrived.experts)
@@ -76,24 +76,24 @@ class GroupExperts:
             rows = _summed(rows.view(*ids.shape, self._ranks, rows.shape[-1]))
         return rows
 
-    def share(self, layer: int, gated: Gated) -> torch.Tensor:
+    def share(self, layer: int, gated: GateOutput) -> torch.Tensor:
         """[n, h] the weighted sums of this rank's experts, for all rows; zeros where a row has none here.
 
         Where kernels spare the rows of experts that are not held, the host does not read the gate's choice.
         """
-        return self._spared(layer, gated) if self._kernels.spares else self._chosen(layer, gated)
+        return self._spared(layer, gated) if self._kernels.can_skip_absent else self._chosen(layer, gated)
 
-    def _spared(self, layer: int, gated: Gated) -> torch.Tensor:
+    def _spared(self, layer: int, gated: GateOutput) -> torch.Tensor:
         """`share` for kernels that are given the choice of all ranks and compute what is held here."""
         assert gated.expert_ids is not None and gated.weights is not None
         weights, count = self._weights(layer), len(gated.expert_ids)
-        if not weights.held:
-            return torch.zeros_like(gated.normed)
+        if not weights.resident_ids:
+            return torch.zeros_like(gated.normed_rows)
         if count <= MOST_ROWS:
-            return self._held(weights, gated.normed, gated.expert_ids, gated.weights)
-        sums = torch.empty_like(gated.normed)
+            return self._held(weights, gated.normed_rows, gated.expert_ids, gated.weights)
+        sums = torch.empty_like(gated.normed_rows)
         for part in self._parts(count):
-            given = gated.normed[part], gated.expert_ids[part], gated.weights[part]
+            given = gated.normed_rows[part], gated.expert_ids[part], gated.weights[part]
             sums[part] = self._held(weights, *given)
         return sums
 
@@ -105,16 +105,16 @@ class GroupExperts:
         rows = self._kernels.experts(held, hidden, ids, rows)
         return self._kernels.merge(torch.zeros_like(hidden), None, rows, weights)
 
-    def _chosen(self, layer: int, gated: Gated) -> torch.Tensor:
+    def _chosen(self, layer: int, gated: GateOutput) -> torch.Tensor:
         """`share` for kernels that are given pairs with experts of this rank only."""
         assert gated.expert_ids is not None and gated.weights is not None
         ids = to_host(gated.expert_ids)
         first = self._owners[layer][ids]
         row, slot = np.nonzero((first <= self._group.rank) & (self._group.rank < first + self._ranks))
         if not len(row):
-            return torch.zeros_like(gated.normed)
-        found = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, slot])
-        sums = torch.empty_like(gated.normed)
+            return torch.zeros_like(gated.normed_rows)
+        found = self._compute(layer, gated.normed_rows[torch.from_numpy(row)], ids[row, slot])
+        sums = torch.empty_like(gated.normed_rows)
         for part in self._parts(len(ids)):
             first, last = np.searchsorted(row, (part.start, part.stop)).tolist()
             rows = found.new_zeros(part.stop - part.start, ids.shape[1], found.shape[1])
@@ -138,7 +138,7 @@ class GroupExperts:
 
     def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
         """hidden [p, h], one expert for each row -> [p, h]."""
-        chosen = moved(ids, hidden.device)[:, None]
+        chosen = move_array(ids, hidden.device)[:, None]
         return self._kernels.experts(self._weights(layer), hidden, chosen)[:, 0]
 
 

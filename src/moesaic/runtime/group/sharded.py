@@ -19,7 +19,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
@@ -177,26 +177,26 @@ class ShardedModel:
         """See `RunBatch`."""
         device = self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
-        tokens, positions = moved(batch.token_ids, device), moved(batch.positions, device)
+        tokens, positions = move_array(batch.token_ids, device), move_array(batch.positions, device)
         stages = self.stages(tokens, positions, attention, batch.token_ids)
         hidden = at_once(stages, batch.num_rows)
         self.keep(hidden)
-        return hidden[moved(batch.logit_rows, device)]
+        return hidden[move_array(batch.logit_rows, device)]
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
         """See `RunPrediction`."""
         kept, device = self.kept(rows), self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
-        tokens, positions = moved(batch.token_ids, device), moved(batch.positions, device)
+        tokens, positions = move_array(batch.token_ids, device), move_array(batch.positions, device)
         stages = self.prediction(tokens, positions, attention, kept, batch.token_ids)
-        return at_once(stages, batch.num_rows)[moved(batch.logit_rows, device)]
+        return at_once(stages, batch.num_rows)[move_array(batch.logit_rows, device)]
 
     def kept(self, rows: IntArray) -> torch.Tensor:
         """[n, h] these rows of the last step. Raises ConnectionLost if it has no such rows."""
         last = self._last
         if self.model.prediction is None or last is None or not len(rows) or rows.max() >= len(last):
             raise ConnectionLost("a prediction for rows of an unknown step")
-        return last if len(rows) == len(last) else last[moved(rows, self.device)]
+        return last if len(rows) == len(last) else last[move_array(rows, self.device)]
 
     def stages(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, known: IntArray
@@ -223,7 +223,7 @@ class ShardedModel:
         """
         layer = len(self.model.blocks)
         self.collectives.begin(known)
-        before = self.model.before_prediction(hidden, token_ids)
+        before = self.model.enter_prediction(hidden, token_ids)
         return (yield from self._through(range(layer, layer + 1), before, positions, attention))
 
     def keep(self, hidden: torch.Tensor) -> None:
@@ -237,7 +237,7 @@ class ShardedModel:
         for layer in layers:
             block = self.model.block(layer)
             partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
-            if block.routed:
+            if block.is_routed:
                 hidden = yield from self.collectives.feed_forward(layer, block, hidden, partial)
             else:
                 hidden = yield from dense_feed_forward(self.rows, block, hidden, partial)

@@ -19,9 +19,9 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import Group
 from moesaic.experts.collectives.packets import FloatArray
-from moesaic.models.kvcache.images import Bytes, CopiedMemory, Written
+from moesaic.models.kvcache.images import Bytes, CopiedMemory, OnLayerWritten
 from moesaic.models.kvcache.memory import HybridMemory, LayerMemory
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 
 _MARK = -(1 << 62)
 """The first number of a request. Nothing else that is announced begins with it."""
@@ -66,10 +66,10 @@ class GroupMemory:
         own = self._memory.copy_blocks(blocks, layers)
         return self._collect(_COPY_BLOCKS, (layers.start, layers.stop, 0), blocks, own, sizes)
 
-    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, num_skipped: int = 0) -> None:
         sizes = [len(blocks) * len(layers) * size for size in self._layer_bytes]
-        own = self._give(_PUT_BLOCKS, (layers.start, layers.stop, skipped), blocks, data, sizes)
-        self._memory.put_blocks(blocks, layers, own, skipped)
+        own = self._give(_PUT_BLOCKS, (layers.start, layers.stop, num_skipped), blocks, data, sizes)
+        self._memory.put_blocks(blocks, layers, own, num_skipped)
 
     def copy_states(self, page: int, seat: int) -> Bytes:
         own, places = self._memory.copy_states(page, seat), np.array([page, seat])
@@ -79,7 +79,7 @@ class GroupMemory:
         own = self._give(_PUT_STATES, (0, 0, 0), np.array([page, seat]), data, self._state_bytes)
         self._memory.put_states(page, seat, own)
 
-    def watch(self, written: Written) -> None:
+    def watch(self, on_layer_written: OnLayerWritten) -> None:
         """Calls nothing: in the middle of a layer the other ranks compute, and answer no request."""
 
     def _ask_sizes(self) -> IntArray:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 
 
 class WordBans:
@@ -57,9 +57,9 @@ def forbid(logits: torch.Tensor, row: int, allowed: IntArray | None, forbidden: 
         if allowed is not None:
             hit = hit[allowed[np.searchsorted(allowed, hit).clip(max=len(allowed) - 1)] == hit]
         if len(hit) < (logits.shape[1] if allowed is None else len(allowed)):
-            logits[row, moved(forbidden, logits.device)] = -torch.inf
+            logits[row, move_array(forbidden, logits.device)] = -torch.inf
     if allowed is not None:
-        chosen = moved(allowed, logits.device)
+        chosen = move_array(allowed, logits.device)
         kept = logits[row, chosen]
         logits[row] = -torch.inf
         logits[row, chosen] = kept

@@ -15,7 +15,7 @@ import torch
 
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.runtime.sampling.bans import WordBans, forbid
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
@@ -111,7 +111,7 @@ def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adju
     """Change row rows[i] of logits [p, vocab] float32 by adjustments[i], in place."""
     biased = _pairs(rows, [one.biased for one in adjustments], logits.device)
     bias = [value for one in adjustments for value in one.bias]
-    logits[biased] += moved(np.array(bias, dtype=np.float32), logits.device)
+    logits[biased] += move_array(np.array(bias, dtype=np.float32), logits.device)
     _penalise(logits, rows, adjustments)
     nothing = np.array([], dtype=np.int64)
     stops = [nothing if one.bans else one.forbidden for one in adjustments]
@@ -132,14 +132,14 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
         return
     tokens = [counts.tokens for _, _, counts in penalised]
     lengths = [len(part) for part in tokens]
-    often = moved(
+    often = move_array(
         np.concatenate([counts.often for _, _, counts in penalised], dtype=np.float32), logits.device
     )
 
     def each(value: Callable[[SamplingParams], float]) -> torch.Tensor:
         """[m] the value of its request for each pair."""
         numbers = np.array([value(params) for _, params, _ in penalised], dtype=np.float32)
-        return moved(numbers.repeat(lengths), logits.device)
+        return move_array(numbers.repeat(lengths), logits.device)
 
     pairs = _pairs([row for row, _, _ in penalised], tokens, logits.device)
     found, scale = logits[pairs], each(lambda params: params.repetition_penalty)
@@ -151,4 +151,4 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
 def _pairs(rows: Sequence[int], tokens: Sequence[IntArray], device: torch.device) -> Pairs:
     """The pairs of rows[i] with each of tokens[i]."""
     lines = np.repeat(np.array(rows, dtype=np.int64), [len(part) for part in tokens])
-    return moved(lines, device), moved(np.concatenate(tokens), device)
+    return move_array(lines, device), move_array(np.concatenate(tokens), device)

@@ -25,7 +25,7 @@ import torch
 
 from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
 from moesaic.text.structured.constraints import Constraint, Constraints
 
@@ -212,7 +212,7 @@ def _chosen(logits: torch.Tensor, rows: list[_Row], finite: torch.Tensor | None)
         return result
     found = torch.argmax(logits, dim=-1)
     if noisy:
-        lines = moved(np.array(noisy), logits.device)
+        lines = move_array(np.array(noisy), logits.device)
         drawn = _draw(logits.index_select(0, lines), [rows[index] for index in noisy])
         found.index_copy_(0, lines, drawn)
     return found.masked_fill_(~finite, NO_TOKEN).cpu().numpy()
@@ -222,7 +222,7 @@ def _log_softmax_where(logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor
     """Log-probabilities of the wanted rows, before the logits are changed. None if no row is wanted."""
     if not any(wanted):
         return None
-    return torch.log_softmax(logits[moved(np.flatnonzero(wanted), logits.device)], dim=-1)
+    return torch.log_softmax(logits[move_array(np.flatnonzero(wanted), logits.device)], dim=-1)
 
 
 def _report(
@@ -259,7 +259,7 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     """
 
     def column(values: Sequence[float]) -> torch.Tensor:
-        return moved(np.array(values, dtype=np.float32), logits.device)[:, None]
+        return move_array(np.array(values, dtype=np.float32), logits.device)[:, None]
 
     params = [row.request.params for row in rows]
     scaled = logits.nan_to_num(nan=-LARGEST).clamp_(-LARGEST, LARGEST)
@@ -272,7 +272,7 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     cumulative = torch.softmax(scaled, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     positions = np.array([row.length for row in rows])
     seeds = np.array([p.seed or 0 for p in params], dtype=np.int64)
-    noise = moved(uniform(seeds, positions), logits.device)[:, None]
+    noise = move_array(uniform(seeds, positions), logits.device)[:, None]
     return torch.searchsorted(cumulative, noise * cumulative[:, -1:], right=True)[:, 0]
 
 
@@ -283,13 +283,13 @@ def _keep_top(scaled: torch.Tensor, top_k: list[int], top_p: list[float]) -> tor
     if max(keep) == vocab and min(keep) == vocab and min(top_p) >= 1.0:
         return scaled
     ordered = torch.topk(scaled, max(keep), dim=-1).values
-    last = moved(np.array(keep), scaled.device)[:, None] - 1
+    last = move_array(np.array(keep), scaled.device)[:, None] - 1
     rank = torch.arange(ordered.shape[-1], device=scaled.device)[None]
     ordered = ordered.masked_fill(rank > last, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1, dtype=torch.float64)
     # A token stays while the tokens before it have not reached top_p, so the first one always stays.
     before = probabilities.cumsum(dim=-1) - probabilities
-    stays = before < moved(np.array(top_p, dtype=np.float64), scaled.device)[:, None]
+    stays = before < move_array(np.array(top_p, dtype=np.float64), scaled.device)[:, None]
     stays &= rank <= last
     cutoff = ordered.masked_fill(~stays, torch.inf).amin(dim=-1, keepdim=True)
     return scaled.masked_fill(scaled < cutoff, -torch.inf)

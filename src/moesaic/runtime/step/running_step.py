@@ -13,7 +13,7 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest, RequestHandle, RoutedExperts
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 
 ChosenExperts = Sequence[torch.Tensor | IntArray]
 """[n, k] expert ids of a step's rows, one entry for each routed layer. A recorded step has arrays: views of
@@ -47,12 +47,12 @@ class Combine:
         """rows: the most rows of a step."""
         self._ones = torch.ones(rows, top_k, device=device) if partial else None
 
-    def request(self, layer: int, gated: Gated) -> tuple[ExpertRequest, Gated]:
+    def request(self, layer: int, gated: GateOutput) -> tuple[ExpertRequest, GateOutput]:
         """The request to the experts, and the rows that their answer is merged with."""
         assert gated.expert_ids is not None and gated.weights is not None
         if self._ones is None:
-            return ExpertRequest(layer, gated.normed, gated.expert_ids), gated
-        request = ExpertRequest(layer, gated.normed, gated.expert_ids, weights=gated.weights)
+            return ExpertRequest(layer, gated.normed_rows, gated.expert_ids), gated
+        request = ExpertRequest(layer, gated.normed_rows, gated.expert_ids, weights=gated.weights)
         return request, replace(gated, weights=self._ones[: len(gated.weights)])
 
 
@@ -61,7 +61,7 @@ class PendingMerge:
     """What the answer of a layer's experts is merged with. It never leaves the process."""
 
     block: Block
-    gated: Gated
+    gated: GateOutput
     dense: torch.Tensor | None
     """[n, h] output of the dense stage, if the layer has one."""
 
@@ -73,9 +73,9 @@ class PendingMerge:
         """The same merge, with `change` applied to each tensor."""
         gated = self.gated
         assert gated.expert_ids is not None and gated.weights is not None
-        tensors = gated.residual, gated.normed, gated.expert_ids, gated.weights
+        tensors = gated.residual, gated.normed_rows, gated.expert_ids, gated.weights
         dense = None if self.dense is None else change(self.dense)
-        return PendingMerge(self.block, Gated(*map(change, tensors)), dense)
+        return PendingMerge(self.block, GateOutput(*map(change, tensors)), dense)
 
 
 @dataclass(frozen=True)

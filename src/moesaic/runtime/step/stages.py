@@ -15,9 +15,9 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.gpu.graphs.graph_inputs import Kind
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.moving import placed
+from moesaic.kernels.moving import move_tensor
 from moesaic.kernels.table import OperationRecorder, Recording
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.runtime.step.running_step import Combine, PendingMerge, SharedRows, StepGenerator, StepResult
@@ -30,7 +30,9 @@ Exchanges = Generator[SharedRows, torch.Tensor | None, torch.Tensor]
 class RecordedHeads(Protocol):
     """The part of other processes in a recorded step."""
 
-    def unrecorded(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
+    def unrecorded(
+        self, step: Callable[[], Result], expert_rows: torch.Tensor | None = None
+    ) -> Recording[Result]:
         """As `graph_inputs.unrecorded`, of the next part of the step."""
         ...
 
@@ -102,15 +104,15 @@ class BlockStages:
             # As in every stage: many rows are megabytes, which go as soon as nothing needs them.
             del hidden, attended, given
             if gated.expert_ids is None:
-                hidden = block.merge(gated, block.dense(gated.normed), None)
+                hidden = block.merge(gated, block.dense(gated.normed_rows), None)
                 continue
             expert_ids.append(gated.expert_ids)  # so a recording never reuses their memory
             request, gated = self.combine.request(layer, gated)
             yield request
-            pending = PendingMerge(block, gated, block.dense(gated.normed))
+            pending = PendingMerge(block, gated, block.dense(gated.normed_rows))
             del gated, request
             answer = yield pending
-            hidden = pending.merge(None if answer is None else placed(answer, self.device))
+            hidden = pending.merge(None if answer is None else move_tensor(answer, self.device))
             del pending, answer
         return StepResult(hidden, expert_ids=expert_ids)
 
@@ -126,7 +128,7 @@ class BlockStages:
         hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
         """
         layer = len(self.model.blocks)
-        before = self.model.before_prediction(hidden, token_ids)
+        before = self.model.enter_prediction(hidden, token_ids)
         return (yield from self.run(token_ids, positions, attention, before, range(layer, layer + 1)))
 
 
@@ -137,7 +139,7 @@ def until_gate(
     positions: torch.Tensor,
     attention: AttentionBatch,
     memory: LayerMemory,
-) -> Gated:
+) -> GateOutput:
     """The stages of a block up to its gate. Afterwards `memory` has what the layer keeps of the rows."""
     return block.gate(hidden, until_output_projection(block, layer, hidden, positions, attention, memory))
 
