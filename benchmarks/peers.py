@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from moesaic.planning.hardware.read_test import ReadTest
+from moesaic.planning.hardware.roofline import ReadTest
 
 PAUSE = 0.3
 """Seconds after each turn: threads of some engines keep a core busy that long, waiting for more."""

@@ -104,7 +104,7 @@ def cluster(cell: Cell, kind: str, **more: Any) -> SimulatedCluster:
         | {key: work[key] for key in ("prompt", "answer", "prefill")},
         "routing": routes,
     }
-    step = seconds_of(durations.of_scenario(parse(tables), model), table, rows, model)
+    step = seconds_of(durations.build_scenario_devices(parse(tables), model), table, rows, model)
     if work["prefill"]:
         step *= 1.5
     tables["duration"], tables["warm_up"] = CELLS["steps"] * step, CELLS["warm_up"] * step

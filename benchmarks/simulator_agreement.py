@@ -48,7 +48,7 @@ from agreement_cases import (
     prompts,
 )
 
-from moesaic.cluster.launch import Launched, launch
+from moesaic.cluster.launch import LaunchedEngine, launch
 from moesaic.commands.plan import find_model
 from moesaic.config import (
     CacheConfig,
@@ -59,7 +59,7 @@ from moesaic.config import (
     WorkerConfig,
 )
 from moesaic.planning.sim.cluster import SimulatedCluster
-from moesaic.planning.sim.front import items
+from moesaic.planning.sim.front import generate_items
 
 LATE = 0.02
 """Share of late runs from which a measurement says nothing."""
@@ -87,7 +87,7 @@ class Measured:
 
 
 @contextmanager
-def processes(setting: Setting, case: Case) -> Iterator[Launched]:
+def processes(setting: Setting, case: Case) -> Iterator[LaunchedEngine]:
     """The cluster of a case, whose workers are connected to all servers."""
     worker = WorkerConfig(
         ModelConfig(MODEL, max_model_len=LONGEST, threads=1),
@@ -123,9 +123,9 @@ def processes(setting: Setting, case: Case) -> Iterator[Launched]:
 class Driver:
     """Sends the requests of a case, and notes when tokens come, in the devices' time."""
 
-    def __init__(self, setting: Setting, case: Case, launched: Launched) -> None:
+    def __init__(self, setting: Setting, case: Case, launched: LaunchedEngine) -> None:
         self._setting, self._launched = setting, launched
-        self._items = items(setting.scenario(case))
+        self._items = generate_items(setting.scenario(case))
         self._next = next(self._items, None)
         self._clients = case.load.get("clients")
         self._prompts = iter(prompts(np.full(20_000, LENGTHS["prompt"][1]).tolist(), setting.seed))

@@ -18,8 +18,8 @@ from tests.models import test_published as published
 from moesaic.cost.hardware import GIB, Hardware, from_tables
 from moesaic.cost.reading import read
 from moesaic.cost.sizes import ModelSizes
-from moesaic.planning.outlook import format_of, lengths, speeds
-from moesaic.planning.plan import NEAR
+from moesaic.planning.outlook import choose_lengths, format_of, predict_speeds
+from moesaic.planning.plan import NEAR_SHARE
 from moesaic.planning.search import MIB, Job, JobSearch
 from moesaic.planning.sizes import ROW_BYTES, in_format
 from moesaic.policy.offloading.pipeline import Schedule
@@ -112,16 +112,18 @@ def sizes(config: Mapping[str, Any], kind: str) -> ModelSizes:
 
 def in_memory(model: ModelSizes, hardware: Hardware) -> float | None:
     """Priced tokens/s of one request with the whole model in memory. None: it does not fit."""
-    found = speeds(model, hardware, ROW_BYTES, CONTEXT, (1,))
+    found = predict_speeds(model, hardware, ROW_BYTES, CONTEXT, (1,))
     return found[0].answers if found else None
 
 
 def from_disk(model: ModelSizes, hardware: Hardware) -> float | None:
     """Priced tokens/s of one request whose experts are read from the disk. None: the rest does not fit."""
-    prompt, generate = lengths(CONTEXT)
-    limits = SearchLimits(SCHEDULES, largest_batch=1, requests=1, whole_cache=True, near=NEAR)
+    prompt, generate = choose_lengths(CONTEXT)
+    limits = SearchLimits(SCHEDULES, largest_batch=1, requests=1, whole_cache=True, near=NEAR_SHARE)
     job = Job(1, prompt, generate, prompt + generate)
-    found = JobSearch(model, hardware, job, ROW_BYTES, limits).within(int(hardware.fast.room) // MIB * MIB)
+    found = JobSearch(model, hardware, job, ROW_BYTES, limits).find_policy(
+        int(hardware.fast.room) // MIB * MIB
+    )
     return None if found is None else found[1].decode_throughput
 
 
@@ -152,7 +154,7 @@ def priced() -> Iterator[str]:
     yield "|---|---|---:|---:|---:|---|"
     for row in ROWS:
         model = sizes(row.config, row.type)
-        weights = f"{format_of(model, row.type).weights / GIB:.1f}"
+        weights = f"{format_of(model, row.type).weight_bytes / GIB:.1f}"
         cells = " | ".join(cell(model, one) for one in machines)
         yield f"| `{row.hub_id}` | {row.stored} | {weights} | {cells} | priced |"
 
@@ -164,7 +166,7 @@ def measured() -> Iterator[str]:
     yield "|---|---|---:|---|---:|---:|"
     for one in MEASURED:
         model = sizes(SHAPES[one.shape], "bfloat16")
-        weights = f"{format_of(model, 'bfloat16').weights / GIB:.1f}"
+        weights = f"{format_of(model, 'bfloat16').weight_bytes / GIB:.1f}"
         price = cell(model, hardware)
         yield f"| `{one.shape}` | {BF16} | {weights} | {one.machine} | {one.tokens} | {price} |"
 

@@ -82,12 +82,18 @@ NO_PARTICIPLES = _words(
 )
 """Words that end in "ed" and are verbs or nouns. `hidden` states are a term of the field."""
 
-PREFIXES = frozenset(("is", "has", "can", "on"))
+PREFIXES = frozenset(("is", "has", "can", "on", "was", "did", "should", "must", "may"))
 """First words of predicates and callbacks. A participle says something behind them: `is_closed`."""
 
-ALLOWED = frozenset(("all_to_all", "unembed"))
-"""Terms of the field that are made of such words."""
-KEPT: dict[str, str] = {}
+ALLOWED = frozenset(("all_to_all", "out", "unembed"))
+"""Terms of the field that are made of such words. torch and NumPy call the array for a result `out`."""
+KEPT: dict[str, str] = {
+    "planning/sim/figures.py: completed": "a field of `moesaic simulate --json`",
+    "planning/sim/scenario.py: at": "a field of a scenario's table [[faults]]",
+    "planning/sim/scenario.py: back": "a field of a scenario's table [[faults]]",
+    "planning/sim/scenario.py: shuffled": "a field of a scenario's table [routing]",
+    "cluster/member.py: STOPPED": "a stage of the status, where it is written `stopped`",
+}
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
 flags, fields of a file or of an answer, or methods that a library calls."""
 OPERAND = "other"
@@ -106,7 +112,7 @@ def says_nothing(name: str) -> bool:
     [True, False, False, True, False, False]
     """
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+", name)]
-    if len(words) > 1 and words[0] in PREFIXES and is_participle(words[1]):
+    if name.startswith("__") or (len(words) > 1 and words[0] in PREFIXES and is_participle(words[1])):
         return False
     return bool(words) and any(len(word) > 1 for word in words) and all(map(_says_nothing, words))
 

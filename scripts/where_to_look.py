@@ -26,7 +26,8 @@ NESTED_ROOMS = ("policy",)
 HEAD = """# Where to look
 
 This page says which module answers which question. Search it for your word.
-Paths are those in `src/moesaic`. [ARCHITECTURE](../ARCHITECTURE.md) has the rooms and the ways through them.
+Paths are those in `src/moesaic`. [ARCHITECTURE](../ARCHITECTURE.md) describes the rooms.
+It also lists [all files that change](../ARCHITECTURE.md#to-add-) when you add something.
 `python scripts/where_to_look.py` writes this page from the docstrings of the modules.
 A module that answers a question has a line such as `Question: Who is preempted?` in its docstring.
 """
@@ -78,7 +79,8 @@ def write_page(package: Path) -> str:
         rooms[room_of(modules[0])].append((question, modules))
     parts = [HEAD]
     for room, rows in sorted(rooms.items()):
-        purpose = docstring_of(package / room / "__init__.py").partition("\n")[0]
+        paragraph, _, _ = docstring_of(package / room / "__init__.py").partition("\n\n")
+        purpose = " ".join(paragraph.split())
         parts.append(f"## {room or 'moesaic'}\n\n{purpose}\n\n| question | modules |\n|---|---|\n")
         parts[-1] += "".join(
             f"| {question} | {', '.join(f'`{module}`' for module in modules)} |\n"

@@ -21,6 +21,12 @@ MODULES = rules.read_package(SOURCE)
 EDGES: dict[str, tuple[str, ...]] = {
     # nouns, decisions, prices
     "core": (),
+    # The only door to what only a GPU runs: shared code asks it for a part when the configuration names one.
+    # Its functions are typed by what their users know of the parts.
+    "core.gpu_parts": (
+        *("config", "core.job_membership", "experts.server_memory"),
+        *("gpu.exchange.server_transport",),
+    ),
     "cost": ("core",),
     "policy": ("core", "cost"),
     # mechanisms
@@ -33,6 +39,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "experts.collectives": ("core", "transport", "policy.placement.shuffle"),
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
+        "core.gpu_parts",
         *("config", "core", "cost.curves", "kernels", "trace.logs", "models", "policy.fleet.replicas"),
         "policy.fleet.relays",  # which server of another host passes rows on
         "offload.pool",  # a server with more experts than memory
@@ -57,17 +64,21 @@ EDGES: dict[str, tuple[str, ...]] = {
         "config",
         "core.errors",
         "core.experts",
+        "core.job_membership",
         "core.messages",
         "core.metrics",
         "core.tokens",
         "experts.client",
         "experts.connector",
         "experts.remote",
+        "experts.server_memory",
         "experts.wire",
         "gpu.graphs.graphs",
         "gpu.ipc.device_calls",
         "gpu.ipc.device_heap",
+        "gpu.ipc.device_rows",
         "gpu.ipc.device_sharing",
+        "gpu.nvshmem.answerer",
         "gpu.nvshmem.job",
         "gpu.nvshmem.nvshmem_mailbox",
         "gpu.nvshmem.symmetric_heap",
@@ -81,13 +92,14 @@ EDGES: dict[str, tuple[str, ...]] = {
         "transport.address",
         "transport.authentication",
         "transport.calls",
+        "transport.host_watch",
         "transport.listening",
         "transport.sealed_socket",
+        "transport.words",
     ),
     "gpu.graphs": (
         "core.tokens",
         "experts.client",
-        "gpu.exchange.exchange_launches",
         "kernels.batch",
         "kernels.moving",
         "kernels.table",
@@ -101,11 +113,13 @@ EDGES: dict[str, tuple[str, ...]] = {
         "core.errors",
         "core.tokens",
         "experts.client",
+        "experts.server_memory",
         "experts.wire",
         "kernels.moving",
         "kernels.pointers",
         "transport.address",
         "transport.calls",
+        "transport.listening",
         "transport.shm",
     ),
     "gpu.nvshmem": (
@@ -114,6 +128,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "config",
         "core.errors",
         "core.experts",
+        "core.job_membership",
         "core.messages",
         "core.tokens",
         "experts.wire",
@@ -126,7 +141,6 @@ EDGES: dict[str, tuple[str, ...]] = {
         "kernels.moving",
         "kernels.pointers",
         "transport.calls",
-        "transport.listening",
         "transport.words",
     ),
     "gpu.ranks": (
@@ -174,7 +188,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
         "policy.fleet.silence",
         "policy.fleet.nodes",  # where Ray should start a process
-        *("policy.placement.around_homes", "policy.placement.dispatch", "policy.placement.apart"),
+        *("policy.placement.around_homes", "policy.placement.dispatch"),
         "policy.placement.spreading",  # how many experts have all of their copies on one host
         "policy.placement.returning",  # which experts servers keep under a new supervisor
         *("trace.parts", "transport"),
@@ -192,7 +206,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "cluster.joining": (
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "trace.logs"),
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
-        *("runtime.process", "runtime.keeping", "runtime.group.other_host"),
+        *("runtime.process", "runtime.keeping", "runtime.group.build_rank"),
     ),
     "cluster.solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "text.templates": ("config", "core"),
@@ -212,13 +226,11 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "text.detokenizer": ("text.tokenizer",),
     "text.stop_strings": (),
-    "text.bad_words": ("core", "text.tokenizer"),
     # Workers are known through a transport only.
     # the tokens that an answer of a certain form may have: masks for a worker, a grammar for an engine
     "text.structured": ("core", "trace.logs", "text.tokenizer"),
     "engine": (
         *(
-            "text.bad_words",
             "core",
             "text.detokenizer",
             "text.stop_strings",
@@ -248,8 +260,6 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("models.conversion", "models.headers"),  # how many bytes of the files an expert has
         "policy.scheduling.step_prices",  # with which a worker that drafts tokens begins
     ),
-    # published results, computed again
-    "papers": ("core", "cost", "policy.offloading"),
     # the HTTP API's own code in this process, in front of workers; how long a file's requests are
     "jobs.batch": (
         *(
@@ -331,7 +341,7 @@ EDGES: dict[str, tuple[str, ...]] = {
             "planning",
             "text.tokenizer",
         ),
-        *("cost", "planning.hardware", "papers", "policy.offloading", "policy.placement", "jobs.profiling"),
+        *("cost", "planning.hardware", "policy.offloading", "policy.placement", "jobs.profiling"),
         *("jobs.quantizing", "planning.sim"),
         *("runtime.machine", "server", "jobs.verify"),
         # what the loader says about a model before it is loaded
@@ -354,16 +364,9 @@ GPU_EDGES: dict[str, tuple[str, ...]] = {
     "cluster.joining": ("gpu.nvshmem.package",),
     "commands": ("gpu.hardware",),
     "experts": (
-        "gpu.exchange.exchange_launches",
-        "gpu.exchange.mailbox_answerer",
         "gpu.ipc.device_calls",
         "gpu.ipc.device_heap",
         "gpu.ipc.device_rows",
-        "gpu.ipc.device_sharing",
-        "gpu.nvshmem.answerer",
-        "gpu.nvshmem.job",
-        "gpu.nvshmem.package",
-        "gpu.nvshmem.symmetric_heap",
     ),
     "kernels": (
         "gpu.exchange.exchange_launches",
@@ -375,22 +378,14 @@ GPU_EDGES: dict[str, tuple[str, ...]] = {
     ),
     "planning.hardware": ("gpu.hardware",),
     "runtime": (
-        "gpu.exchange.exchange_launches",
         "gpu.exchange.exchanged_step",
         "gpu.exchange.full_graphs",
         "gpu.graphs.graph_inputs",
         "gpu.graphs.graphs",
         "gpu.ipc.device_rows",
         "gpu.ipc.device_sharing",
-        "gpu.nvshmem.package",
         "gpu.ranks.recorded_attention",
         "gpu.ranks.recorded_rank",
-    ),
-    "transport": (
-        "gpu.exchange.lifeline",
-        "gpu.exchange.mailbox",
-        "gpu.ipc.device_calls",
-        "gpu.ipc.device_heap",
     ),
 }
 """Rooms that import what only a GPU runs, beside what EDGES allows."""
@@ -457,7 +452,10 @@ IMPURE = (
     *("torch", "asyncio", "threading", "multiprocessing", "concurrent", "socket", "selectors", "subprocess"),
     *("time", "os", "queue", "secrets"),
 )
+DOORS = ("core.gpu_parts",)
+"""Modules that import late what knows their own users."""
 LATE_IMPORTS = {
+    "core.gpu_parts": "what only a GPU runs is loaded where the configuration names it, and nowhere else",
     "__main__": "Ctrl-C while modules load ends the command quietly, too",
     "commands.cli": "what a command does is imported when it is called, so that --help answers at once",
     "commands.plan": "only --hardware this needs torch, which takes seconds to import",
@@ -484,7 +482,7 @@ BROAD_EXCEPTS = {
     "cluster.watchdog": "whatever ends the supervisor's thread, another one takes its place",
 }
 LONGER_FILES: dict[str, int] = {}
-"""Module -> lines, where more than 400 read better; the reason stands beside it."""
+"""Module -> lines, where more than 600 read better; the reason stands beside it."""
 NAMES = ("utils", "util", "common", "helpers", "manager", "misc")
 
 RULES: dict[str, Callable[[list[Module]], list[str]]] = {
@@ -492,7 +490,7 @@ RULES: dict[str, Callable[[list[Module]], list[str]]] = {
     "no subject of policy imports another": lambda m: rules.entangled(m, "policy", SUBJECTS),
     "each foreign library has one home": lambda m: rules.homeless(m, HOMES, EDGES),
     "nouns, prices and decisions are pure": lambda m: rules.impure(m, PURE_ROOMS, IMPURE),
-    "no import cycles": rules.cycles,
+    "no import cycles": lambda m: rules.cycles(m, DOORS),
     "every module is reached by a command or a public name": lambda m: rules.unreached(m, PUBLIC),
     "function-level imports only where listed": lambda m: rules.late_imports(m, LATE_IMPORTS),
     "no broad except that does not raise": lambda m: rules.broad_excepts(m, BROAD_EXCEPTS),
@@ -512,6 +510,14 @@ VIOLATIONS = [
     ("rooms import only what the table of edges allows", "runtime.x", "import moesaic.experts.server"),
     ("rooms import only what the table of edges allows", "core.x", "from ..engine import Engine"),
     ("rooms import only what the table of edges allows", "attic.x", ""),
+    # a room within another one: neither has the rights of the other
+    ("rooms import only what the table of edges allows", "cluster.x", "import moesaic.cluster.joining.loop"),
+    (
+        "rooms import only what the table of edges allows",
+        "cluster.solving.x",
+        "import moesaic.transport.base",
+    ),
+    ("each foreign library has one home", "server.client", "import fastapi"),
     (
         "no subject of policy imports another",
         "policy.fleet.x",
@@ -526,6 +532,11 @@ VIOLATIONS = [
     ("nouns, prices and decisions are pure", "policy.x", "import random\nx = random.random()"),
     ("nouns, prices and decisions are pure", "cost.x", "import numpy as np\nx = np.random.default_rng()"),
     ("no import cycles", "core.x", "from moesaic.core import x2"),
+    (
+        "no import cycles",
+        "core.x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moesaic.core import x2",
+    ),
     ("function-level imports only where listed", "engine", "def f() -> None:\n    import json"),
     ("no broad except that does not raise", "engine", "try:\n    f()\nexcept Exception:\n    pass"),
     ("no broad except that does not raise", "engine", "try:\n    f()\nexcept (OSError, Exception):\n    g()"),
@@ -546,7 +557,7 @@ from typing import TYPE_CHECKING
 import random
 from moesaic.core.errors import ConfigError
 if TYPE_CHECKING:
-    from moesaic.core import x2
+    from moesaic.core.errors import RequestError
 def f(rng: random.Random) -> None:
     try:
         rng.random()

@@ -256,7 +256,7 @@ def test_serve_says_what_it_chose_and_ends_on_sigterm() -> None:
         shown = []
         while not (shown and shown[-1].startswith("Serving ")):
             line = process.stdout.readline()
-            assert line, process.stderr.read_page()
+            assert line, process.stderr.read_bytes()
             shown.append(line)
         url = shown[-1].split()[-1]
         assert get(f"{url}/health") == 200

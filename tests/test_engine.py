@@ -14,8 +14,8 @@ from moesaic.core.request import FinishReason, Request, RequestOutput, SamplingP
 from moesaic.engine import Engine
 from moesaic.testing import byte_tokenizer
 from moesaic.text.tokenizer import Tokenizer
-from moesaic.transport.codec import encode
 from moesaic.transport.local import LocalConnection, local_pair
+from moesaic.transport.stream import encode
 from tests.support import fake_worker
 
 EOS = 256

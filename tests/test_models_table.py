@@ -47,7 +47,7 @@ def test_doctor_says_the_same(hub_id: str, tmp_path: Path, capsys: pytest.Captur
     told = told_by_doctor(row, "server", tmp_path, capsys)
     model, server = models_table.sizes(row.config, row.type), models_table.machine("server")
     [weights] = [one["weights"] for one in told["formats"] if one["experts_as"] == row.type]
-    assert weights == models_table.format_of(model, row.type).weights
+    assert weights == models_table.format_of(model, row.type).weight_bytes
     assert told["speeds"][0]["answers"] == pytest.approx(models_table.in_memory(model, server))
 
 

@@ -19,7 +19,7 @@ from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.models import registry
 from moesaic.models.kvcache.paged_kv import bytes_per_token
 from moesaic.offload.weights import StreamedExperts
-from moesaic.planning import USABLE, Job, Planned, longest_request, plan
+from moesaic.planning import USABLE, Job, WorkerPlan, longest_request, plan
 from moesaic.policy.offloading.footprint import Footprint
 from moesaic.runtime import offloaded
 from tests.support import model_configs, tiny_models
@@ -49,11 +49,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save(model, tmp_path_factory.mktemp("planned"), torch.bfloat16)
 
 
-PADDED = replace(JOB, padded=54)
+PADDED = replace(JOB, padded_length=54)
 """The longest prompt has nearly twice the mean's tokens."""
 
 
-def planned(path: Path, cap: str = "6MiB", job: Job = JOB, **options: Any) -> Planned:
+def planned(path: Path, cap: str = "6MiB", job: Job = JOB, **options: Any) -> WorkerPlan:
     worker = WorkerConfig(ModelConfig(str(path)))
     return plan(worker, OffloadConfig(cap, **options), job, HARDWARE)
 
@@ -65,7 +65,7 @@ def test_a_slow_level_that_computes_is_no_disk(path: Path) -> None:
         plan(WorkerConfig(ModelConfig(str(path))), options, JOB, computing)
 
 
-def cache_tokens(found: Planned) -> int:
+def cache_tokens(found: WorkerPlan) -> int:
     spec = found.model
     return int(found.worker.cache.kv_cache_memory) // round(spec.layers * spec.cache(1, 4.0))
 
@@ -83,9 +83,9 @@ def test_a_worker_that_keeps_to_the_cap(path: Path, cap: str, job: Job) -> None:
     assert policy.slow_cache == 0 and not policy.slow_attention and policy.fast_residual
     assert found.worker.scheduler.max_num_seqs == offload.batch <= job.requests
     # rows of a step are those that the plan made room for
-    assert found.worker.scheduler.max_num_batched_tokens == offload.batch * job.computed
-    assert offload.padded == job.padded
-    assert found.worker.cache.enable_prefix_caching is (job.padded is None)
+    assert found.worker.scheduler.max_num_batched_tokens == offload.batch * job.computed_tokens
+    assert offload.padded == job.padded_length
+    assert found.worker.cache.enable_prefix_caching is (job.padded_length is None)
     assert cache_tokens(found) >= job.longest
     assert offload.prefill_rows * found.model.hidden * 4 <= size
     # and so are weights: what the executor takes for its experts is what was counted
@@ -208,25 +208,25 @@ def test_passes_as_they_were_planned_take_what_was_predicted(path: Path) -> None
     found = planned(path, "5MiB", Job(32, 30, 10, 40), offload_schedule="cgopipe", micro_batch_size=4)
     policy, price = found.price.policy, found.price
     one = PassStats(False, policy.micro_batches, policy.batch, passes=1, context=policy.batch * 35)
-    step = found.predicted(one)
+    step = found.predict_seconds(one)
     assert step == pytest.approx(price.step.seconds, rel=0.05)
-    assert found.predicted(replace(one, passes=7, context=7 * one.context)) == pytest.approx(7 * step)
+    assert found.predict_seconds(replace(one, passes=7, context=7 * one.context)) == pytest.approx(7 * step)
     parts = -(
         -policy.batch // Footprint(found.model, found.hardware, price.workload).prefill_requests(policy)
     )
     rows = policy.batch * 30
     prompts = PassStats(True, parts, policy.batch, passes=1, rows=rows, context=rows)
-    assert found.predicted(prompts) == pytest.approx(price.prefill.seconds, rel=0.05)
+    assert found.predict_seconds(prompts) == pytest.approx(price.prefill.seconds, rel=0.05)
     # padding is priced as what it is beside
     long, full = replace(prompts, rows=64 * rows), replace(one, context=10**6 * one.context)
-    assert found.predicted(replace(prompts, padding_rows=63 * rows)) == found.predicted(long)
+    assert found.predict_seconds(replace(prompts, padding_rows=63 * rows)) == found.predict_seconds(long)
     assert (
-        found.predicted(replace(one, padding_context=(10**6 - 1) * one.context))
-        == found.predicted(full)
+        found.predict_seconds(replace(one, padding_context=(10**6 - 1) * one.context))
+        == found.predict_seconds(full)
         > 2 * step
     )
     # a fuller cache and longer prompts take longer
-    assert found.predicted(replace(prompts, rows=64 * rows)) > found.predicted(prompts)
+    assert found.predict_seconds(replace(prompts, rows=64 * rows)) > found.predict_seconds(prompts)
 
 
 def test_passes_that_began_without_their_first_layer_waited_for_it(path: Path) -> None:
@@ -234,9 +234,9 @@ def test_passes_that_began_without_their_first_layer_waited_for_it(path: Path) -
     policy = found.price.policy
     done = PassStats(False, policy.micro_batches, policy.batch, passes=5, context=5 * policy.batch * 35)
     away = (found.model.experts - policy.static_experts) * found.model.expert * found.model.number
-    more = found.predicted(replace(done, cold=2)) - found.predicted(done)
+    more = found.predict_seconds(replace(done, cold=2)) - found.predict_seconds(done)
     assert more == pytest.approx(2 * away / HARDWARE.link.down)
-    more = found.predicted(replace(done, cold=2), link=3e6) - found.predicted(done, link=3e6)
+    more = found.predict_seconds(replace(done, cold=2), link=3e6) - found.predict_seconds(done, link=3e6)
     assert more == pytest.approx(2 * away / 3e6)
 
 
@@ -266,10 +266,10 @@ def test_a_faster_link_is_one_that_is_read_faster(path: Path) -> None:
     policy = found.price.policy
     done = PassStats(False, policy.micro_batches, policy.batch, passes=1, context=policy.batch * 35)
     layers = (found.model.experts - policy.static_experts) * found.model.expert * found.model.number
-    assert found.predicted(done, link=1e5) == pytest.approx(found.model.layers * layers / 1e5, rel=0.05)
+    assert found.predict_seconds(done, link=1e5) == pytest.approx(found.model.layers * layers / 1e5, rel=0.05)
     slow = replace(found.hardware.slow, bandwidth=HARDWARE.link.down)
     alike = replace(found, hardware=replace(found.hardware, slow=slow))
-    assert alike.predicted(done, link=10 * HARDWARE.link.down) < 0.2 * alike.predicted(done)
+    assert alike.predict_seconds(done, link=10 * HARDWARE.link.down) < 0.2 * alike.predict_seconds(done)
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_logits_take_no_more_than_the_workspace(path: Path) -> None:
 # ---- a GPU over RAM
 
 
-def on_gpu(path: Path, cap: str = "6MiB", hardware: Hardware = GPU, **options: Any) -> Planned:
+def on_gpu(path: Path, cap: str = "6MiB", hardware: Hardware = GPU, **options: Any) -> WorkerPlan:
     worker = WorkerConfig(ModelConfig(str(path)))
     return plan(worker, OffloadConfig(cap, **options), JOB, hardware, gpus=1)
 

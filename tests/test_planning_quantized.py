@@ -22,8 +22,8 @@ from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.headers import Headers
 from moesaic.offload.converted_experts import StreamedConvertedExperts
-from moesaic.planning import Planned, plan
-from moesaic.planning.sizes import of_checkpoint
+from moesaic.planning import WorkerPlan, plan
+from moesaic.planning.sizes import read_checkpoint_sizes
 from moesaic.policy.offloading.durations import Durations
 from moesaic.policy.offloading.policies import Policy, Workload
 from moesaic.policy.offloading.tasks import Kind, Lane
@@ -74,7 +74,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return Written(tmp_path_factory.mktemp("quantised"))
 
 
-def planned(path: Path, cap: str) -> Planned:
+def planned(path: Path, cap: str) -> WorkerPlan:
     return plan(WorkerConfig(ModelConfig(str(path))), OffloadConfig(cap), JOB, HARDWARE)
 
 
@@ -110,7 +110,7 @@ def test_what_is_planned_is_what_a_worker_takes(written: Written, form: str) -> 
 def test_the_bytes_of_the_files_are_read(written: Written, form: str) -> None:
     """Every byte of one expert once, and no other's."""
     path, kernels = written[form], table.pick("cpu")
-    model, layout = of_checkpoint(path, "x", kernels), registry.expert_layout(path, kernels)
+    model, layout = read_checkpoint_sizes(path, "x", kernels), registry.expert_layout(path, kernels)
     headers = Headers(path)
     places = headers.list_tensors().items()
     every = sum(place.size for name, place in places if ".mlp.experts." in name)
@@ -127,7 +127,7 @@ def loads(model: Any, hardware: Any, experts: int) -> float:
 
 
 def test_reading_and_converting_take_time(written: Written) -> None:
-    model = of_checkpoint(written["packed int4"], "x", table.pick("cpu"))
+    model = read_checkpoint_sizes(written["packed int4"], "x", table.pick("cpu"))
     assert model.read is not None and model.read < model.expert_bytes
     assert loads(model, HARDWARE, 6) == pytest.approx(6 * model.read / HARDWARE.link.down)
     rates = replace(HARDWARE, link=replace(HARDWARE.link, conversions=(("fp8", 1.0), ("int4", 1e6))))
@@ -141,7 +141,7 @@ def test_reading_and_converting_take_time(written: Written) -> None:
 
 
 def test_what_no_figure_says_is_told(written: Written) -> None:
-    model = of_checkpoint(written["packed int4"], "x", table.pick("cpu"))
+    model = read_checkpoint_sizes(written["packed int4"], "x", table.pick("cpu"))
     [computing, converting] = assumed(model, HARDWARE)
     assert "experts in int4 compute at the roofline of their bytes" in computing
     assert "converting quantised experts to int4 takes no time" in converting
@@ -153,12 +153,12 @@ def test_what_no_figure_says_is_told(written: Written) -> None:
     fast = replace(HARDWARE.fast, processor=replace(known, packed=(("int4", ((1.0, 2e9),)),)))
     link = replace(HARDWARE.link, conversions=(("int4", 1e9),))
     assert assumed(model, replace(HARDWARE, fast=fast, link=link)) == []
-    columns = of_checkpoint(written["columns"], "x", table.pick("cpu"))
+    columns = read_checkpoint_sizes(written["columns"], "x", table.pick("cpu"))
     assert len(assumed(columns, HARDWARE)) == 1
 
 
 def test_experts_have_the_rates_of_their_type(written: Written) -> None:
-    model = of_checkpoint(written["fp8 blocks"], "x", table.pick("cpu"))
+    model = read_checkpoint_sizes(written["fp8 blocks"], "x", table.pick("cpu"))
     assert HARDWARE.fast.processor is not None
     known = replace(HARDWARE.fast.processor, experts=((1.0, 1e9),), packed=(("fp8", ((1.0, 4e9),)),))
     workload, policy = Workload(30, 10, 4.0), Policy("on-demand", 4, 1, False)
@@ -235,12 +235,12 @@ def test_memory_of_a_worker_is_that_of_the_files(written: Written) -> None:
     outside = registry.bytes_outside_experts(path, table.pick("cpu"))
     layout = registry.expert_layout(path, table.pick("cpu"))
     assert outside == load_model(ModelConfig(str(path)), elsewhere=layout).model.num_bytes
-    assert outside < 4 * of_checkpoint(path, "x", table.pick("cpu")).other / GIB * GIB
+    assert outside < 4 * read_checkpoint_sizes(path, "x", table.pick("cpu")).other / GIB * GIB
 
 
 def test_experts_in_bf16_among_quantised_matrices(written: Written) -> None:
     path, kernels = written["bf16 in gguf"], table.pick("cpu")
-    model, layout = of_checkpoint(path, "x", kernels), registry.expert_layout(path, kernels)
+    model, layout = read_checkpoint_sizes(path, "x", kernels), registry.expert_layout(path, kernels)
     assert (layout.dtype, model.conversion) == ("bfloat16", None)
     assert model.expert_bytes == layout.expert_bytes
     assert model.other == pytest.approx(registry.bytes_outside_experts(path, kernels))

@@ -17,7 +17,7 @@ from moesaic.cost.hardware import Hardware
 from moesaic.models import registry
 from moesaic.models.shard import Shard
 from moesaic.offload.weights import StreamedExperts
-from moesaic.planning import USABLE, Planned, plan
+from moesaic.planning import USABLE, WorkerPlan, plan
 from moesaic.runtime.group.owners import placed
 from moesaic.runtime.model_loading import layout_of
 from tests.support import model_configs, tiny_models
@@ -41,7 +41,7 @@ def planned(
     hardware: Hardware = HARDWARE,
     gpus: int = 0,
     **options: Any,
-) -> Planned:
+) -> WorkerPlan:
     group = ParallelConfig(ranks, placement=placement)
     worker = WorkerConfig(ModelConfig(str(path)), parallel=group)
     return plan(worker, OffloadConfig(cap, **options), JOB, hardware, gpus)
@@ -121,9 +121,11 @@ def test_passes_of_a_rank_are_predicted_by_its_part(path: Path) -> None:
         (found.model.experts - found.price.policy.static_experts) / found.hardware.link.down
         for found in (one, two)
     ]
-    assert two.predicted(done) == pytest.approx(one.predicted(done) * streamed[1] / streamed[0], rel=0.05)
-    assert two.predicted(replace(done, passes=6, context=2 * done.context)) == pytest.approx(
-        2 * two.predicted(done)
+    assert two.predict_seconds(done) == pytest.approx(
+        one.predict_seconds(done) * streamed[1] / streamed[0], rel=0.05
+    )
+    assert two.predict_seconds(replace(done, passes=6, context=2 * done.context)) == pytest.approx(
+        2 * two.predict_seconds(done)
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic import SamplingParams
-from moesaic.cluster.launch import Launched, launch
+from moesaic.cluster.launch import LaunchedEngine, launch
 from moesaic.cluster.router import Router
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.experts import ExpertLayout
@@ -122,7 +122,7 @@ class Served:
     """One process or a cluster that is ready. One thread drives it."""
 
     name: str
-    launched: Launched
+    launched: LaunchedEngine
     times: dict[int, list[float]] = field(default_factory=dict)
     """Request -> times of its tokens, on the monotonic clock."""
     open: set[int] = field(default_factory=set)

@@ -9,7 +9,7 @@ from offloading.telling import Telling
 
 if TYPE_CHECKING:
     from moesaic.core.metrics import PassStats
-    from moesaic.planning import Planned
+    from moesaic.planning import WorkerPlan
     from moesaic.policy.scheduling.schedulers.actions import Action, Event
 
 
@@ -33,7 +33,7 @@ class Watch:
                 self._telling.step(zip(numbers, action.tokens, strict=True))
 
 
-def planned(order: dict[str, Any], requests: float) -> Planned:
+def planned(order: dict[str, Any], requests: float) -> WorkerPlan:
     """The policy for the order's prompts and machine. Raises ConfigError."""
     from moesaic.commands.plan import find_hardware
     from moesaic.config import CacheConfig, ModelConfig, OffloadConfig, WorkerConfig
@@ -54,7 +54,7 @@ def planned(order: dict[str, Any], requests: float) -> Planned:
     return plan(worker, options, job, find_hardware(order["hardware"]))
 
 
-def phases(found: Planned, passes: tuple[PassStats, ...], seconds: float) -> dict[str, Any]:
+def phases(found: WorkerPlan, passes: tuple[PassStats, ...], seconds: float) -> dict[str, Any]:
     """The totals of a run's passes. seconds: of the whole run. Time besides passes counts as decode's."""
     from moesaic.commands.offload_report import phases as report
 
@@ -68,7 +68,7 @@ def phases(found: Planned, passes: tuple[PassStats, ...], seconds: float) -> dic
     return measured
 
 
-def settings(found: Planned) -> dict[str, Any]:
+def settings(found: WorkerPlan) -> dict[str, Any]:
     """The settings of the `LLM`."""
     worker = found.worker
     parts = (worker.model, worker.cache, worker.scheduler)

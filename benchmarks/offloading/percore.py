@@ -172,16 +172,16 @@ class Bench:
         block.merge(gated, block.dense(gated.normed_rows), answers)
 
     def _level(self, cpu: int, sizes: ModelSizes, requests: int, context: int) -> Level:
-        kernels, dtype = self.loaded.kernels, products.name_of(self.loaded.dtype)
+        kernels, dtype = self.loaded.kernels, products.dtype_name(self.loaded.dtype)
         assert kernels.one_core is not None
         shape = products.Sizes(sizes.hidden, sizes.expert_width, min(sizes.experts, 64), ROWS, 8192, 1)
         with kernels.one_core(cpu):
             bandwidth = memory.read(kernels, self.loaded.dtype, BEYOND_CACHES, self.watch)
-            found = products.rates(kernels, [self.loaded.dtype], shape, self.watch, lambda *_: None)
+            found = products.measure_rates(kernels, [self.loaded.dtype], shape, self.watch, lambda *_: None)
             decode, prompt = self.attention(requests, context), self.attention(1, context, context)
             experts = tuple((float(rows), self.experts(rows)) for rows in EACH)
-        overlap = products.overlap(found, dtype, bandwidth)
-        peak = Processor(products.peak(found, dtype), overlap=overlap)
+        overlap = products.compute_overlap(found, dtype, bandwidth)
+        peak = Processor(products.find_peak(found, dtype), overlap=overlap)
         level = Level(f"CPU {cpu}, {kernels.name}", available_memory(), bandwidth, peak)
         share = seconds(ops.attention(sizes, requests, context, 4.0), level) / decode
         long = _prompts(sizes, context, prompt, peak.flops * products.prefill_efficiency(found, dtype))

@@ -255,7 +255,7 @@ def arrivals(options: argparse.Namespace) -> Iterator[Row]:
             for window in range(WINDOWS):
                 begin, end = window * part, (window + 1) * part
                 inside = [sum(begin < time <= end for time in life.times) for life in lives]
-                gone = sum(life.ended and begin < life.times[-1] <= end for life in lives)
+                gone = sum(life.has_ended and begin < life.times[-1] <= end for life in lives)
                 yield {
                     "devices": devices,
                     "top_k": top_k,
@@ -265,7 +265,7 @@ def arrivals(options: argparse.Namespace) -> Iterator[Row]:
                     "end_per_s": gone / part,
                     "tokens_per_s": sum(inside) / part,
                     "open": sum(life.request.arrival <= end for life in lives)
-                    - sum(life.ended and life.times[-1] <= end for life in lives),
+                    - sum(life.has_ended and life.times[-1] <= end for life in lives),
                 }
 
 

@@ -34,14 +34,14 @@ import argparse
 from collections.abc import Iterator
 
 from figures import Figure, Row, main
+from moe_lightning_plan import cross
+from moe_lightning_settings import LENGTHS, Published, settings
 
 from moesaic.core.errors import ConfigError
 from moesaic.cost import ops, roofline
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.machines import MACHINES
 from moesaic.cost.sizes import KNOWN
-from moesaic.papers.moe_lightning_settings import LENGTHS, Published, settings
-from moesaic.papers.report import cross
 from moesaic.policy.offloading import planner
 from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.policies import Policy, Workload

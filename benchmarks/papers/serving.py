@@ -92,7 +92,7 @@ class LocatedRoutes(Routes):
 
     recorded: Recorded | None = None
 
-    def of(self, layer: int, rows: Rows, now: float) -> IntArray:
+    def choose_experts(self, layer: int, rows: Rows, now: float) -> IntArray:
         """See `Routes`. A request that is longer than the recorded one begins it again."""
         assert self.recorded is not None
         starts = self.recorded.starts
@@ -152,7 +152,9 @@ def bandwidth(model: ModelSizes, links: str) -> float:
         return STATED
     one, _ = system("sglang", routed.EXPERTS[model.name])
     pairs = round(STEP_ROWS * model.top_k)
-    computed = durations.of_machine(model, MACHINES["h100"], 0).experts.seconds(pairs, model.experts // RANKS)
+    computed = durations.build_machine_devices(model, MACHINES["h100"], 0).experts.seconds(
+        pairs, model.experts // RANKS
+    )
     sent = 2 * STEP_ROWS * one.others * model.hidden * 2
     return 1e-9 * sent / (computed * EXCHANGED / (1 - EXCHANGED))
 

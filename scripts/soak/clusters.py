@@ -37,7 +37,7 @@ TINY_MEMORY = 128 << 10
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 QUICK = {"high": 0.25, "low": 0.1, "queue": 1.0, "up_seconds": 0.0, "down_seconds": 1.0, "cooldown": 1.0}
 """Thresholds of autoscaling that a few requests reach, and short times."""
-PATIENT = RestartRule(first_delay=0.1, longest_delay=1.0, most=1000)
+PATIENT = RestartRule(first_delay=0.1, longest_delay=1.0, max_deaths=1000)
 """Rounds follow each other so closely that a process dies more often than a supervisor should put up with."""
 
 

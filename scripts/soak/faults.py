@@ -146,7 +146,7 @@ class Saboteur:
         if fault.role == SERVER:
             return victim if victim.stats.pairs > before.stats.pairs else None
         number = victim.number + (FIRST_PREFILL if victim.role == PREFILL else 0)
-        return None if self._router.drained(number) else victim
+        return None if self._router.is_drained(number) else victim
 
     def _healthy(self) -> bool:
         return not self._frozen and all(one.stage == "serving" for one in self._served.supervisor.status())

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moesaic.core.structured import StructuredOutputsParams
     from moesaic.llm import LLM
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["LLM", "MoesaicError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _MODULES = {

@@ -2,6 +2,8 @@
 
 It talks to a worker only through messages. It has no thread, and the caller passes its clock in, so the
 HTTP server and the `LLM` class use the same object.
+
+Question: Where does a request enter the engine?
 """
 
 from __future__ import annotations
@@ -23,11 +25,10 @@ from moesaic.core.request import (
     TokenRoute,
 )
 from moesaic.core.worker_info import WorkerInfo
-from moesaic.text.bad_words import BadWords, check_some_token_is_left
 from moesaic.text.detokenizer import IncrementalDecoder
 from moesaic.text.stop_strings import Search, StopStrings
 from moesaic.text.structured.grammar import grammar_of
-from moesaic.text.tokenizer import Tokenizer
+from moesaic.text.tokenizer import BadWords, Tokenizer, check_some_token_is_left
 from moesaic.transport.base import Connection
 
 MOST_BYTES = 1 << 27

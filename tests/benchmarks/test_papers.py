@@ -10,7 +10,7 @@ import pytest
 from moesaic.core.profile import Routes
 from moesaic.cost.machines import MACHINES
 from moesaic.cost.sizes import KNOWN
-from moesaic.planning.sim.routes import rows_of
+from moesaic.planning.sim.routes import number_rows
 
 from .conftest import FOLDER
 
@@ -72,8 +72,8 @@ def test_rows_choose_the_experts_of_recorded_requests() -> None:
         experts=experts,
     )
     routes = serving.LocatedRoutes(np.full((2, 10), 0.1), 1, 0, recorded=recorded)
-    rows = rows_of(np.array([0, 1, 3]), np.array([1, 2, 4]))
-    assert routes.of(1, rows, 0.0)[:, 0].tolist() == [experts[token, 1, 0] for token in (1, 4, 3)]
+    rows = number_rows(np.array([0, 1, 3]), np.array([1, 2, 4]))
+    assert routes.choose_experts(1, rows, 0.0)[:, 0].tolist() == [experts[token, 1, 0] for token in (1, 4, 3)]
 
 
 def test_the_batch_within_an_objective_is_the_largest() -> None:

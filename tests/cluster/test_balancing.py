@@ -59,9 +59,9 @@ def test_the_window_slides_and_forgets_who_left() -> None:
     loads.tick(2.0, [0])
     assert loads.window().tolist() == [[6, 0]]
     for second in range(3, 12):
-        assert not loads.full() or second == 11
+        assert not loads.has_full_window() or second == 11
         loads.tick(float(second), [0])
-    assert loads.full() and loads.window().tolist() == [[0, 0]]
+    assert loads.has_full_window() and loads.window().tolist() == [[0, 0]]
     assert loads.total.tolist() == [[6, 2]]
 
 
@@ -96,12 +96,12 @@ def test_a_skewed_load_moves_experts_once_an_interval() -> None:
     assert placement.held[0] == {0: (0, 1), 1: (2, 3)}
     balancing = Balancing(LAYOUT, EVEN, 0.0)
     now = filled(balancing, SKEWED, share=0.5)
-    assert balancing.rebalanced(now - 1.0, placement, EQUAL) is None, "too early"
-    new = balancing.rebalanced(now, placement, EQUAL)
+    assert balancing.plan_rebalance(now - 1.0, placement, EQUAL) is None, "too early"
+    new = balancing.plan_rebalance(now, placement, EQUAL)
     assert new is not None and new.version == 1
     assert sorted(map(set, new.held[0].values()), key=min)[0] & {0, 1} != {0, 1}, "the hot ones part"
     assert new.held[1] == placement.held[1]
-    assert balancing.rebalanced(now + 1.0, placement, EQUAL) is None, "once an interval"
+    assert balancing.plan_rebalance(now + 1.0, placement, EQUAL) is None, "once an interval"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_skewed_load_moves_experts_once_an_interval() -> None:
 def test_nothing_moves_without_a_reason(settings: ClusterConfig, load: list[list[int]], share: float) -> None:
     placement = balance.place(np.ones((2, 4)), (0, 1), {0: 1.0, 1: 1.0})
     balancing = Balancing(LAYOUT, settings, 0.0)
-    assert balancing.rebalanced(filled(balancing, load, share), placement, EQUAL) is None
+    assert balancing.plan_rebalance(filled(balancing, load, share), placement, EQUAL) is None
 
 
 def test_copies_on_one_host_are_a_reason_to_move() -> None:
@@ -128,12 +128,15 @@ def test_copies_on_one_host_are_a_reason_to_move() -> None:
     settings = ClusterConfig(expert_servers=4, min_replicas=2, rebalance_interval=10.0)
     balancing = Balancing(LAYOUT, settings, 0.0)
     now = filled(balancing, [[25] * 4] * 2, share=0.0)
-    for new in (balancing.spread(blind, servers, hosts), balancing.rebalanced(now, blind, servers, 1, hosts)):
+    for new in (
+        balancing.plan_spread(blind, servers, hosts),
+        balancing.plan_rebalance(now, blind, servers, 1, hosts),
+    ):
         assert new is not None and exposed(new, range(4), hosts) == 0
-        assert balancing.spread(new, servers, hosts) is None
-    assert balancing.spread(blind, servers, dict.fromkeys(hosts, "a")) is None
+        assert balancing.plan_spread(new, servers, hosts) is None
+    assert balancing.plan_spread(blind, servers, dict.fromkeys(hosts, "a")) is None
     one_copy = ClusterConfig(expert_servers=4, placement="f")
-    assert Balancing(LAYOUT, one_copy, 0.0, blind).spread(blind, servers, hosts) is None, (
+    assert Balancing(LAYOUT, one_copy, 0.0, blind).plan_spread(blind, servers, hosts) is None, (
         "a file's copies stay"
     )
 
@@ -144,7 +147,7 @@ def test_copies_beside_a_file_are_spread_too() -> None:
     blind = around_homes.place(homes, np.array([[8, 1, 7, 1]] * 2), (0, 1), servers, min_replicas=2)
     assert exposed(blind, range(4), hosts) > 0
     balancing = Balancing(LAYOUT, ClusterConfig(expert_servers=4, placement="f", min_replicas=2), 0.0, homes)
-    new = balancing.spread(blind, servers, hosts)
+    new = balancing.plan_spread(blind, servers, hosts)
     assert new is not None and exposed(new, range(4), hosts) == 0
     assert all(set(homes.of(server)[0]) <= set(new.of(server)[0]) for server in servers)
 
@@ -152,7 +155,7 @@ def test_copies_beside_a_file_are_spread_too() -> None:
 def test_an_interval_of_zero_is_never() -> None:
     placement = balance.place(np.ones((2, 4)), (0, 1), {0: 1.0, 1: 1.0})
     balancing = Balancing(LAYOUT, ClusterConfig(expert_servers=2, rebalance_interval=0.0), 0.0)
-    assert balancing.rebalanced(1e9, placement, EQUAL) is None
+    assert balancing.plan_rebalance(1e9, placement, EQUAL) is None
 
 
 def test_autoscaling_looks_once_a_second_at_how_busy_servers_were_since() -> None:
@@ -161,20 +164,22 @@ def test_autoscaling_looks_once_a_second_at_how_busy_servers_were_since() -> Non
     wanted = []
     for second in range(1, 9):
         spent = {(0, 1): 0.95 * second, (1, 1): 0.9 * second}
-        assert balancing.wanted_servers(second - 0.5, 0, spent, 2) == 2, "between two looks"
-        wanted.append(balancing.wanted_servers(float(second), 0, spent, 2))
+        assert balancing.count_needed_servers(second - 0.5, 0, spent, 2) == 2, "between two looks"
+        wanted.append(balancing.count_needed_servers(float(second), 0, spent, 2))
     assert wanted[:6] == [2, 2, 2, 2, 2, 3], "high for five seconds"
 
 
 def test_a_missed_objective_is_a_reason_for_more_servers() -> None:
     """Misses that go on for five seconds; those of before do not count again."""
     balancing = Balancing(LAYOUT, ClusterConfig(expert_servers=2, autoscale="1:4"), 0.0)
-    wanted = [balancing.wanted_servers(float(second), 0, {(0, 1): 0.0}, 2, second) for second in range(1, 8)]
+    wanted = [
+        balancing.count_needed_servers(float(second), 0, {(0, 1): 0.0}, 2, second) for second in range(1, 8)
+    ]
     assert wanted[:6] == [2, 2, 2, 2, 2, 3]
     balancing = Balancing(LAYOUT, ClusterConfig(expert_servers=2, autoscale="1:4"), 0.0)
     missed = [2, 4, 6, 6, 8, 8, 9, 9]
     wanted = [
-        balancing.wanted_servers(float(second), 0, {(0, 1): 0.5 * second}, 2, count)
+        balancing.count_needed_servers(float(second), 0, {(0, 1): 0.5 * second}, 2, count)
         for second, count in enumerate(missed, start=1)
     ]
     assert wanted == [2] * len(missed)
@@ -183,7 +188,7 @@ def test_a_missed_objective_is_a_reason_for_more_servers() -> None:
 def test_a_restarted_server_counts_from_zero() -> None:
     balancing = Balancing(LAYOUT, ClusterConfig(expert_servers=1, autoscale="1:4"), 0.0)
     for second in range(1, 20):
-        assert balancing.wanted_servers(float(second), 0, {(0, second): 0.5}, 1) == 1
+        assert balancing.count_needed_servers(float(second), 0, {(0, second): 0.5}, 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -263,8 +268,8 @@ def decided(
     }
     for second in range(1, seconds):
         times = {"expert_servers": {(0, 1): busy * second}, "prefill_workers": {(0, 1): prefill * second}}
-        sample = Sample(processes, {"prefill_workers": waiting}, busy=times, occupied=occupied)
-        if found := scaling.wanted(float(second), sample):
+        sample = Sample(processes, {"prefill_workers": waiting}, busy=times, occupancy=occupied)
+        if found := scaling.decide_counts(float(second), sample):
             return found
     return {}
 

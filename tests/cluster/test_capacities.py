@@ -15,7 +15,7 @@ from moesaic.cluster.member import Role
 from moesaic.cluster.members import Members
 from moesaic.cluster.placing import first_placement
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Joined
+from moesaic.cluster.scaling import JoinedProcess
 from moesaic.commands.options import Join
 from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
@@ -113,7 +113,7 @@ def test_so_does_a_change(spawning: list[Scene]) -> None:  # noqa: F811
     scene.members.servers[0].capacity = 2.0
     process = scene.process("expert server 1")
     process.capacity = 6.0
-    change = scene.changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
+    change = scene.changes.add_server(JoinedProcess(process, "w"))  # type: ignore[arg-type]
     assert advance(change)
     [held] = scene.told_to_hold("expert server 1")
     assert len(held[0]) == 3
@@ -126,7 +126,7 @@ def test_balance_is_of_load_for_each_unit_of_capacity() -> None:
     settings = ClusterConfig(expert_servers=2, rebalance_interval=10.0)
     for weights, moved in (({0: 2.0, 1: 2.0}, False), ({0: 3.0, 1: 1.0}, True)):
         balancing = Balancing(LAYOUT, settings, 0.0)
-        new = balancing.rebalanced(filled(balancing, load, share=0.5), placement, weights)
+        new = balancing.plan_rebalance(filled(balancing, load, share=0.5), placement, weights)
         assert (new is not None) == moved
     assert new is not None and new.held[0] == {0: (0, 1, 2), 1: (3,)}
 

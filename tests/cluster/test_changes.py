@@ -14,8 +14,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes, Joined
-from moesaic.cluster.scaling_limits import ScalingLimits
+from moesaic.cluster.scaling import Change, Changes, JoinedProcess, ScalingLimits
 from moesaic.config import ClusterConfig, ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -38,9 +37,9 @@ class FakeProcess:
     host_id: str = ""
     role: Role = Role.SERVER
     capacity: float = 1.0
-    kept: dict[int, list[int]] = field(default_factory=dict)
+    resident_experts: dict[int, list[int]] = field(default_factory=dict)
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         return "ended"
 
     def kill(self) -> None:
@@ -111,7 +110,7 @@ class Scene:
         member.confirmed_hold, member.stage = member.last_hold, Stage.SERVING
 
     def settle(self) -> None:
-        self.members.workers[0].settled = self.publisher.version
+        self.members.workers[0].settled_version = self.publisher.version
 
     def end(self, change: Change) -> None:
         """Advances a change until its end, while time passes."""
@@ -129,7 +128,7 @@ def spawning(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Scene]]:
     scenes: list[Scene] = []
 
     def spawn(config: object) -> FakeProcess:
-        return scenes[-1].process(scenes[-1].members.all[-1].name)
+        return scenes[-1].process(scenes[-1].members.all_members[-1].name)
 
     monkeypatch.setattr("moesaic.cluster.launcher.spawn_server", spawn)
     yield scenes
@@ -234,9 +233,9 @@ def test_a_server_whose_join_another_one_spoilt_may_join_again(
     """Example: it joins while the host of an earlier server dies. After a Shutdown it would end for good."""
     scene = Scene(2)
     more = Placement(1, 4, {0: {0: [0, 1], 1: [0, 1, 2, 3], 2: [2]}})
-    monkeypatch.setattr(scene.changes, "_placed", lambda numbers, kept: more)
+    monkeypatch.setattr(scene.changes, "_plan_placement", lambda numbers, resident_experts: more)
     process = scene.process("expert server 2")
-    change = scene.changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
+    change = scene.changes.add_server(JoinedProcess(process, "w"))  # type: ignore[arg-type]
     assert advance(change)
     newcomer = scene.members.servers[2]
     newcomer.confirmed_hold = newcomer.last_hold
@@ -311,7 +310,7 @@ def test_what_fails_before_it_is_published_is_taken_back(how: str, spawning: lis
     with pytest.raises(ScalingError, match="expert server 0"):
         next(change)
     assert scene.told_to_hold(stays.name) == [TWO], "what it took in vain"
-    assert scene.publisher.placement is before and scene.publisher.coming is None
+    assert scene.publisher.placement is before and scene.publisher.next_placement is None
     assert scene.directories() == [] and leaves.stage is Stage.SERVING
 
 
@@ -328,7 +327,7 @@ def test_a_newcomer_that_cannot_be_started_leaves_all_as_it_was(monkeypatch: pyt
         with pytest.raises(ScalingError, match="temporarily unavailable; the cluster is as it was"):
             next(scene.changes.scale(servers, workers))
     assert (len(scene.members.workers), len(scene.members.servers)) == (1, 1)
-    assert scene.publisher.placement is before and scene.publisher.coming is None
+    assert scene.publisher.placement is before and scene.publisher.next_placement is None
     scene.members.stop()
 
 
@@ -398,7 +397,7 @@ def test_ranks_pair_by_place_and_share_its_cores(monkeypatch: pytest.MonkeyPatch
         members.add(role)
     for member in members.workers:
         members.spawn_worker(member)
-    for member in members.servers_here:
+    for member in members.launched_servers:
         members.spawn_server(member, LAYOUT)
     workers = [config for config in spawned if isinstance(config, WorkerConfig)]
     servers = [config for config in spawned if isinstance(config, ExpertServerConfig)]
@@ -413,7 +412,7 @@ def test_a_server_that_joined_is_no_part_of_a_pair() -> None:
     changes = Changes(
         scene.members, scene.publisher, scene.router, RANKS, lambda: np.ones((1, 4)), lambda: 0.0
     )
-    scene.members.servers[2].elsewhere = True
+    scene.members.servers[2].is_external = True
     for servers, workers in ((2, 2), (3, 2), (4, 3), (1, 1)):
         changes.check(servers, workers)
     for servers, workers, needed in ((4, 2, 3), (3, 3, 4), (2, 1, 1), (1, 2, 2)):
@@ -436,11 +435,11 @@ def test_whole_steps_as_graphs_need_a_gpu_for_each_process(monkeypatch: pytest.M
     changes.check(2, 1)
     with pytest.raises(ScalingError, match="full needs a GPU for each of 4 processes; there are 3"):
         changes.check(3, 1)
-    scene.members.servers[0].elsewhere = True
+    scene.members.servers[0].is_external = True
     changes.check(3, 1)  # three of these are here
     with pytest.raises(ScalingError, match="full needs a GPU for each of 4 processes; there are 3"):
         changes.check(3, 2)
-    monkeypatch.setattr(scene.members.launcher, "elsewhere", True)
+    monkeypatch.setattr(scene.members.launcher, "is_remote", True)
     changes.check(9, 9)
     scene.members.stop()
 
@@ -471,9 +470,9 @@ def test_a_server_of_another_host_gets_copies_of_those_that_are_here() -> None:
     scene.publisher.placement = balance.place(load, (0,), members.capacities, min_replicas=2)
     process = scene.process("expert server 2")
     process.host_id, process.capacity = "boot:7", 2.0 * members.servers[0].capacity
-    change = changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
+    change = changes.add_server(JoinedProcess(process, "w"))  # type: ignore[arg-type]
     assert advance(change)
-    coming = scene.publisher.coming
+    coming = scene.publisher.next_placement
     assert coming is not None and coming.experts_of(2, 0) == (0, 1, 2, 3)
     change.close()
     members.stop()
@@ -482,8 +481,8 @@ def test_a_server_of_another_host_gets_copies_of_those_that_are_here() -> None:
 def test_a_server_that_joins_gets_the_experts_that_it_has_in_memory() -> None:
     scene = Scene(1)
     process = scene.process("expert server 1")
-    process.capacity, process.kept = scene.members.servers[0].capacity, {0: [1, 3]}
-    change = scene.changes.add_server(Joined(process, "w"))  # type: ignore[arg-type]
+    process.capacity, process.resident_experts = scene.members.servers[0].capacity, {0: [1, 3]}
+    change = scene.changes.add_server(JoinedProcess(process, "w"))  # type: ignore[arg-type]
     assert advance(change)
     assert scene.told_to_hold("expert server 1") == [{0: [1, 3]}]
     change.close()

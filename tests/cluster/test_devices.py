@@ -71,7 +71,7 @@ def fleet() -> Iterator[Callable[..., Members]]:
 def spawn_all(members: Members) -> None:
     for member in members.workers:
         members.spawn_worker(member)
-    for member in members.servers_here:
+    for member in members.launched_servers:
         members.spawn_server(member, LAYOUT)
 
 
@@ -96,7 +96,7 @@ def test_a_restart_keeps_the_gpu_and_a_new_process_takes_one_that_is_free(
     members = fleet(CUDA, 3, 1)
     spawn_all(members)
     first = members.workers[1]
-    first.died("killed", 0.0, RestartRule())
+    first.record_death("killed", 0.0, RestartRule())
     members.spawn_worker(first)
     assert started[-1] == (("5",), 0)
     members.remove(first)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from moesaic.cluster import host_transport as module
-from moesaic.cluster.host_transport import host_transport, transport_of
+from moesaic.cluster.host_transport import choose_transport, host_transport
 from moesaic.commands.processes import TRANSPORTS, as_lines
 from moesaic.config import (
     ClusterConfig,
@@ -35,7 +35,7 @@ def test_auto_is_shared_memory() -> None:
 def test_without_the_compiled_module_auto_is_a_socket_and_shm_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "COMPILED", "moesaic.transport.missing")
+    monkeypatch.setattr(module, "COMPILED_MODULE", "moesaic.transport.missing")
     assert [host_transport(one) for one in ("auto", "socket")] == ["socket", "socket"]
     with pytest.raises(ConfigError, match=r"--transport: got 'shm'; allowed: auto, socket \(.*missing\)"):
         host_transport("shm")
@@ -91,17 +91,17 @@ def test_rows_on_gpus_are_refused_where_they_cannot_stay(
 ) -> None:
     asked = ClusterConfig(expert_servers=1, transport="cuda_ipc", **cluster)
     with pytest.raises(ConfigError, match=f"^--transport: got 'cuda_ipc'; allowed: auto, shm, .* with {why}"):
-        transport_of(asked, on_gpus(**worker))
-    assert transport_of(replace(asked, transport="auto", **cluster), on_gpus(**worker)) == "shm"
+        choose_transport(asked, on_gpus(**worker))
+    assert choose_transport(replace(asked, transport="auto", **cluster), on_gpus(**worker)) == "shm"
 
 
 def test_rows_on_gpus_need_the_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ClusterConfig(expert_servers=1, transport="cuda_ipc")
-    assert transport_of(asked, on_gpus()) == "cuda_ipc"
-    assert transport_of(replace(asked, tensor_parallel_size=2), on_gpus()) == "cuda_ipc"
-    monkeypatch.setattr(module, "COMPILED", "moesaic.transport.missing")
+    assert choose_transport(asked, on_gpus()) == "cuda_ipc"
+    assert choose_transport(replace(asked, tensor_parallel_size=2), on_gpus()) == "cuda_ipc"
+    monkeypatch.setattr(module, "COMPILED_MODULE", "moesaic.transport.missing")
     with pytest.raises(ConfigError, match="got 'cuda_ipc'; allowed: auto, socket .the compiled module"):
-        transport_of(asked, on_gpus())
+        choose_transport(asked, on_gpus())
 
 
 def graphs(**settings: Any) -> WorkerConfig:
@@ -142,7 +142,7 @@ def test_nvshmem_is_refused_where_no_graph_can_use_it(
 ) -> None:
     asked = ClusterConfig(expert_servers=1, transport="nvshmem", **cluster)
     with pytest.raises(ConfigError, match=f"^--transport: got 'nvshmem'; allowed: auto, shm, .* with {why}$"):
-        transport_of(asked, graphs(**worker))
+        choose_transport(asked, graphs(**worker))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_nvshmem_may_have_other_hosts_and_is_not_encrypted(
     asked = ClusterConfig(expert_servers=1, transport="nvshmem")
     door = {"cluster_address": "tcp:h:1", "cluster_secret_file": "f"}
     for one in (asked, replace(asked, **door), replace(asked, standby_for="tcp:g:1", **door)):
-        assert transport_of(one, graphs()) == "nvshmem"
+        assert choose_transport(one, graphs()) == "nvshmem"
         assert caplog.messages.pop().endswith("are not encrypted between hosts")
 
 
@@ -186,15 +186,15 @@ def test_a_job_of_another_number_of_processes(
     settings: dict[str, Any], message: str, installed: None
 ) -> None:
     asked = ClusterConfig(attention_workers=2, expert_servers=1, transport="nvshmem", nvshmem_pes=3)
-    assert transport_of(asked, graphs()) == "nvshmem"
+    assert choose_transport(asked, graphs()) == "nvshmem"
     with pytest.raises(ConfigError, match=f"^{message}"):
-        transport_of(replace(asked, **settings), graphs())
+        choose_transport(replace(asked, **settings), graphs())
 
 
 def test_without_its_bindings_nvshmem_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem_package, "MODULE", "moesaic.missing")
     with pytest.raises(ConfigError, match=r"got 'nvshmem'; .* \(nvshmem4py is not installed: pip install "):
-        transport_of(ClusterConfig(expert_servers=1, transport="nvshmem"), graphs())
+        choose_transport(ClusterConfig(expert_servers=1, transport="nvshmem"), graphs())
 
 
 def test_each_transport_has_a_name_for_people() -> None:

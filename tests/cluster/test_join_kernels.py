@@ -28,15 +28,17 @@ def process(*sets: str, role: Role = Role.SERVER) -> RemoteProcess:
 
 
 def test_a_cpu_that_lacks_the_instruction_set_is_refused(members: Members) -> None:
-    told = members.unlike(process("avx2", "portable"))
+    told = members.explain_difference(process("avx2", "portable"))
     assert told is not None and told.startswith("--kernels: this cluster computes with avx512, which the CPU")
     assert "of 10.0.0.2 lacks; start the cluster with --kernels avx2" in told
 
 
 def test_others_are_not(members: Members) -> None:
-    assert members.unlike(process("avx512", "avx2", "portable")) is None
-    assert members.unlike(process()) is None, "it has no native kernels, or names its kernels itself"
-    assert members.unlike(process("avx2", role=Role.WORKER)) is None, "no worker serves yet"
+    assert members.explain_difference(process("avx512", "avx2", "portable")) is None
+    assert members.explain_difference(process()) is None, (
+        "it has no native kernels, or names its kernels itself"
+    )
+    assert members.explain_difference(process("avx2", role=Role.WORKER)) is None, "no worker serves yet"
 
 
 def test_who_joins_is_told_the_instruction_set(members: Members) -> None:

@@ -52,15 +52,17 @@ def caller(role: Role = Role.WORKER, sets: tuple[str, ...] = ("avx2",)) -> Remot
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> JoinedLauncher:
-    monkeypatch.setattr(joined_launcher.fingerprint, "compute_fingerprint", lambda path: f"of {Path(path).name}")
+    monkeypatch.setattr(
+        joined_launcher.fingerprint, "compute_fingerprint", lambda path: f"of {Path(path).name}"
+    )
     made = JoinedLauncher(WORKER)
-    made.ask({Role.WORKER: 2, Role.SERVER: 1, Role.PREFILL: 0})
+    made.request_hosts({Role.WORKER: 2, Role.SERVER: 1, Role.PREFILL: 0})
     return made
 
 
 def place(launcher: JoinedLauncher, number: int = 0) -> LaunchedProcess:
     member = Member(Role.WORKER, number)
-    member.child = process = launcher.worker(member, WORKER)
+    member.child = process = launcher.start_worker(member, WORKER)
     return process
 
 
@@ -76,7 +78,7 @@ def test_who_calls_gets_a_place_and_its_settings(launcher: JoinedLauncher) -> No
     assert WorkerConfig.from_json(enlisted.config).model.kernels == "avx2"
     assert not launcher.take(caller()), "one place is taken, and no other one is free"
     first.kill()
-    soon(lambda: not first.runs)
+    soon(lambda: not first.is_running)
 
 
 def test_who_calls_before_there_are_places_waits_for_one(launcher: JoinedLauncher) -> None:
@@ -87,7 +89,7 @@ def test_who_calls_before_there_are_places_waits_for_one(launcher: JoinedLaunche
     first = place(launcher)
     soon(lambda: first.peer is stays)
     first.kill()
-    soon(lambda: not first.runs)
+    soon(lambda: not first.is_running)
 
 
 def test_another_instruction_set_than_that_of_the_first_one_is_refused(launcher: JoinedLauncher) -> None:
@@ -98,15 +100,18 @@ def test_another_instruction_set_than_that_of_the_first_one_is_refused(launcher:
     other = caller(sets=("avx2",))
     other.connection._end.set = lambda: None  # type: ignore[attr-defined]
     assert launcher.take(other)
-    soon(lambda: not second.runs)
-    assert "this cluster computes with avx512, which the CPU of 10.0.0.3 lacks" in second.how_it_ended()
+    soon(lambda: not second.is_running)
+    assert "this cluster computes with avx512, which the CPU of 10.0.0.3 lacks" in second.describe_end()
     first.kill()
 
 
 def test_a_worker_that_may_have_a_gpu_chooses_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined_launcher.fingerprint, "compute_fingerprint", lambda path: "w")
     made = JoinedLauncher(WorkerConfig(ModelConfig("m")))
-    assert made._set(caller()) is None and made._set(caller(Role.SERVER)) == "avx2"
+    assert (
+        made._choose_instruction_set(caller()) is None
+        and made._choose_instruction_set(caller(Role.SERVER)) == "avx2"
+    )
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_it_gets_its_settings_and_what_waited_once_it_calls(start: Start, call: 
     theirs.close()
     room.end("exited with code 1")
     assert "closed the connection" in ended(process)
-    assert process.how_it_ended() == "node 1: exited with code 1"
+    assert process.describe_end() == "node 1: exited with code 1"
     process.thread.join(20.0)
     assert (room.freed, room.killed) == (1, 0)
 
@@ -132,7 +132,7 @@ def test_what_the_host_lacks_is_told_as_a_mistake_of_the_user(start: Start) -> N
     process = start(FakeRoom("--model: no such path"))
     line = "node 1: --model: no such path"
     assert process.connection.receive(20.0) == messages.Failed(line, user_error=True)
-    assert ended(process) == line and process.how_it_ended() == line
+    assert ended(process) == line and process.describe_end() == line
 
 
 def test_a_process_that_ends_before_it_calls_says_why(start: Start) -> None:
@@ -153,22 +153,22 @@ def test_a_host_that_does_not_answer_counts_as_lost(
     process = start(FakeRoom())
     cast("StreamConnection", call(process)).close()
     ended(process)
-    why = process.how_it_ended()
+    why = process.describe_end()
     assert why.startswith("the connection to 10.0.0.3:80 is lost") and why.endswith("node 1 does not answer")
     assert lost == ["n1"]
 
 
 def test_one_that_waits_for_a_host_can_be_given_up(start: Start) -> None:
     def find(process: LaunchedProcess) -> None:
-        process.waits("waiting for a host: none")
-        assert process.given_up.wait(20.0)
+        process.set_waiting("waiting for a host: none")
+        assert process.cancel_event.wait(20.0)
 
     process = start(None, find)
     while not process.member.waiting:
         time.sleep(0.001)
     process.stop()
     assert "closed" in ended(process)
-    assert process.how_it_ended() == "it was given up before it was started"
+    assert process.describe_end() == "it was given up before it was started"
 
 
 def test_stop_asks_first_and_kills_whoever_stays(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moesaic.cluster.dispatching import Ranked, dispatch_of
+from moesaic.cluster.dispatching import RankDispatch, choose_dispatch
 from moesaic.cluster.live_placement import LivePlacement
 from moesaic.cluster.scaling import Changes
 from moesaic.cluster.solving.job import Job
@@ -131,7 +131,7 @@ def test_a_death_during_the_swap(
     real = getattr(Changes, step)
 
     def killing(self: Changes, *arguments: Any, **named: Any) -> Any:
-        [member] = [one for one in self._members.all if one.name == name]
+        [member] = [one for one in self._members.all_members if one.name == name]
         assert member.child is not None and member.child.pid is not None
         killed.append(member.child.pid)
         os.kill(member.child.pid, signal.SIGKILL)
@@ -180,7 +180,7 @@ def test_workers_that_came_later_have_their_servers_rank() -> None:
         return 4
 
     loads = {0: WorkerLoad(8, 0, 0), 4: WorkerLoad(8, 0, 0), 9: WorkerLoad(8, 0, 0)}
-    assert Ranked(dispatch, {0: 0, 4: 1})(loads) == 4  # type: ignore[arg-type]
+    assert RankDispatch(dispatch, {0: 0, 4: 1})(loads) == 4  # type: ignore[arg-type]
     assert asked == [{0: 0, 4: 1, 9: -1}]
 
 
@@ -282,9 +282,9 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 def test_where_load_moves_experts_no_table_says_where_they_are(alone: Alone, tmp_path: Path) -> None:
     file = write(tmp_path, alone.profile, shuffled(alone.profile, 0))
     settings = ClusterConfig(placement=file, rebalance="load", **RANKS).resolved()
-    assert dispatch_of(settings, Placement.read(file, 2))[0] == "least-loaded"
+    assert choose_dispatch(settings, Placement.read(file, 2))[0] == "least-loaded"
     with pytest.raises(ConfigError, match="--dispatch: got 'affinity'; allowed: .* without --rebalance load"):
-        dispatch_of(replace(settings, dispatch="affinity"), Placement.read(file, 2))
+        choose_dispatch(replace(settings, dispatch="affinity"), Placement.read(file, 2))
 
 
 @pytest.mark.slow

@@ -58,11 +58,11 @@ def tree(root: Path, lists: dict[int, str]) -> Path:
 def test_nodes_are_those_with_cores_of_this_process(
     tmp_path: Path, lists: dict[int, str], allowed: range, found: tuple[Node, ...]
 ) -> None:
-    assert numa.nodes(allowed, tree(tmp_path, lists)) == found
+    assert numa.list_nodes(allowed, tree(tmp_path, lists)) == found
 
 
 def test_a_system_without_nodes(tmp_path: Path) -> None:
-    assert numa.nodes(range(4), tmp_path / "none") == ()
+    assert numa.list_nodes(range(4), tmp_path / "none") == ()
 
 
 def planned(nodes: tuple[Node, ...], alike: int) -> list[tuple[list[int], int]]:
@@ -113,7 +113,7 @@ def test_a_server_on_each_node_unless_processes_are_given(cluster: ClusterConfig
 def test_serve_says_that_it_starts_servers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(numa, "here", lambda _: TWO)
+    monkeypatch.setattr(numa, "list_bindable_nodes", lambda _: TWO)
     monkeypatch.setattr(starting, "NVIDIA", tmp_path / "none")
     assert starting.on_nodes(ClusterConfig(), "auto").expert_servers == 2
     assert "an expert server on each of the NUMA nodes 0, 1; --numa off" in capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_serve_says_that_it_starts_servers(
 def test_bad_binding_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"--numa: got 'on'; allowed: auto, off"):
         ClusterConfig(numa="on")  # type: ignore[arg-type]
-    assert numa.here("off") == ()
+    assert numa.list_bindable_nodes("off") == ()
 
 
 ASKED = """
@@ -145,23 +145,23 @@ def child() -> list[int]:
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="asks by the number of a system call")
 def test_a_child_has_the_cores_and_the_policy_and_this_thread_its_own_again() -> None:
-    here = numa.nodes(os.sched_getaffinity(0))
-    if not here or ctypes.CDLL(None).syscall(238, numa.DEFAULT, None, 0) != 0:
+    here = numa.list_nodes(os.sched_getaffinity(0))
+    if not here or ctypes.CDLL(None).syscall(238, numa.MPOL_DEFAULT, None, 0) != 0:
         pytest.skip("no NUMA nodes, or set_mempolicy is refused here")
     before = child()
     first = Node(here[0].number, here[0].cpus[:1])
-    with numa.on([first]):
+    with numa.bind_to_nodes([first]):
         bound = child()
-    assert bound == [0, numa.PREFERRED, 1 << first.number, first.cpus[0]]
-    with numa.on([here[0], here[0]]):
-        assert child()[:3] == [0, numa.INTERLEAVE, 1 << first.number]
+    assert bound == [0, numa.MPOL_PREFERRED, 1 << first.number, first.cpus[0]]
+    with numa.bind_to_nodes([here[0], here[0]]):
+        assert child()[:3] == [0, numa.MPOL_INTERLEAVE, 1 << first.number]
     assert child() == before
-    with numa.on(()):
+    with numa.bind_to_nodes(()):
         assert child() == before
 
 
 def test_a_refused_policy_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(numa, "SET_MEMPOLICY", {os.uname().machine: 100_000})
-    with caplog.at_level(logging.WARNING), numa.on([Node(0, tuple(os.sched_getaffinity(0)))]):
+    with caplog.at_level(logging.WARNING), numa.bind_to_nodes([Node(0, tuple(os.sched_getaffinity(0)))]):
         pass
     assert "the memory of processes is not bound to NUMA nodes: Function not implemented" in caplog.text

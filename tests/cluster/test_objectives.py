@@ -31,8 +31,8 @@ def test_worked_example() -> None:
     subject = Objectives(1.0, 0.1, clock)
     last = None
     for clock.now in (6.5, 6.55, 7.0):
-        last = subject.token(5.0, last)
-    assert (subject.missed_ttft, subject.missed_itl, subject.missed) == (1, 1, 2)
+        last = subject.record_token(5.0, last)
+    assert (subject.missed_ttft, subject.missed_itl, subject.total_misses) == (1, 1, 2)
 
 
 def test_without_a_limit_nothing_is_missed() -> None:
@@ -41,19 +41,19 @@ def test_without_a_limit_nothing_is_missed() -> None:
     for subject in (first, later, none):
         last = None
         for clock.now in (10.0, 20.0, 20.05):
-            last = subject.token(0.0, last)
+            last = subject.record_token(0.0, last)
     assert [(one.missed_ttft, one.missed_itl) for one in (first, later, none)] == [(1, 0), (0, 1), (0, 0)]
 
 
 def test_the_flags_are_milliseconds() -> None:
     clock = Clock()
-    subject = Objectives.of(ClusterConfig(expert_servers=1, slo_ttft=500, slo_itl=50.0), clock)
+    subject = Objectives.from_config(ClusterConfig(expert_servers=1, slo_ttft=500, slo_itl=50.0), clock)
     last = None
     for clock.now in (0.4, 0.44, 0.5):
-        last = subject.token(0.0, last)
+        last = subject.record_token(0.0, last)
     assert (subject.missed_ttft, subject.missed_itl) == (0, 1)
     clock.now = 0.6
-    subject.token(0.0, None)
+    subject.record_token(0.0, None)
     assert subject.missed_ttft == 1
 
 

@@ -135,7 +135,7 @@ def test_a_refused_server_gets_no_rows_while_it_leaves(
     with cluster(**door) as served, joiner(served, door["cluster_secret_file"], "--model", str(same)):
         served.until(lambda: newcomer(served) is not None)
         supervisor = served.supervisor
-        [member] = [one for one in supervisor._members.servers if one.elsewhere]
+        [member] = [one for one in supervisor._members.servers if one.is_external]
         monkeypatch.setattr(supervisor._members, "refuse", lambda member, reason: None)
         supervisor._members.inbox.put(lambda: supervisor._trust.refuse(member, "of this test"))
         served.until(lambda: "of this test" in failures(served))

@@ -50,7 +50,7 @@ class Scene:
 
     def call(self, kept: dict[int, list[int]], capacity: float = 1.0) -> Member:
         """A server calls. Returns the member whose place it gets."""
-        process = RemoteProcess(Line(), "10.0.0.3:5", Role.SERVER, capacity, kept=kept)  # type: ignore[arg-type]
+        process = RemoteProcess(Line(), "10.0.0.3:5", Role.SERVER, capacity, resident_experts=kept)  # type: ignore[arg-type]
         assert self.launcher.take(process)
 
         def place() -> Member | None:
@@ -84,7 +84,7 @@ def test_it_waits_for_every_server_and_then_loads_nothing(
 ) -> None:
     caplog.set_level(logging.INFO)
     scene.first.look()
-    scene.first.lay_out(LAYOUT)
+    scene.first.set_layout(LAYOUT)
     scene.spawn()
     one = scene.call({0: [1, 2]})
     scene.first.look()
@@ -99,7 +99,7 @@ def test_it_waits_for_every_server_and_then_loads_nothing(
 
 @pytest.mark.parametrize(("scene", "share"), [({}, 3), ({"expert_capacities": "1,1"}, 2)], indirect=["scene"])
 def test_shares_follow_what_servers_say_unless_settings_do(scene: Scene, share: int) -> None:
-    scene.first.lay_out(LAYOUT)
+    scene.first.set_layout(LAYOUT)
     scene.spawn()
     large, _ = scene.call({}, capacity=6.0), scene.call({}, capacity=2.0)
     scene.first.look()

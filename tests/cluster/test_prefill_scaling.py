@@ -81,7 +81,7 @@ def test_one_that_cannot_be_started_is_named_and_the_service_goes_on(monkeypatch
 @pytest.mark.slow
 def test_one_that_was_given_up_is_replaced_by_command() -> None:
     with prefill_cluster(expert_servers=0) as served:
-        served.supervisor._rule = RestartRule(most=1)
+        served.supervisor._rule = RestartRule(max_deaths=1)
         os.kill(served.pid("prefill worker 0"), signal.SIGKILL)
         served.until(lambda: served.supervisor.status()[-1].stage == "stopped")
         future = served.supervisor.scale(prefill_workers=1)

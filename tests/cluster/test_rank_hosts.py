@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.cluster import instruction_sets
-from moesaic.cluster.admission import why_not
+from moesaic.cluster.admission import choose_local_set, explain_refusal
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
@@ -22,9 +21,9 @@ GROUP = WorkerConfig(ModelConfig("m", device="cpu"), parallel=ParallelConfig(6, 
 class Launcher:
     """Starts fakes."""
 
-    elsewhere = False
+    is_remote = False
 
-    def worker(self, member: Member, config: WorkerConfig) -> FakeProcess:
+    def start_worker(self, member: Member, config: WorkerConfig) -> FakeProcess:
         return FakeProcess(*local_pair())
 
     def stop(self) -> None:
@@ -44,7 +43,7 @@ def join(members: Members, fits: bool = True) -> tuple[Member, FakeProcess]:
     process, member = FakeProcess(*local_pair(), host="10.0.0.2", role=Role.RANKS), members.add(Role.RANKS)
     members.adopt(member, process, "w", None)  # type: ignore[arg-type]
     assert isinstance(process.far.receive(5.0), messages.Enlisted)
-    member.fits = fits
+    member.is_fit = fits
     return member, process
 
 
@@ -63,7 +62,7 @@ def test_a_worker_starts_once_all_hosts_are_there(members: Members, caplog: pyte
     spare, _ = join(members)
     members.spawn_worker(worker)
     assert (worker.stage, worker.waiting) == (Stage.STARTING, "") and worker.child is not None
-    assert [one.number for one in members.ranks.of(worker)] == [0, 2] and spare.spare
+    assert [one.number for one in members.ranks.list_group(worker)] == [0, 2] and spare.is_spare
     members.stop()
 
 
@@ -93,7 +92,7 @@ def test_a_group_ends_as_a_whole_and_the_next_one_is_another(victim: str, member
     first = worker.child
     assert isinstance(first, FakeProcess)
     gone = worker if victim == "worker" else found[0][0]
-    members.ranks.lost(gone)
+    members.ranks.remove_group(gone)
     assert [first.stopped, found[0][1].stopped, found[1][1].stopped] == [
         victim != "worker", victim == "worker", True,
     ]  # fmt: skip
@@ -101,10 +100,10 @@ def test_a_group_ends_as_a_whole_and_the_next_one_is_another(victim: str, member
     members.spawn_worker(worker)
     assert worker.stage is Stage.WAITING
     for member, _ in found:  # their ends are reported later
-        members.ranks.lost(member)
+        members.ranks.remove_group(member)
     again, _ = join(members)
     members.spawn_worker(worker)
-    assert worker.stage is Stage.STARTING and members.ranks.of(worker) == [spare, again]
+    assert worker.stage is Stage.STARTING and members.ranks.list_group(worker) == [spare, again]
     members.stop()
 
 
@@ -115,20 +114,18 @@ def test_a_worker_that_is_removed_frees_its_hosts(members: Members) -> None:
     members.stop()
 
 
-def test_ranks_compute_with_the_instruction_set_of_this_host(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_compute_with_the_choose_local_set(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moesaic.cluster.joining.enlisting.instruction_sets", lambda: ("avx512", "avx2"))
 
     def other(*sets: str) -> str | None:
         process = RemoteProcess(None, "10.0.0.2:1", Role.RANKS, instruction_sets=sets)  # type: ignore[arg-type]
-        return members.unlike(process)
+        return members.explain_difference(process)
 
     told = other("avx2", "portable")
     assert told is not None and "computes with avx512, which the CPU of 10.0.0.2 lacks" in told
     assert other("avx512", "avx2") is None
-    assert instruction_sets.of_this_host("avx2") == "avx2"
-    assert instruction_sets.of_this_host("reference") is None
+    assert choose_local_set("avx2") == "avx2"
+    assert choose_local_set("reference") is None
 
 
 @pytest.mark.parametrize(
@@ -142,5 +139,7 @@ def test_ranks_compute_with_the_instruction_set_of_this_host(
     ],
 )
 def test_who_may_join(role: Role, nodes: int, wrong: str | None) -> None:
-    found = why_not(role, WorkerConfig(ModelConfig("m"), parallel=ParallelConfig(2, nnodes=nodes)), True)
+    found = explain_refusal(
+        role, WorkerConfig(ModelConfig("m"), parallel=ParallelConfig(2, nnodes=nodes)), True
+    )
     assert (found is None) if wrong is None else (found or "").startswith(wrong)

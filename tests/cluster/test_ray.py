@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.cluster.scaling_limits import ScalingLimits
+from moesaic.cluster.scaling import ScalingLimits
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from tests.cluster.test_identity import alone, workload
 from tests.support import cluster_driver, ray_nodes

@@ -62,9 +62,9 @@ def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
     workers.router.drain(0)
     workers.submit(2, 3, 4)
     assert workers.got(0) == [] and len(workers.got(1)) == 3
-    assert not workers.router.drained(0)
+    assert not workers.router.is_drained(0)
     workers.router.take(0, token(0, 7, FinishReason.LENGTH))
-    assert workers.router.drained(0) and not workers.router.drained(1)
+    assert workers.router.is_drained(0) and not workers.router.is_drained(1)
     workers.router.leave(0)
     assert workers.router.moved_requests == 0
 

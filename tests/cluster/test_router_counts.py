@@ -27,7 +27,7 @@ def counted(router: Router) -> dict[int, WorkerLoad]:
         mine = [entry for entry in router._entries.values() if entry.worker == number]
         rows = [len(entry.request.prompt_token_ids) + len(entry.tokens) for entry in mine]
         blocks = sum(-(-count // worker.info.block_size) for count in rows)
-        if not worker.draining:
+        if not worker.is_draining:
             found[number] = WorkerLoad(worker.info.num_blocks, blocks, len(mine))
     return found
 
@@ -61,7 +61,7 @@ def test_counts_are_kept_through_everything(seed: int) -> None:
         assert router.loads() == counted(router)
         for worker in alive:
             mine = [entry for entry in router._entries.values() if entry.worker == worker]
-            assert router.drained(worker) == (not mine)
+            assert router.is_drained(worker) == (not mine)
     assert len(seen) == 6 and router.moved_requests > 0
 
 
@@ -83,5 +83,5 @@ def test_a_request_is_placed_and_told_of_without_a_look_at_the_others() -> None:
         router.send(asked(number, 3))
         router.take(0, token(number, 1))
     router.send(messages.Cancel([3, 4]))
-    assert not router.drained(0)
+    assert not router.is_drained(0)
     assert sum(load.requests for load in router.loads().values()) == 18

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moesaic.cluster.dispatching import dispatch_of
+from moesaic.cluster.dispatching import choose_dispatch
 from moesaic.cluster.placing import read_placement
 from moesaic.cluster.router import Router
 from moesaic.config import ClusterConfig
@@ -143,7 +143,7 @@ APART: dict[str, Any] = {"attention_workers": 2, "expert_servers": 2}
 def rule_of(cluster: ClusterConfig) -> tuple[str, Any]:
     """As the supervisor finds it."""
     resolved = cluster.resolved()
-    return dispatch_of(resolved, read_placement(resolved))
+    return choose_dispatch(resolved, read_placement(resolved))
 
 
 @pytest.mark.parametrize(

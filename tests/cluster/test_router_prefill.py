@@ -87,7 +87,7 @@ def test_prefill_workers_do_not_count_as_room_for_answers() -> None:
     short = [Request(number, PROMPT[:5], SamplingParams(max_tokens=8)) for number in range(2 * seats)]
     workers.router.send(messages.Submit(short))
     assert workers.open_requests == {0: seats, 1: seats}
-    assert workers.router.occupied() == 1.0
+    assert workers.router.measure_occupancy() == 1.0
 
 
 @pytest.mark.parametrize("token_first", [True, False])
@@ -200,7 +200,7 @@ def test_only_workers_that_generate_count_as_serving() -> None:
     assert isinstance(ready, messages.Ready) and ready.info.num_blocks == 2 * 64
     for number in (0, 1):
         workers.router.leave(number)
-    assert not workers.router.serves
+    assert not workers.router.can_generate
     workers.router.send(messages.Submit([Request(0, PROMPT, SamplingParams(max_tokens=8))]))
     assert workers.got(PREFILL) == []
     workers.join(1)

@@ -137,7 +137,7 @@ def test_a_process_that_never_has_work_is_not_waited_for(monkeypatch: pytest.Mon
         for number in range(3)
     ]
     served = SimpleNamespace(supervisor=SimpleNamespace(status=lambda: workers))
-    router = SimpleNamespace(drained=lambda number: number > 0)
+    router = SimpleNamespace(is_drained=lambda number: number > 0)
     fault = Fault(KILL, WORKER, 0, 0.99, 0.0, False)
     saboteur = Saboteur(served, router, [fault], plan_round("0", 0).shape)  # type: ignore[arg-type]
     for now in range(100):
@@ -185,7 +185,7 @@ def test_a_prefill_worker_is_killed_during_a_transfer(
         ProcessStatus(f"{WORKER} 0", WORKER, 0, "serving", 101, 1, 0, None, 0.0),
     ]
     served = SimpleNamespace(supervisor=SimpleNamespace(status=lambda: workers))
-    router = SimpleNamespace(drained=lambda number: False, transfers=transfers)
+    router = SimpleNamespace(is_drained=lambda number: False, transfers=transfers)
     shape = next(one for one in shapes("0") if one.prefill_workers)
     saboteur = Saboteur(served, router, [Fault(KILL, PREFILL, 0, 0.5, 0.0, False)], shape)  # type: ignore[arg-type]
     for clock in map(float, range(60)):

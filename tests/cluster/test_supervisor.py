@@ -67,7 +67,7 @@ def failures(served: Cluster) -> list[str]:
 
 def unwatch(served: Cluster) -> None:
     """Let the supervisor's thread die, and no other one take its place."""
-    served.supervisor._watchdog.rule = RestartRule(most=1)
+    served.supervisor._watchdog.rule = RestartRule(max_deaths=1)
     doing(served, raising(SystemExit("a bug")))()
     served.until(lambda: not served.supervisor.report().watched)
 
@@ -116,7 +116,7 @@ def test_requests_go_on_when_nobody_watches(schedule: str, expected: list[Answer
     with cluster(attention_workers=2, expert_servers=2, min_replicas=2, schedule=schedule) as served:
         pids = [member.pid for member in served.supervisor.status()]
         served.submit(*workload(COUNT, TOKENS))
-        served.supervisor._watchdog.rule = RestartRule(most=1)
+        served.supervisor._watchdog.rule = RestartRule(max_deaths=1)
         assert served.finish(Plan((20, doing(served, raising(SystemExit("a bug")))))) == expected
         served.until(lambda: not served.supervisor.report().watched)
         served.submit(*workload(COUNT, TOKENS))
@@ -209,7 +209,7 @@ def test_without_any_worker_left_and_nobody_to_start_one_the_service_ends() -> N
         with pytest.raises(ConnectionLost, match="attention worker 0 was the last attention worker"):
             served.finish(Plan((5, killing(served, "attention worker 0"))))
         assert (
-            served.supervisor.how_it_ended()
+            served.supervisor.describe_end()
             == "the supervisor has stopped, so processes are not restarted any more"
         )
 
@@ -217,7 +217,7 @@ def test_without_any_worker_left_and_nobody_to_start_one_the_service_ends() -> N
 @SLOW
 def test_a_watch_that_ends_while_the_only_worker_is_away_ends_the_service() -> None:
     with cluster(expert_servers=1) as served:
-        served.supervisor._watchdog.rule = RestartRule(most=1)
+        served.supervisor._watchdog.rule = RestartRule(max_deaths=1)
         served.supervisor._router.leave(0)
         doing(served, raising(SystemExit("a bug")))()
         with pytest.raises(ConnectionLost, match="the supervisor has stopped"):
@@ -257,7 +257,7 @@ def test_a_process_that_cannot_be_started_now_is_started_later(
 def test_redundant_experts_without_a_place_are_told(caplog: pytest.LogCaptureFixture) -> None:
     for servers, redundant in ((2, 4), (2, 5), (1, 1)):
         scene, settings = Scene(servers), ClusterConfig(expert_servers=servers, redundant_experts=redundant)
-        ChangeQueue(scene.members, scene.publisher, scene.router, settings, lambda: 0.0, print).lay_out(
+        ChangeQueue(scene.members, scene.publisher, scene.router, settings, lambda: 0.0, print).set_layout(
             LAYOUT
         )
         scene.members.stop()
@@ -281,7 +281,7 @@ def test_a_change_that_breaks_is_not_done() -> None:
     change_queue.advance(0.0)
     with pytest.raises(KeyError):
         change_queue.advance(0.0)
-    assert change_queue.under_way is None
+    assert change_queue.change_description is None
     with pytest.raises(ScalingError, match="scaling failed: KeyError: 'a bug'"):
         future.result(0)
     change_queue.stop("the end")
@@ -295,7 +295,7 @@ def test_a_lost_server_does_not_wait_for_a_worker_that_loads() -> None:
     change_queue = ChangeQueue(
         scene.members, scene.publisher, scene.router, settings, lambda: scene.now, print
     )
-    change_queue.lay_out(LAYOUT)
+    change_queue.set_layout(LAYOUT)
     came: list[str] = []
 
     def loading() -> Any:
@@ -304,19 +304,19 @@ def test_a_lost_server_does_not_wait_for_a_worker_that_loads() -> None:
 
     change_queue._arriving.append(_QueuedChange("a worker joins", loading()))
     change_queue.advance(0.0)
-    assert change_queue.under_way == "a worker joins"
+    assert change_queue.change_description == "a worker joins"
     stays, gone = scene.members.servers
     gone.stage, gone.child = Stage.STOPPED, None
     change_queue.advance(0.0)
-    assert change_queue.under_way == "expert server 1: gone"
+    assert change_queue.change_description == "expert server 1: gone"
     scene.holds(stays)
     change_queue.advance(0.0)
     scene.settle()
     change_queue.advance(0.0)
-    assert scene.members.servers == [stays] and change_queue.under_way == "a worker joins"
+    assert scene.members.servers == [stays] and change_queue.change_description == "a worker joins"
     came.append("now")
     change_queue.advance(0.0)
-    assert change_queue.under_way is None
+    assert change_queue.change_description is None
     change_queue.stop("the end")
     scene.members.stop()
 
@@ -331,11 +331,11 @@ def test_copies_are_spread_once_hosts_are_known(capacity: float, caplog: pytest.
     change_queue = ChangeQueue(
         *(scene.members, scene.publisher, scene.router, settings, lambda: scene.now, print), links=links
     )
-    change_queue.lay_out(LAYOUT)
+    change_queue.set_layout(LAYOUT)
 
     def begun() -> str | None:
         change_queue.advance(0.0)
-        return change_queue.under_way
+        return change_queue.change_description
 
     for member in servers:
         member.capacity = capacity if member.number < 2 else 1.0
@@ -352,7 +352,7 @@ def test_copies_are_spread_once_hosts_are_known(capacity: float, caplog: pytest.
     hosts = links.server_hosts()
     if capacity == 1.0:
         assert what == "spreading copies over hosts"
-        coming = scene.publisher.coming
+        coming = scene.publisher.next_placement
         assert coming is not None and exposed(coming, range(4), hosts) == 0 and not caplog.text
     else:
         assert begun() is None and what is None

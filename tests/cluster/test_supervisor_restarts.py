@@ -95,7 +95,7 @@ def test_what_died_while_nobody_watched_is_restarted(
     expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a server whose end the thread was handling when it died."""
-    die = once(monkeypatch, ChildProcess, "how_it_ended", raising(SystemExit("a bug")))
+    die = once(monkeypatch, ChildProcess, "describe_end", raising(SystemExit("a bug")))
     with cluster(**SHAPE) as served:
         served.submit(*workload(COUNT, TOKENS))
         plan = Plan((20, die), (30, killing(served, "expert server 0")))
@@ -107,7 +107,7 @@ def test_what_died_while_nobody_watched_is_restarted(
 @pytest.mark.slow
 def test_a_thread_that_hangs_is_replaced(expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     """While it handles the end of a server."""
-    hang = once(monkeypatch, ChildProcess, "how_it_ended", hanging)
+    hang = once(monkeypatch, ChildProcess, "describe_end", hanging)
     with cluster(**SHAPE) as served:
         served.supervisor._watchdog.hung_seconds = 1.0
         served.submit(*workload(COUNT, TOKENS))

@@ -22,7 +22,7 @@ def scene() -> Iterator[Scene]:
     far = made.members.servers[1]
     assert far.child is not None
     far.child.stop()
-    far.elsewhere = True
+    far.is_external = True
     far.child = RemoteProcess(
         cast("StreamConnection", SimpleNamespace(silence=0.0, close=lambda: None)), "10.0.0.2:5"
     )
@@ -61,7 +61,7 @@ def test_a_server_is_given_up_once(scene: Scene) -> None:
 
 def test_a_process_that_loads_has_more_time(scene: Scene) -> None:
     scene.members.servers[1].stage = Stage.STARTING
-    assert silent(scene, 5.0) is None and not scene.members.servers[1].suspected
+    assert silent(scene, 5.0) is None and not scene.members.servers[1].is_suspected
 
 
 def test_processes_of_this_host_are_not_judged_here(scene: Scene) -> None:

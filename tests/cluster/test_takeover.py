@@ -62,7 +62,7 @@ def vanish(served: Cluster) -> None:
     newcomers, members = served.supervisor._newcomers, served.supervisor._members
     assert newcomers is not None
     newcomers.listener.close()
-    for member in members.all:
+    for member in members.all_members:
         if member.child is not None:
             member.child.connection.close()
 

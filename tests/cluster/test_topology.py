@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moesaic.cluster import publishing
-from moesaic.cluster.links import BETWEEN, INSIDE, Links
+from moesaic.cluster.links import ASSUMED_LINK, LOCAL_LINK, Links
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.publishing import Publisher
 from moesaic.commands.processes import as_lines
@@ -50,12 +50,12 @@ class Processes:
         self.servers = [Member(Role.SERVER, number) for number in range(servers)]
 
     @property
-    def all(self) -> list[Member]:
+    def all_members(self) -> list[Member]:
         return self.workers + self.servers
 
     @property
-    def servers_here(self) -> list[Member]:
-        return [member for member in self.servers if not member.elsewhere]
+    def launched_servers(self) -> list[Member]:
+        return [member for member in self.servers if not member.is_external]
 
     def links(self, file: Path | None = None, ranks: int | None = None) -> Links:
         config = ClusterConfig(
@@ -70,7 +70,7 @@ class Processes:
     def joins(self, role: Role, host_id: str, address: str) -> Member:
         """Another process, which joins from another host."""
         alike = self.workers if role is Role.WORKER else self.servers
-        member = Member(role, len(alike), elsewhere=True, host=address, host_id=host_id)
+        member = Member(role, len(alike), is_external=True, host=address, host_id=host_id)
         alike.append(member)
         return member
 
@@ -121,12 +121,14 @@ def test_worth_and_prices_follow_who_joins_and_what_is_measured() -> None:
     assert found.worth(0, [0]).tolist() == [0.0], "all links are alike"
     assert found.prices(members.workers, [0]) == ()
     members.joins(Role.SERVER, "boot:1", "10.0.0.1")
-    assert found.worth(0, [0, 1]).tolist() == pytest.approx([1 - BETWEEN.bandwidth / INSIDE.bandwidth, 0.0])
-    found.measured("boot:1", LinkModel(1e-4, INSIDE.bandwidth / 2))
+    assert found.worth(0, [0, 1]).tolist() == pytest.approx(
+        [1 - ASSUMED_LINK.bandwidth / LOCAL_LINK.bandwidth, 0.0]
+    )
+    found.record_link("boot:1", LinkModel(1e-4, LOCAL_LINK.bandwidth / 2))
     assert found.worth(0, [0, 1]).tolist() == pytest.approx([0.5, 0.0])
     assert found.worth(0, [1, 0]).tolist() == pytest.approx([0.0, 0.5])
     [prices] = found.prices(members.workers, [0, 1])
-    assert prices == pytest.approx((1 / INSIDE.bandwidth, 2 / INSIDE.bandwidth))
+    assert prices == pytest.approx((1 / LOCAL_LINK.bandwidth, 2 / LOCAL_LINK.bandwidth))
 
 
 def test_links_of_hosts_that_joined() -> None:
@@ -138,8 +140,8 @@ def test_links_of_hosts_that_joined() -> None:
     members.joins(Role.SERVER, "", "127.0.0.1")
     there = members.joins(Role.WORKER, "boot:1", "10.0.0.1")
     fast, slow = LinkModel(1e-5, 4e9), LinkModel(2e-4, 1e9)
-    found.measured("boot:1", fast)
-    found.measured("boot:2", slow)
+    found.record_link("boot:1", fast)
+    found.record_link("boot:2", slow)
     assert near(found, members.workers[0]) == {0: True, 1: False, 2: False, 3: True}
     assert near(found, there) == {0: False, 1: True, 2: False, 3: False}
     assert found.ways(members.workers[0])[1].link == fast
@@ -186,7 +188,7 @@ def test_people_see_hosts_and_links() -> None:
 
     assert "link" not in shown()
     members.joins(Role.SERVER, "boot:1", "10.0.0.1")
-    found.measured("boot:1", LinkModel(1e-4, 1.5e9))
+    found.record_link("boot:1", LinkModel(1e-4, 1.5e9))
     rows = [line.split() for line in shown().splitlines()]
     assert ["this", "host", "-", "10.0.0.1", "100", "µs", "1.5", "GB/s", "measured"] in rows
     assert ["10.0.0.1", "expert", "server", "1"] in rows

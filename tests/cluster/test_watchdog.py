@@ -46,7 +46,7 @@ class Loop:
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     monkeypatch.setattr(watchdog, "TURN", 0.01)
     made = Loop()
-    made.watchdog.armed, made.watchdog.hung_seconds = True, 0.5  # fifty turns, however busy the cores are
+    made.watchdog.is_armed, made.watchdog.hung_seconds = True, 0.5  # fifty turns, however busy the cores are
     made.watchdog.rule = RestartRule(first_delay=0.0)
     made.watchdog.start()
     yield made
@@ -106,7 +106,7 @@ def test_who_hangs_six_times_is_given_up_however_long_each_hang_is(loop: Loop) -
 
 
 def test_before_the_cluster_serves_nothing_hangs_and_one_death_is_the_end(loop: Loop) -> None:
-    loop.watchdog.armed, loop.watchdog.hung_seconds = False, 0.1
+    loop.watchdog.is_armed, loop.watchdog.hung_seconds = False, 0.1
     loop.todo += [lambda: time.sleep(0.3), lambda: loop.done.append("late"), dying]
     soon(lambda: bool(loop.given_up))
     assert loop.done == ["late"] and not loop.faults

@@ -45,7 +45,7 @@ class Checked:
             lambda member, reason: self.refused.append(reason),
             lambda: 0.0,
         )
-        self.check.lay_out(LAYOUT)
+        self.check.set_layout(LAYOUT)
 
     def step(self) -> None:
         self.later.get(timeout=60)()
@@ -59,20 +59,20 @@ def checked(tmp_path: Path) -> Iterator[Checked]:
 
 
 def joined(number: int) -> Member:
-    return Member(Role.SERVER, number, 1, SimpleNamespace(), elsewhere=True, last_hold=1)  # type: ignore[arg-type]
+    return Member(Role.SERVER, number, 1, SimpleNamespace(), is_external=True, last_hold=1)  # type: ignore[arg-type]
 
 
 def test_servers_that_left_are_forgotten(checked: Checked) -> None:
     """A server that comes and goes for months must not fill the memory."""
     for number in range(20):
         member = joined(number)
-        checked.check.holds(member, messages.Holds(1, Endpoint("tcp:x:1"), "reference", weights="w"))
-        checked.check.digests(member, messages.Digests(checked.right))
+        checked.check.record_holds(member, messages.Holds(1, Endpoint("tcp:x:1"), "reference", weights="w"))
+        checked.check.record_digests(member, messages.Digests(checked.right))
         checked.step()
         checked.check.tick(member, lambda: {0: [0, 1]})
         checked.check.keep([member])
     assert checked.accepted == list(range(20)) and not checked.refused
-    assert len(checked.check._known) == 1
+    assert len(checked.check._servers) == 1
 
 
 def test_servers_are_compared_after_the_files_are_gone(checked: Checked) -> None:
@@ -82,10 +82,10 @@ def test_servers_are_compared_after_the_files_are_gone(checked: Checked) -> None
         checked.file.unlink(missing_ok=True)
         checked.later.put(function)
 
-    checked.check._later = then_gone
+    checked.check._run_later = then_gone
     first, wrong = {0: {0: checked.right[0][0]}}, {0: {0: "0" * 64}}
     for number, told in enumerate((first, first, checked.right, wrong)):
-        checked.check.digests(joined(number), messages.Digests(told))
+        checked.check.record_digests(joined(number), messages.Digests(told))
         checked.step()
     assert [reason.partition(": ")[0] for reason in checked.refused] == [
         "expert 1 of layer 0 cannot be compared",
@@ -95,7 +95,7 @@ def test_servers_are_compared_after_the_files_are_gone(checked: Checked) -> None
 
 def test_a_pair_that_no_checkpoint_has_is_refused_in_words(checked: Checked) -> None:
     for layer, expert in ((9, 0), (0, 10**9), (0, -1), (-1, 0)):
-        checked.check.digests(joined(0), messages.Digests({layer: {expert: "x"}}))
+        checked.check.record_digests(joined(0), messages.Digests({layer: {expert: "x"}}))
         checked.step()
     assert checked.refused == [
         f"the checkpoint has no expert {expert} of layer {layer}"

@@ -23,7 +23,8 @@ from moesaic.commands.plan import find_hardware
 from moesaic.cost.hardware import Hardware
 from moesaic.models import files
 from moesaic.models.files import FoundModel
-from moesaic.models.gguf import beginning, header
+from moesaic.models.gguf import header
+from moesaic.models.gguf.hub import FIRST_RANGE, LARGEST_RANGE
 
 MIB = 1 << 20
 WEIGHTS = 256 * MIB
@@ -108,7 +109,7 @@ def test_it_says_what_it_says_of_a_local_file(source: Path, tmp_path: Path, part
                 one.pop(key, None)
     assert found == local
     for name, length in lengths.items():
-        assert 0 <= sent[name] / 2 - length <= max(beginning.FIRST, beginning.LARGEST), "two reports"
+        assert 0 <= sent[name] / 2 - length <= max(FIRST_RANGE, LARGEST_RANGE), "two reports"
     assert not list(home.rglob("*.gguf")) and not any("HEAD" in line for line in seen)
 
 

@@ -232,10 +232,10 @@ def test_products_are_those_of_the_checkpoints_experts(
     sizes = [one.products for one in seen]
     shapes = [(one.hidden, one.width, one.top_k, one.matrices) for one in sizes]
     assert shapes == [(128, 96, 4, 64), (128, 96, 4, 64), (2048, 768, 8, 16), (128, 96, 4, 64)]
-    assert [one.packed for one in sizes] == [None, None, None, "compressed"]
+    assert [one.packed_type for one in sizes] == [None, None, None, "compressed"]
     assert sizes[0].rows == SHORT.products.rows
     assert all(one.converting is None for one in seen)
-    assert SHORT.products.of_experts(4096, 14336, 2).matrices == 2
+    assert SHORT.products.with_experts(4096, 14336, 2).matrices == 2
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_conversion_of_the_checkpoints_experts_is_measured(
     hardware.measure(MeasureHardware(path=path, device="cpu"), SHORT)
     found = seen[0].converting
     kind = None if form is None else quantizers.STORED.get(form, form)
-    assert found is not None and found.name == (kind or "columns") and seen[0].products.packed == kind
+    assert found is not None and found.name == (kind or "columns") and seen[0].products.packed_type == kind
     found.run()
     every = Headers(path).list_tensors().items()
     experts = sum(place.size for name, place in every if name.startswith("model.layers.0.mlp.experts."))

@@ -13,18 +13,18 @@ from moesaic.commands.offload_report import phases, result_text
 from moesaic.config import ModelConfig, OffloadConfig, WorkerConfig
 from moesaic.core.metrics import PassStats
 from moesaic.cost.hardware import GIB
-from moesaic.planning import Planned, plan
+from moesaic.planning import WorkerPlan, plan
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def found(tmp_path_factory: pytest.TempPathFactory) -> WorkerPlan:
     model = tiny_models.build("qwen3_moe", model_configs.qwen3(**SIZES))
     path = tiny_models.save(model, tmp_path_factory.mktemp("told"), torch.bfloat16)
     options = OffloadConfig("6MiB", offload_schedule="serial", micro_batch_size=4, micro_batches=2)
     return plan(WorkerConfig(ModelConfig(str(path))), options, JOB, HARDWARE)
 
 
-def made(found: Planned, speed: float, seconds: float = 2.0) -> PassStats:
+def made(found: WorkerPlan, speed: float, seconds: float = 2.0) -> PassStats:
     """Three decode steps whose experts were loaded at `speed`."""
     away = found.model.experts - found.price.policy.static_experts
     loaded = 3 * found.model.layers * away * found.model.expert * 2
@@ -34,7 +34,7 @@ def made(found: Planned, speed: float, seconds: float = 2.0) -> PassStats:
     )
 
 
-def test_the_second_prediction_has_the_speed_of_the_run(found: Planned) -> None:
+def test_the_second_prediction_has_the_speed_of_the_run(found: WorkerPlan) -> None:
     """With the serial schedule, seconds are those of the link plus those of computing. Only the link's
     seconds change."""
     planned_speed = HARDWARE.link.down
@@ -45,14 +45,14 @@ def test_the_second_prediction_has_the_speed_of_the_run(found: Planned) -> None:
     assert twice.at_link == pytest.approx(same.predicted - same.link_busy / 2, rel=1e-3)
 
 
-def test_each_phase_has_its_own_speed(found: Planned) -> None:
+def test_each_phase_has_its_own_speed(found: WorkerPlan) -> None:
     slow, quick = made(found, GIB / 100), replace(made(found, GIB / 10), prefill=True)
     prefill, decode = phases(found, [slow, quick, slow])
     assert (prefill.name, decode.name, decode.passes) == ("prefill", "decode", 6)
     assert prefill.link == pytest.approx(GIB / 10) and decode.link == pytest.approx(GIB / 100)
 
 
-def test_a_table_with_both_predictions(found: Planned) -> None:
+def test_a_table_with_both_predictions(found: WorkerPlan) -> None:
     one = made(found, GIB / 100)
     [phase] = phases(found, [one])
     told = result_text([phase], seconds=2.5)
@@ -65,7 +65,7 @@ def test_a_table_with_both_predictions(found: Planned) -> None:
     assert told.endswith("outside passes (sampling, text, the API): 0.50 s")
 
 
-def test_what_loaded_nothing_has_no_other_prediction(found: Planned) -> None:
+def test_what_loaded_nothing_has_no_other_prediction(found: WorkerPlan) -> None:
     [phase] = phases(found, [replace(made(found, 1.0), loaded=0, busy={"fast": 1.0})])
     assert phase.link is None and phase.at_link == phase.predicted
     assert phase.as_json()["link_bytes_per_s"] is None

@@ -16,8 +16,6 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB
 from moesaic.cost.machines import MACHINES, machine
 from moesaic.cost.sizes import KNOWN
-from moesaic.papers import report
-from moesaic.papers.moe_lightning_settings import FLEXGEN, settings
 from moesaic.policy.offloading.policies import Policy, Workload
 from moesaic.policy.offloading.pricing import Pricing
 
@@ -176,7 +174,6 @@ def test_models_by_name_directory_and_file(tmp_path: Path) -> None:
         ([*LINE, "--host-memory", "-1GiB"], "--host-memory: got '-1GiB'"),
         ([*LINE, "--host-memory=-1GiB"], "--host-memory: got '-1GiB'; allowed: a positive size"),
         ([*LINE, "--host-memory", "--host-bandwidth", "2GiB"], "--host-memory: got nothing"),
-        ([*LINE, "--paper"], "--paper: has its own models, machines and lengths"),
         (["plan", "deepseek-v3", *LINE[2:]], "deepseek-v3 does not fit on l4: one request needs"),
     ],
 )
@@ -230,35 +227,6 @@ def test_the_picture_has_every_chart_and_the_turning_points(
 def test_a_picture_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_picture, "draw", lambda report: "<svg/>")
     assert cli.main([*LINE, "--policy", "flexgen", "--plot", "/no/such/place.svg"]) == 2
-
-
-# ---- the paper
-
-
-@pytest.mark.slow
-def test_the_paper_for_people_and_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output has three settings. tests/papers/test_moe_lightning.py checks all of them."""
-    names = ("S1 MTBench padded, n 32", "S8 MTBench, n 32", "S1 MTBench, n 64")
-    few = sorted((one for one in settings() if one.name in names), key=lambda one: names.index(one.name))
-    monkeypatch.setattr(report, "settings", lambda: iter(few))
-    monkeypatch.setattr(report, "FLEXGEN", FLEXGEN[-1:])
-    paper = report.reproduce()
-    text = report.as_text(paper)
-    assert "36 x 14" in text and "equal" in text and "m_c 184.29, b_c 100, residual on GPU" in text
-    assert "N 2652" in text and "equal throughput" in text and "8 x 36" in text
-    assert re.search(r"S1 MTBench, n 64 +N \? +164 x 19 not known", text)
-    assert "Among policies with equal predictions this search takes the first" in text
-    found = json.loads(report.as_json(paper))
-    first, second, third = found["settings"]
-    assert first["found"] == [36, 14, 504] and first["verdict"] == "equal" and first["measured"] == 15.6
-    assert second["published"] == [None, None, 2652] and second["plateau_to"] == 42
-    assert third["published"] == [None, None, None] and third["measured"] == 101.3
-    assert round(first["with_prefill"] / first["measured"], 1) == 4.4
-    assert [one["found"] for one in found["flexgen"]] == [[8, 36]]
-    cross = {(one["policy"], one["schedule"]): one for one in found["cross"]}
-    assert len(cross) == 6
-    assert cross["FlexGen's", "s4"]["measured"] == 9.5
-    assert cross["MoE-Lightning's", "cgopipe"]["fitted"] > cross["MoE-Lightning's", "s4"]["fitted"]
 
 
 def test_a_plan_that_splits_experts_says_that_both_processors_compute_them() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.commands import cli
-from moesaic.planning.sim.trace import Trace
+from moesaic.commands.simulate import Trace
 
 SCENARIO = """
 model = "demo"

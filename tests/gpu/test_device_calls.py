@@ -232,7 +232,7 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
             time.sleep(0.001)
             departures.poll()
         assert not len(departures) and all(memory.closed for memory in kept)
-        late["written"] = any(memory.last != old for memory, old in zip(kept, before, strict=True))
+        late["written"] = any(memory.last_token_time != old for memory, old in zip(kept, before, strict=True))
         late["kept"] = [memory.bytes.tobytes() for memory in in_use] == others
 
     for _ in range(ATTEMPTS):
@@ -311,14 +311,14 @@ def test_a_server_waits_once_for_its_device(path: Path, layout: ExpertLayout) ->
     with on_device():
         backend = TorchBackend(path, layout, "cuda", "reference", 1)
         backend.take(held)
-        server, calls = ServerRows(DEVICE), []
+        server, calls = ServerRows(DEVICE, width), []
         memory = torch.from_numpy(hidden).to(DEVICE).view(-1).view(torch.uint8)
         for gate in (None, weights):
             answers = 4 if gate is None else 3
             shared = CallRows(memory, torch.zeros(4 * answers * width, dtype=torch.uint8, device=DEVICE))
             request = wire.Request(layer, 0, experts, rows, gate, hidden[:0], places=places)
             incoming = DeviceIncoming(Answer(answers), 0, 4 * width, shared)  # type: ignore[arg-type]
-            calls.append(server.take(incoming, shared, request, width))
+            calls.append(server.open(incoming, request))
         before = len(WAITS.of)
         pairs = np.arange(4)
         backend.run(layer, [CallPairs(one.hidden, rows, experts, one.rows, pairs) for one in calls])

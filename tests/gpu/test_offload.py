@@ -160,7 +160,7 @@ def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
     path = tiny_models.save(tiny_models.build("qwen3_moe", model_cases.qwen3(**LARGE)), tmp_path)
     byte_tokenizer(path)
     options = OffloadConfig(f"{cap}MiB", offload_schedule=schedule, pad=pad)
-    job = replace(JOB, padded=max(map(len, prompts()))) if pad else JOB
+    job = replace(JOB, padded_length=max(map(len, prompts()))) if pad else JOB
     worker = plan(WorkerConfig(ModelConfig(str(path))), options, job, MACHINES["l4"], gpus=1).worker
     offload, scheduler = worker.offload, worker.scheduler
     assert offload is not None

@@ -26,7 +26,7 @@ from moesaic.core.offload import Offload
 from moesaic.experts.collectives.group import Group
 from moesaic.models import registry
 from moesaic.runtime.group import build_rank
-from moesaic.runtime.group.row_backends import check_backend
+from moesaic.runtime.group.build_rank import check_backend
 from moesaic.runtime.group.rows import HostRows, RowCollectives
 from moesaic.runtime.group.sharded import ShardedModel
 from moesaic.runtime.group.tensor_rows import DeviceRows

@@ -25,7 +25,10 @@ from moesaic.planning.hardware.products import Sizes
 from moesaic.runtime.cache_size import AUTO_SHARE_CUDA
 
 TINY = Effort(
-    seconds=1e-4, read=1 << 16, copied=1 << 12, products=Sizes(hidden=64, width=32, matrices=2, rows=(1, 4))
+    seconds=1e-4,
+    read_bytes=1 << 16,
+    copy_bytes=1 << 12,
+    products=Sizes(hidden=64, width=32, matrices=2, rows=(1, 4)),
 )
 
 
@@ -92,8 +95,8 @@ def test_threads_are_those_of_the_cpu_beside_it(path: Path) -> None:
 
 
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "enough", lambda least, available: least)
-    monkeypatch.setattr(memory, "beyond_caches", lambda available: 0)
+    monkeypatch.setattr(memory, "choose_read_bytes", lambda least, available: least)
+    monkeypatch.setattr(memory, "choose_matrix_bytes", lambda available: 0)
     show: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731
     with sanitized():
         device = cuda.find()

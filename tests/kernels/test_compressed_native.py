@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from tests.kernels.test_bounds import Guarded
-from tests.kernels.test_compressed import SPECIAL, matrix, numbers
+from tests.kernels.test_compressed_layout import SPECIAL, matrix, numbers
 
 from moesaic.core.stored import COMPRESSED, OF_EXPERTS
 from moesaic.kernels.compressed_layout import Bits, Bytes, compress

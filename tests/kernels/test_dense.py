@@ -9,7 +9,8 @@ import torch
 
 from moesaic.core.errors import ConfigError
 from moesaic.kernels import table
-from moesaic.kernels.reference import dense, product
+from moesaic.kernels.reference import dense
+from moesaic.kernels.reference.dense import LARGE_WEIGHT
 
 torch.set_num_threads(1)
 
@@ -17,7 +18,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 40])
 @pytest.mark.parametrize("shape", [(5, 7), (300, 256)])
 def test_linear_is_a_product_and_a_bias(rows: int, shape: tuple[int, int]) -> None:
-    assert (product.LARGE_WEIGHT <= 300 * 256) and (product.LARGE_WEIGHT > 5 * 7)
+    assert (LARGE_WEIGHT <= 300 * 256) and (LARGE_WEIGHT > 5 * 7)
     inputs, weight, bias = torch.randn(rows, shape[1]), torch.randn(shape), torch.randn(shape[0])
     torch.testing.assert_close(dense.linear(inputs, weight), inputs @ weight.t(), rtol=1e-4, atol=1e-4)
     wanted = inputs @ weight.t() + bias

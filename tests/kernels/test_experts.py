@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moesaic.kernels.reference import product
+from moesaic.kernels.reference.dense import LARGE_WEIGHT
 from moesaic.kernels.reference.experts import experts, experts_plain
 from moesaic.kernels.weights import ExpertWeights
 
@@ -37,7 +37,7 @@ def test_fast_is_plain(rows: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("rows", [2, 3, 5, 6])
 def test_large_weights_take_the_other_form(rows: int) -> None:
-    table = weights(1, 256, 256 + product.LARGE_WEIGHT // 256)
+    table = weights(1, 256, 256 + LARGE_WEIGHT // 256)
     hidden, chosen = torch.randn(rows, 256), torch.zeros(rows, 1, dtype=torch.int64)
     found, wanted = experts(table, hidden, chosen), experts_plain(table, hidden, chosen)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.test_compressed_native import NONE, SIZES, Mlp, Size, uneven
-from tests.kernels.test_quantized import codes_of
+from tests.kernels.test_quantized_layout import codes_of
 from tests.kernels.test_rounding import everything_else
 from tests.support.guarded import Guarded
 from tests.support.integer_products import Integers, expert, gated_mlp, linear, linears, products

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.test_compressed_native import reading
-from tests.kernels.test_quantized import codes_of
+from tests.kernels.test_quantized_layout import codes_of
 from tests.support.guarded import Guarded
 from tests.support.native_kernels import same_bits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.kernels.test_compressed_native import NONE, SIZES, Mlp, Size, reading, uneven
-from tests.kernels.test_quantized import codes_of
+from tests.kernels.test_quantized_layout import codes_of
 
 from moesaic.core.stored import OF_EXPERTS, QUANTIZED, expert_code, of_expert
 from moesaic.kernels.quantized_layout import Bytes, dequantize, pack

@@ -27,7 +27,7 @@ from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.shard import Shard
 from moesaic.offload.arena import Arena
 from moesaic.offload.converted_experts import StreamedConvertedExperts
-from moesaic.transport.codec import decode, encode
+from moesaic.transport.stream import decode, encode
 
 EXPERTS, HIDDEN, WIDTH = 12, 48, 20
 PREFIX = "model.layers.1.mlp.experts"

@@ -255,7 +255,7 @@ def test_a_step_without_rows_is_no_error(name: str, tmp_path: Path) -> None:
     hidden = model.embed(none)
     for layer, block in enumerate(model.blocks):
         projected = block.pre_attention(hidden, none)
-        attended = torch.zeros(0, block.attention_part.out.weight.shape[1])
+        attended = torch.zeros(0, block.attention_part.out_proj.weight.shape[1])
         assert len(projected.query) == len(projected.key) == 0
         gated = block.gate(hidden, block.output_projection(attended))
         rows = None

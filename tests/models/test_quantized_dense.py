@@ -115,9 +115,9 @@ def test_all_matrices_but_gates_stay(made: Made) -> None:
     attention = [
         f".{layer}.attention_part.{part}.weight"
         for layer in (0, 1)
-        for part in ("query", "key", "value", "out")
+        for part in ("query", "key", "value", "out_proj")
     ]
-    dense = [f".1.dense_part.{part}" for part in ("gate", "up", "down")]
+    dense = [f".1.dense_part.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
     assert found == {**dict.fromkeys([*attention, *dense], "int8"), ".0.router.weight": "float32"}
 
 
@@ -145,8 +145,11 @@ def test_ranks_have_parts_of_stored_matrices(made: Made, form: str, size: int) -
     for model in ranks:
         part = model.blocks[0].attention_part
         assert kind_of(part.query.weight) == kind_of(part.value.weight) == quantizers.STORED[form]
-        assert kind_of(part.out.weight) == cut
-        assert part.query.weight.shape == (256 // size, 160) and part.out.weight.shape == (160, 256 // size)
+        assert kind_of(part.out_proj.weight) == cut
+        assert part.query.weight.shape == (256 // size, 160) and part.out_proj.weight.shape == (
+            160,
+            256 // size,
+        )
     tokens = tiny_models.prompt(23, model_configs.VOCAB)
     wanted = Ranks([load(path, Shard(rank, size), plain=True) for rank in range(size)]).prefill(tokens)
     assert torch.equal(Ranks(ranks).prefill(tokens), wanted)
@@ -163,7 +166,7 @@ def test_ranks_have_parts_of_stored_matrices(made: Made, form: str, size: int) -
 )
 def test_bytes_are_counted_as_they_are_held(made: Made, name: str, form: str, mapped: bool) -> None:
     path = made(name, form)
-    model, reference = load(path, use_mmap=mapped), load(path, use_mmap=mapped, plain=True)
+    model, reference = load(path, mapped=mapped), load(path, mapped=mapped, plain=True)
     assert model.num_parameters == reference.num_parameters
     outside = replace(model, experts={}).num_bytes
     assert outside == registry.bytes_outside_experts(path, kernels, "float32")
@@ -176,7 +179,9 @@ def test_an_mlp_of_several_types_becomes_float32(made: Made, tmp_path: Path) -> 
     quantised, _ = quantizers.quantize(source, tmp_path, *tensors)
     model = load(quantised)
     found = {name: kind for name, kind in kinds(model).items() if "dense_part" in name}
-    assert found == dict.fromkeys((f".1.dense_part.{part}" for part in ("gate", "up", "down")), "float32")
+    assert found == dict.fromkeys(
+        (f".1.dense_part.{part}" for part in ("gate_proj", "up_proj", "down_proj")), "float32"
+    )
     tokens = tiny_models.prompt(9, model_configs.VOCAB)
     assert torch.equal(Driver(model).prefill(tokens), Driver(load(quantised, plain=True)).prefill(tokens))
 

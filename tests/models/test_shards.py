@@ -217,7 +217,7 @@ def test_parts_of_mapped_tensors_stay_mapped(saved: Any) -> None:
     first, second = (block.attention_part.query.weight for block in parts)
     assert not torch.equal(first, second)
     assert in_file(first.data_ptr()) and in_file(second.data_ptr())
-    assert not in_file(parts[0].attention_part.out.weight.data_ptr())  # columns are copied
+    assert not in_file(parts[0].attention_part.out_proj.weight.data_ptr())  # columns are copied
 
 
 def test_copied_weights_need_no_file(saved: Any) -> None:

@@ -80,7 +80,7 @@ def test_a_killed_worker_is_noticed_at_once(worker: ChildProcess) -> None:
     with pytest.raises(ConnectionLost):
         while True:
             assert worker.connection.receive(60.0) is not None, "its end is not noticed"
-    assert worker.how_it_ended() == f"worker process {worker.pid} killed by signal 9"
+    assert worker.describe_end() == f"worker process {worker.pid} killed by signal 9"
 
 
 @pytest.mark.slow

@@ -220,14 +220,16 @@ def _draws_globally(call: ast.Call) -> bool:
     return name.startswith(("random.", "np.random.", "numpy.random."))
 
 
-def cycles(modules: Sequence[Module]) -> list[str]:
-    """One import cycle, if there is any."""
+def cycles(modules: Sequence[Module], doors: Iterable[str] = ()) -> list[str]:
+    """One import cycle, if there is any. Imports for types count, and late imports of `doors` do not."""
     known = names(modules)
     graph = {
         module.name: {
             item.target
             for item in module.imports(known)
-            if item.target in known and item.target != module.name and not item.for_types
+            if item.target in known
+            and item.target != module.name
+            and not (item.in_function and module.inner in doors)
         }
         for module in modules
     }

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from moesaic import SamplingParams
-from moesaic.cluster.launch import Launched, launch
+from moesaic.cluster.launch import LaunchedEngine, launch
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import (
@@ -57,7 +57,9 @@ class Running:
 class Cluster:
     """A launched cluster that serves."""
 
-    def __init__(self, launched: Launched, begun: Callable[[Supervisor], None] = lambda _: None) -> None:
+    def __init__(
+        self, launched: LaunchedEngine, begun: Callable[[Supervisor], None] = lambda _: None
+    ) -> None:
         """begun: called once the processes were started, before all of them serve."""
         assert launched.supervisor is not None
         self.supervisor: Supervisor = launched.supervisor

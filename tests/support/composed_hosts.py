@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from moesaic.cluster.launch import Launched, launch
+from moesaic.cluster.launch import LaunchedEngine, launch
 from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import ClusterConfig, WorkerConfig
 
@@ -42,7 +42,7 @@ class OtherHosts:
             yield
 
     @contextmanager
-    def _launch(self, config: WorkerConfig, cluster: ClusterConfig, **more: Any) -> Iterator[Launched]:
+    def _launch(self, config: WorkerConfig, cluster: ClusterConfig, **more: Any) -> Iterator[LaunchedEngine]:
         cluster = replace(cluster, standby_for=self._standby_for)
         here = cluster.resolved()
         workers, prefill = here.attention_workers, here.prefill_workers

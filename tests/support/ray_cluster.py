@@ -52,7 +52,7 @@ def on_ray(folder: Path, nodes: Nodes, **more: Any) -> Iterator[Cluster]:
 
 def processes(running: Cluster) -> dict[str, Any]:
     """The running process of each member, by its name."""
-    return {member.name: member.child for member in running.supervisor._members.all}
+    return {member.name: member.child for member in running.supervisor._members.all_members}
 
 
 def started_by(running: Cluster, process: Any) -> int:

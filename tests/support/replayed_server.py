@@ -69,7 +69,7 @@ def replay(recorded: RecordedService, fresh: RecordedService, experts: int) -> l
         for taken in calls:
             message = AtBarrier(taken[1], step) if len(taken) == 2 else _call(connection, taken)
             step += len(taken) == 2 and taken[1]
-            timeline.at(now - EARLIER if computing else now, partial(server.take, connection, message))
+            timeline.schedule(now - EARLIER if computing else now, partial(server.take, connection, message))
         computing = run is not None
     timeline.run()
     return [run for _, _, run in turns(fresh.log) if run is not None]

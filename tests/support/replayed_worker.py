@@ -191,7 +191,7 @@ class Replay:
             awake = index > 0 and self._under_way[index - 1]
             action = self._outside(event)
             if action is not None:
-                self._timeline.at(now - EARLIER if awake else now, action)
+                self._timeline.schedule(now - EARLIER if awake else now, action)
 
     def _answer(self, parts: list[tuple[int, IntArray]]) -> None:
         for run, pairs in parts:

@@ -33,7 +33,7 @@ def search(
         more.pop("model", MODEL),
         more.pop("spec", machines()),
         requests,
-        demand.objectives(slo),
+        demand.parse_objectives(slo),
         seconds,
         seed=more.pop("seed", 1),
         clock=lambda: tick * next(ticks),

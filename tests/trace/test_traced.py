@@ -18,8 +18,8 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts import wire
 from moesaic.experts.backend import CallPairs
+from moesaic.experts.observer import ServerTrace
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.tracing import ServerTrace
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler

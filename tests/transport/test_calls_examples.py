@@ -11,13 +11,11 @@ import pytest
 from tests.support import faulty_transport
 from tests.support.call_pairs import ask, incoming, pair, rows_of
 
-from moesaic.transport import address, blocks, calls, sockets
-from moesaic.transport.blocks import Blocks
+from moesaic.transport import address, calls, sockets
+from moesaic.transport.sockets import Blocks
 
 
-@pytest.mark.parametrize(
-    "module", [address, blocks, calls, faulty_transport, sockets], ids=lambda one: one.__name__
-)
+@pytest.mark.parametrize("module", [address, calls, faulty_transport, sockets], ids=lambda one: one.__name__)
 def test_docstrings(module: ModuleType) -> None:
     done = doctest.testmod(module, extraglobs={"np": np})
     assert done.attempted > 0 and done.failed == 0

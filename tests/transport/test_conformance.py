@@ -22,11 +22,10 @@ from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLog
 from moesaic.core.worker_info import WorkerInfo
 from moesaic.transport.awaited import AwaitedConnection
 from moesaic.transport.base import Connection
-from moesaic.transport.codec import decode
 from moesaic.transport.local import local_pair
 from moesaic.transport.sealed_socket import SealedSocket, Wire
 from moesaic.transport.sealing import Keys
-from moesaic.transport.stream import MAX_FRAME, StreamConnection, stream_pair
+from moesaic.transport.stream import MAX_FRAME, StreamConnection, decode, stream_pair
 
 Pair = tuple[Connection, Connection]
 
@@ -332,7 +331,7 @@ def test_a_bug_in_the_reader_ends_the_connection_too(monkeypatch: pytest.MonkeyP
     def broken(payload: memoryview) -> messages.Message:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr("moesaic.transport.codec.decode", broken)
+    monkeypatch.setattr("moesaic.transport.stream.decode", broken)
     ours, theirs = stream_pair()
     connection, sender = StreamConnection(ours), StreamConnection(theirs)
     sender.send(messages.Shutdown())

@@ -38,11 +38,13 @@ class Balancing:
         """The placement whose experts stay where they are. None: all experts may move by load."""
         self._cluster = cluster
         copies = cluster.redundant_experts > 0 or cluster.min_replicas > 1
-        fixed = not seconds or (cluster.placement is not None and not copies and cluster.rebalance is None)
-        self._next = math.inf if fixed else now + seconds
+        never_moves = not seconds or (
+            cluster.placement is not None and not copies and cluster.rebalance is None
+        )
+        self._next = math.inf if never_moves else now + seconds
         self._autoscaling = Autoscaling(cluster, now)
 
-    def rebalanced(
+    def plan_rebalance(
         self,
         now: float,
         placement: Placement,
@@ -56,12 +58,12 @@ class Balancing:
         It always returns None between two intervals. servers: id -> capacity weight. bandwidth: bytes/s at
         which a server loads experts. hosts: server -> its host; None: all are on one.
         """
-        if now < self._next or not self.loads.full():
+        if now < self._next or not self.loads.has_full_window():
             return None
         self._next = now + self._cluster.rebalance_interval
         new = self._next_placement(placement, servers, hosts)
-        if self._safer(placement, new, servers, hosts):
-            return new
+        if self._is_safer(placement, new, servers, hosts):
+            return new  # whatever it costs: one host less can take all copies of an expert away
         load = self.loads.window()
         moves = balance.moves(placement, new)
         horizon = HORIZON * self._cluster.rebalance_interval
@@ -70,7 +72,7 @@ class Balancing:
         cost = balance.busiest_bytes(moves, self.layout.expert_bytes)
         return new if moves and balance.worth_moving(gain, cost, bandwidth) else None
 
-    def spread(
+    def plan_spread(
         self, placement: Placement, servers: Mapping[int, float], hosts: Mapping[int, str]
     ) -> Placement | None:
         """Returns a placement with fewer experts that have all of their copies on one host; usually None.
@@ -80,22 +82,26 @@ class Balancing:
         if self._cluster.min_replicas == 1 and not self._cluster.redundant_experts:
             return None
         new = self._next_placement(placement, servers, hosts)
-        return new if self._safer(placement, new, servers, hosts) else None
+        return new if self._is_safer(placement, new, servers, hosts) else None
 
     def _next_placement(
         self, placement: Placement, servers: Mapping[int, float], hosts: Mapping[int, str] | None
     ) -> Placement:
         """The best placement for the load of the window; `placement` where it is good enough."""
         load, layers = self.loads.window(), self.layout.layers
-        asked = self._cluster.redundant_experts, min(self._cluster.min_replicas, len(servers)), placement
+        replica_limits = (
+            self._cluster.redundant_experts,
+            min(self._cluster.min_replicas, len(servers)),
+            placement,
+        )
         if self.homes is None:
-            return balance.place(load, layers, servers, *asked, hosts=hosts)
+            return balance.place(load, layers, servers, *replica_limits, hosts=hosts)
         if set(self.homes.servers) <= set(servers):
-            return around_homes.place(self.homes, load, layers, servers, *asked, hosts=hosts)
+            return around_homes.place(self.homes, load, layers, servers, *replica_limits, hosts=hosts)
         return placement  # servers of the file were removed by command
 
     @staticmethod
-    def _safer(
+    def _is_safer(
         old: Placement, new: Placement, servers: Mapping[int, float], hosts: Mapping[int, str] | None
     ) -> bool:
         return new is not old and exposed(new, list(servers), hosts) < exposed(old, list(servers), hosts)
@@ -112,14 +118,19 @@ class Balancing:
             horizon=HORIZON * seconds,
         )
 
-    def wanted_servers(
-        self, now: float, waiting: int, busy: Mapping[Process, float], servers: int, missed: int = 0
+    def count_needed_servers(
+        self,
+        now: float,
+        waiting: int,
+        busy: Mapping[Process, float],
+        servers: int,
+        missed_objectives: int = 0,
     ) -> int:
         """Returns how many expert servers there should be, given `servers` now.
 
-        waiting: number of requests that wait. busy: process -> seconds that it has computed so far. missed:
-        number of missed latency objectives so far.
+        waiting: number of requests that wait. busy: process -> seconds that it has computed so far.
+        missed_objectives: number of missed latency objectives so far.
         """
         kind = "expert_servers"
-        sample = Sample({kind: servers}, {kind: waiting}, missed, {kind: busy})
-        return self._autoscaling.wanted(now, sample).get(kind, servers)
+        sample = Sample({kind: servers}, {kind: waiting}, missed_objectives, {kind: busy})
+        return self._autoscaling.decide_counts(now, sample).get(kind, servers)

@@ -19,10 +19,9 @@ from inspect import GEN_CREATED, GEN_SUSPENDED, getgeneratorstate
 import numpy as np
 
 from moesaic.cluster import live_placement
-from moesaic.cluster.autoscaling import Autoscaling
+from moesaic.cluster.autoscaling import Autoscaling, Sample
 from moesaic.cluster.balancing import Balancing
-from moesaic.cluster.dispatching import by_tables
-from moesaic.cluster.fleet_sample import take_sample
+from moesaic.cluster.dispatching import dispatch_by_tables
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
@@ -31,7 +30,7 @@ from moesaic.cluster.members import Members
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import COUNTED, Change, Changes, Joined
+from moesaic.cluster.scaling import COUNT_NAMES, Change, Changes, JoinedProcess
 from moesaic.cluster.solving.job import Job
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
@@ -52,12 +51,12 @@ RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _QueuedChange:
-    what: str
+    description: str
     """Description for people."""
     change: Change
     future: Future[None] | None = None
     """Future of the user who requested the change; None if nobody waits for it."""
-    again: Callable[[], Change] | None = None
+    recreate: Callable[[], Change] | None = None
     """Makes the same change once more, if the supervisor's thread ends in the middle of it."""
 
 
@@ -79,7 +78,7 @@ class ChangeQueue:
         are solved, and requests are dispatched then. Raises ConfigError for an --autoscale that is not
         possible."""
         self._autoscaling = Autoscaling(cluster, clock())
-        router.objectives = Objectives.of(cluster, clock)
+        router.objectives = Objectives.from_config(cluster, clock)
         self.balancing: Balancing | None = None
         """Created when the layout is known."""
         self._hosts = dict[int, str] if links is None else links.server_hosts
@@ -97,37 +96,37 @@ class ChangeQueue:
         self._current: _QueuedChange | None = None
         self._arriving: list[_QueuedChange] = []
         """Workers of other hosts that are loading."""
-        self._early: list[tuple[RemoteProcess, str]] = []
+        self._early_servers: list[tuple[RemoteProcess, str]] = []
         """Servers that called before the layout was known, and the checkpoint's fingerprint."""
         self._quiet_until = -math.inf
-        self._gone: list[str] = []
+        self._last_lost_names: list[str] = []
         """Names of the servers that the last attempt to remove lost servers knew. Another loss does not wait
         until that attempt may be repeated."""
         self._spread: tuple[int, dict[int, str]] = (-1, {})
         """Version of the placement, and the servers' hosts, when it was last asked how copies are spread."""
-        self._warned = False
+        self._has_warned = False
 
     @property
     def layout(self) -> ExpertLayout | None:
         return self.changes.layout
 
     @property
-    def under_way(self) -> str | None:
+    def change_description(self) -> str | None:
         """Description of the change under way; None if there is none."""
-        under_way = [self._current, *self._arriving]
-        return next((wanted.what for wanted in under_way if wanted is not None), None)
+        changes = [self._current, *self._arriving]
+        return next((change.description for change in changes if change is not None), None)
 
-    def lay_out(self, layout: ExpertLayout, homes: Placement | None = None) -> None:
+    def set_layout(self, layout: ExpertLayout, homes: Placement | None = None) -> None:
         """Set the layout of the experts. homes: see `Balancing`."""
         self.changes.layout = layout
         copies, servers = self._cluster.redundant_experts, len(self._members.servers)
-        most = layout.num_experts * (servers - 1)  # a server holds at most one copy of an expert
-        what = "--redundant-experts: got %d; with --expert-servers %d at most %d have a place"
-        if copies > most:
-            LOG.warning(what, copies, servers, most)
+        max_copies = layout.num_experts * (servers - 1)  # a server holds at most one copy of an expert
+        message = "--redundant-experts: got %d; with --expert-servers %d at most %d have a place"
+        if copies > max_copies:
+            LOG.warning(message, copies, servers, max_copies)
         self.balancing = Balancing(layout, self._cluster, self._clock(), homes)
-        early, self._early = self._early, []
-        for process, weights in early:
+        early_servers, self._early_servers = self._early_servers, []
+        for process, weights in early_servers:
             self.join(process, weights)
 
     # ---- requests
@@ -138,14 +137,14 @@ class ChangeQueue:
         """Requests these numbers. It is refused while another requested change is under way."""
         pending = [self._current, *self._queue]
         try:
-            if any(wanted is not None and wanted.future is not None for wanted in pending):
+            if any(change is not None and change.future is not None for change in pending):
                 raise ScalingError("the cluster is being scaled already; wait for its end", conflict=True)
-            self.changes.wanted(servers, workers, prefill)
+            self.changes.resolve_counts(servers, workers, prefill)
         except (ScalingError, ConfigError) as error:
             future.set_exception(error)
             return
-        again = partial(self.changes.scale, servers, workers, prefill)
-        self._queue.append(_QueuedChange("scaling", again(), future, again))
+        recreate = partial(self.changes.scale, servers, workers, prefill)
+        self._queue.append(_QueuedChange("scaling", recreate(), future, recreate))
 
     def join(self, process: RemoteProcess, weights: str) -> None:
         """Adds a change for a process that joins from another machine, unless a launcher waits for it.
@@ -159,20 +158,23 @@ class ChangeQueue:
             return
         server = process.role is Role.SERVER
         if server and self.layout is None:
-            self._early.append((process, weights))
+            self._early_servers.append((process, weights))
             return
-        unlike = self._members.unlike(process)
-        if unlike is not None:
-            self._note(f"{process.peer} is refused: {unlike}")
-            threading.Thread(target=process.refuse, args=(unlike,), daemon=True).start()
+        reason = self._members.explain_difference(process)
+        if reason is not None:
+            self._note(f"{process.peer} is refused: {reason}")
+            # A thread of its own: `refuse` waits for seconds until the peer has read the reason.
+            threading.Thread(target=process.refuse, args=(reason,), daemon=True).start()
             return
         if process.role is Role.RANKS:  # they wait for a group, and change nothing
             self._members.adopt(self._members.add(Role.RANKS), process, weights, None)
             return
-        joined = Joined(process, weights)
-        change = self.changes.add_server(joined) if server else self.changes.add_worker(process.role, joined)
-        wanted = _QueuedChange(f"{process.role.value} joins from {process.peer}", change)
-        (self._queue if server else self._arriving).append(wanted)
+        newcomer = JoinedProcess(process, weights)
+        change = (
+            self.changes.add_server(newcomer) if server else self.changes.add_worker(process.role, newcomer)
+        )
+        queued_change = _QueuedChange(f"{process.role.value} joins from {process.peer}", change)
+        (self._queue if server else self._arriving).append(queued_change)
 
     def add_report(self, member: Member, load: list[list[int]]) -> None:
         """Adds a server's report. load: [L][E] pairs, see `Loads.add_report`."""
@@ -183,122 +185,150 @@ class ChangeQueue:
         """Continues the change under way, or begins the next one."""
         if self.balancing is not None:
             self.balancing.loads.tick(now, [member.number for member in self._members.servers])
-        for wanted in list(self._arriving):
-            if self._ends(wanted):
-                self._arriving.remove(wanted)
+        for queued_change in list(self._arriving):
+            if self._step(queued_change):
+                self._arriving.remove(queued_change)
         if self._current is None:
-            self._current = self._next(now)
-        if self._current is not None and self._ends(self._current, now):
+            self._current = self._next_change(now)
+        if self._current is not None and self._step(self._current, now):
             self._current = None
 
     def leave(self, worker: Member) -> None:
         """Adds the removal of a worker, before all other changes."""
         self._queue.appendleft(_QueuedChange(f"{worker.name} leaves", self.changes.remove_worker(worker)))
 
-    def drop_broken(self) -> bool:
+    def drop_broken_changes(self) -> bool:
         """Drops what is under way if a thread ended in the middle of it. Returns whether one did.
 
         A change that a user requested is then the next one, once.
         """
-        under_way = [one for one in (self._current, *self._arriving) if one is not None]
-        if all(getgeneratorstate(one.change) in (GEN_CREATED, GEN_SUSPENDED) for one in under_way):
+        queued_changes = [
+            queued_change for queued_change in (self._current, *self._arriving) if queued_change is not None
+        ]
+        # A generator in another state raised, or its thread ended while it ran.
+        if all(
+            getgeneratorstate(queued_change.change) in (GEN_CREATED, GEN_SUSPENDED)
+            for queued_change in queued_changes
+        ):
             return False
         self._current, self._arriving = None, []
-        for one in under_way:
-            if one.again is not None and one.future is not None and not one.future.done():
-                self._queue.appendleft(_QueuedChange(one.what, one.again(), one.future))
+        for queued_change in queued_changes:
+            if (
+                queued_change.recreate is not None
+                and queued_change.future is not None
+                and not queued_change.future.done()
+            ):
+                self._queue.appendleft(
+                    _QueuedChange(queued_change.description, queued_change.recreate(), queued_change.future)
+                )
                 continue
-            self._tell(one, ScalingError(f"{one.what}: the supervisor was restarted in the middle of it"))
+            self._report_end(
+                queued_change,
+                ScalingError(
+                    f"{queued_change.description}: the supervisor was restarted in the middle of it"
+                ),
+            )
         if self.live is not None:
-            self.live.failed("the supervisor was restarted")
+            self.live.record_failure("the supervisor was restarted")
         return True
 
-    def stop(self, why: str) -> None:
-        """Refuses all waiting changes. why: the reason for their users."""
+    def stop(self, reason: str) -> None:
+        """Refuses all waiting changes. reason: the reason for their users."""
         open_changes, self._current = [self._current, *self._queue], None
         self._queue.clear()
         self._arriving.clear()
-        for process, _ in self._early:
+        for process, _ in self._early_servers:
             process.kill()
-        for wanted in open_changes:
-            if wanted is not None and wanted.future is not None and not wanted.future.done():
-                wanted.future.set_exception(ScalingError(why))
+        for queued_change in open_changes:
+            if (
+                queued_change is not None
+                and queued_change.future is not None
+                and not queued_change.future.done()
+            ):
+                queued_change.future.set_exception(ScalingError(reason))
 
     # ---- internal
 
-    def _ends(self, wanted: _QueuedChange, now: float = -math.inf) -> bool:
+    def _step(self, queued_change: _QueuedChange, now: float = -math.inf) -> bool:
         """Continues a change. Returns whether it ended. now: for a change after whose failure others wait.
 
         An exception that no change should raise is raised again once the change counts as ended.
         """
         try:
-            next(wanted.change)
+            next(queued_change.change)
         except StopIteration:
-            self._tell(wanted, None)
+            self._report_end(queued_change, None)
             return True
         except (ScalingError, ConfigError) as error:
-            self._note(f"{wanted.what}: {error}")
+            self._note(f"{queued_change.description}: {error}")
+            # A change that fails at once would otherwise be repeated in each turn of the loop.
             self._quiet_until = max(self._quiet_until, now + RETRY_SECONDS)
-            self._tell(wanted, error)
+            self._report_end(queued_change, error)
             return True
         except Exception as error:
             self._quiet_until = max(self._quiet_until, now + RETRY_SECONDS)
-            self._arriving = [one for one in self._arriving if one is not wanted]
-            self._current = None if self._current is wanted else self._current
-            self._tell(wanted, ScalingError(f"{wanted.what} failed: {type(error).__name__}: {error}"))
+            self._arriving = [
+                other_change for other_change in self._arriving if other_change is not queued_change
+            ]
+            self._current = None if self._current is queued_change else self._current
+            self._report_end(
+                queued_change,
+                ScalingError(f"{queued_change.description} failed: {type(error).__name__}: {error}"),
+            )
             raise
         return False
 
     @staticmethod
-    def _tell(wanted: _QueuedChange, error: Exception | None) -> None:
+    def _report_end(queued_change: _QueuedChange, error: Exception | None) -> None:
         """Tells the user of a change how it ended."""
-        LOG.info("%s: %s", wanted.what, error or "done")
-        if wanted.future is None or wanted.future.done():
+        LOG.info("%s: %s", queued_change.description, error or "done")
+        if queued_change.future is None or queued_change.future.done():
             return
         if error is None:
-            wanted.future.set_result(None)
+            queued_change.future.set_result(None)
         else:
-            wanted.future.set_exception(error)
+            queued_change.future.set_exception(error)
 
-    def _next(self, now: float) -> _QueuedChange | None:
-        clients = [one for one in self._members.clients if one.elsewhere and not one.on_trial]
-        left_workers = [one for one in clients if one.stage is Stage.STOPPED]
+    def _next_change(self, now: float) -> _QueuedChange | None:
+        clients = [client for client in self._members.clients if client.is_external and not client.on_trial]
+        left_workers = [client for client in clients if client.stage is Stage.STOPPED]
+        # Members that are gone come first: while they have a place, no other change can finish.
         if left_workers:
             change = self.changes.remove_worker(left_workers[0])
             return _QueuedChange(f"{left_workers[0].name} is gone", change)
-        gone = [member.name for member in self._members.servers if member.stage is Stage.STOPPED]
-        if gone and (now >= self._quiet_until or gone != self._gone):
-            self._gone = gone
-            return _QueuedChange(f"{', '.join(gone)}: gone", self.changes.remove_gone())
+        lost_names = [member.name for member in self._members.servers if member.stage is Stage.STOPPED]
+        if lost_names and (now >= self._quiet_until or lost_names != self._last_lost_names):
+            self._last_lost_names = lost_names
+            return _QueuedChange(f"{', '.join(lost_names)}: gone", self.changes.remove_gone())
         if self._queue:
             return self._queue.popleft()
-        return self._by_load(now) if now >= self._quiet_until else None
+        return self._change_by_load(now) if now >= self._quiet_until else None
 
-    def _by_load(self, now: float) -> _QueuedChange | None:
+    def _change_by_load(self, now: float) -> _QueuedChange | None:
         """Returns the change that the load requires; usually None."""
-        scaling = self._scaling(now)
+        scaling = self._plan_autoscaling(now)
         balancing, placement = self.balancing, self._publisher.placement
         if scaling is not None or balancing is None or placement is None:
             return scaling
         if self.live is not None:
-            solved = self.live.take(
+            result = self.live.take(
                 now,
-                lambda profile: self._job(profile, placement),
+                lambda profile: self._make_job(profile, placement),
                 lambda: balancing.traffic(self.changes.copy_bandwidth),
             )
-            if solved is not None:
-                return self._swap(*solved, placement, self.live)
-        spread = self._spreading(placement, balancing)
+            if result is not None:
+                return self._plan_swap(*result, placement, self.live)
+        spread = self._plan_spread(placement, balancing)
         if spread is not None:
             return spread
         capacities, hosts = self._members.capacities, self._hosts()
-        new = balancing.rebalanced(now, placement, capacities, self.changes.copy_bandwidth, hosts)
+        new = balancing.plan_rebalance(now, placement, capacities, self.changes.copy_bandwidth, hosts)
         if new is None:
             return None
         self.rebalances += 1
         return _QueuedChange("rebalancing", self.changes.rebalance(new))
 
-    def _spreading(self, placement: Placement, balancing: Balancing) -> _QueuedChange | None:
+    def _plan_spread(self, placement: Placement, balancing: Balancing) -> _QueuedChange | None:
         """The change that spreads copies over hosts, once placement or hosts are others; usually None.
 
         A launcher says only later on which host a process is, and may restart it on another one.
@@ -308,39 +338,39 @@ class ChangeQueue:
         if starting or self._spread == (placement.version, hosts):
             return None
         self._spread = placement.version, hosts
-        new = balancing.spread(placement, capacities, hosts)
+        new = balancing.plan_spread(placement, capacities, hosts)
         if new is not None:
             return _QueuedChange("spreading copies over hosts", self.changes.rebalance(new))
-        left = exposed(placement, list(capacities), hosts)
-        if left and self._cluster.min_replicas > 1 and not self._warned:
-            self._warned = True
+        num_exposed = exposed(placement, list(capacities), hosts)
+        if num_exposed and self._cluster.min_replicas > 1 and not self._has_warned:
+            self._has_warned = True
             LOG.warning(
                 "--min-replicas: %d experts have all of their copies on one host, since hosts share them by "
                 "capacity; give each host at most half of the capacity",
-                left,
+                num_exposed,
             )
         return None
 
-    def _scaling(self, now: float) -> _QueuedChange | None:
+    def _plan_autoscaling(self, now: float) -> _QueuedChange | None:
         """The change to as many processes of each role as --autoscale wants; usually None."""
         sample = take_sample(self._members, self._router)
-        wanted = self._autoscaling.wanted(now, sample)
-        if not wanted:
+        counts = self._autoscaling.decide_counts(now, sample)
+        if not counts:
             return None
         numbers = [
-            f"{sample.processes[name]} to {count} {name.replace('_', ' ')}" for name, count in wanted.items()
+            f"{sample.processes[name]} to {count} {name.replace('_', ' ')}" for name, count in counts.items()
         ]
-        change = self.changes.scale(*map(wanted.get, COUNTED))
+        change = self.changes.scale(*map(counts.get, COUNT_NAMES))
         return _QueuedChange(f"autoscaling from {', '.join(numbers)}", change)
 
-    def _job(self, profile: Profile, placement: Placement) -> Job:
+    def _make_job(self, profile: Profile, placement: Placement) -> Job:
         """What the solver is asked. Rank i has the i-th worker and the i-th server of this host."""
         members, cluster = self._members, self._cluster
-        ranks = tuple(member.number for member in members.servers_here)
+        ranks = tuple(member.number for member in members.launched_servers)
         fleet = Fleet(ranks, members.capacities, cluster.redundant_experts, cluster.min_replicas)
         if self._links is not None:
-            here = [member for member in members.workers if not member.elsewhere]
-            prices = self._links.prices(here[: len(ranks)], fleet.servers)
+            local_workers = [member for member in members.workers if not member.is_external]
+            prices = self._links.prices(local_workers[: len(ranks)], fleet.servers)
             hosts = tuple(self._hosts().get(server, "") for server in fleet.servers)
             fleet = replace(fleet, prices=prices, hosts=hosts)
         rule: Rule = "rounds" if cluster.dispatch == "affinity-rounds" else "affinity"
@@ -348,43 +378,77 @@ class ChangeQueue:
         tables = None if self.live is None else self.live.tables_for(workers)
         return Job(profile, placement, tables, fleet, live_placement.SOLVER, rule)
 
-    def _swap(
-        self, found: Solution, traffic: Traffic, placement: Placement, live: LivePlacement
+    def _plan_swap(
+        self, solution: Solution, traffic: Traffic, placement: Placement, live: LivePlacement
     ) -> _QueuedChange | None:
         """The change to a solved placement, if it is worth its moves."""
         assert self.layout is not None
-        here = [member.number for member in self._members.servers_here]
-        if list(found.homes.servers) != sorted(here) or not set(found.placement.servers) <= set(
-            self._members.capacities
-        ):
-            live.failed("servers came or left while it was solved")
+        local_servers = [member.number for member in self._members.launched_servers]
+        if list(solution.homes.servers) != sorted(local_servers) or not set(
+            solution.placement.servers
+        ) <= set(self._members.capacities):
+            live.record_failure("servers came or left while it was solved")
             return None
-        moves = balance.moves(placement, found.placement)
+        moves = balance.moves(placement, solution.placement)
         expert = self.layout.expert_bytes
-        verdict = judge(found.before, found.after, len(moves), balance.busiest_bytes(moves, expert), traffic)
-        live.judged(found, verdict)
-        return None if verdict.why_not else _QueuedChange("placing by routing", self._swapping(found, live))
+        verdict = judge(
+            solution.before, solution.after, len(moves), balance.busiest_bytes(moves, expert), traffic
+        )
+        live.record_verdict(solution, verdict)
+        return (
+            None
+            if verdict.why_not
+            else _QueuedChange("placing by routing", self._swap_placement(solution, live))
+        )
 
-    def _swapping(self, found: Solution, live: LivePlacement) -> Change:
+    def _swap_placement(self, solution: Solution, live: LivePlacement) -> Change:
         """Moves the experts, then dispatches by the new tables. Copies follow the load from then on."""
         now = self._publisher.placement
         assert now is not None and self.balancing is not None
         try:
-            yield from self.changes.rebalance(replace(found.placement, version=now.version + 1))
+            yield from self.changes.rebalance(replace(solution.placement, version=now.version + 1))
         except Exception as error:
-            live.failed(str(error))
+            live.record_failure(str(error))
             raise
         workers = [member.number for member in self._members.workers]
-        servers = [member.number for member in self._members.servers_here]
+        servers = [member.number for member in self._members.launched_servers]
         worth = None if self._links is None else self._links.worth
         ranks = {worker: rank for rank, worker in enumerate(workers)}
-        self._router.dispatch = by_tables(self._cluster, found.tables, ranks, worth, servers)
-        self.balancing.homes = found.homes
+        self._router.dispatch = dispatch_by_tables(self._cluster, solution.tables, ranks, worth, servers)
+        self.balancing.homes = solution.homes
         self.rebalances += 1
-        live.swapped(found, workers)
+        live.record_swap(solution, workers)
 
     def _load(self) -> IntArray:
         assert self.layout is not None
         if self.balancing is not None:
             return self.balancing.loads.window()
         return np.zeros((len(self.layout.layers), self.layout.num_experts), dtype=np.int64)
+
+
+def take_sample(members: Members, router: Router) -> Sample:
+    """The sample of this moment."""
+    waiting, prompts = router.stats().waiting, router.waiting_prompts()
+    prefill = router.prefill_seconds()
+    return Sample(
+        processes={
+            "expert_servers": len(members.servers),
+            "attention_workers": len(members.workers),
+            "prefill_workers": len(members.prefill_workers),
+        },
+        waiting={
+            "expert_servers": waiting,
+            "attention_workers": waiting - prompts,
+            "prefill_workers": prompts,
+        },
+        missed_objectives=router.objectives.total_misses,
+        busy={
+            "expert_servers": {member.process_key: member.stats.busy_seconds for member in members.servers},
+            "prefill_workers": {
+                member.process_key: prefill[member.worker_id]
+                for member in members.prefill_workers
+                if member.worker_id in prefill
+            },
+        },
+        occupancy=router.measure_occupancy(),
+    )

@@ -21,9 +21,9 @@ class Cores:
 
     def __init__(self, worker: WorkerConfig, nodes: Sequence[Node] = ()) -> None:
         self._nodes = tuple(nodes) if len(nodes) > 1 else ()
-        allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-        self._cores = [cpu for node in self._nodes for cpu in node.cpus] or allowed
-        self._pinned = worker.model.pin_threads
+        usable_cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+        self._cores = [cpu for node in self._nodes for cpu in node.cpus] or usable_cpus
+        self._pin_threads = worker.model.pin_threads
         self._group = worker.parallel.tensor_parallel_size
 
     def nodes(self, place: int, alike: int) -> tuple[Node, ...]:
@@ -43,11 +43,11 @@ class Cores:
         cores. One worker and one server on two cores were a third to two thirds faster with two threads
         each than with one, with every schedule.
         """
-        mine = self.nodes(place, alike)
-        if len(mine) != 1:
+        own_nodes = self.nodes(place, alike)
+        if len(own_nodes) != 1:
             return max(1, len(self._cores) // max(1, alike))
-        sharing = [one for one in range(alike) if self.nodes(one, alike) == mine]
-        return max(1, len(mine[0].cpus) // len(sharing))
+        sharing = [other_place for other_place in range(alike) if self.nodes(other_place, alike) == own_nodes]
+        return max(1, len(own_nodes[0].cpus) // len(sharing))
 
     def cpus(self, role: Role, place: int, ranks: int | None) -> tuple[int, ...]:
         """Returns the cores that --pin-threads assigns to a process; empty: any core.
@@ -56,12 +56,12 @@ class Cores:
         workers divide the cores among each other, and so do the servers. A tensor-parallel group has a core
         for each of its processes. place: index of the process among those of its role, from 0.
         """
-        if not self._pinned:
+        if not self._pin_threads:
             return ()
         if ranks is None:
             offset = 0 if role is Role.WORKER else len(self._cores) // 2
             first = place * self._group + offset
-            return tuple(self._cores[(first + one) % len(self._cores)] for one in range(self._group))
-        each = max(1, len(self._cores) // ranks)
-        first = place * each % len(self._cores)
-        return tuple(self._cores[first : first + each])
+            return tuple(self._cores[(first + rank) % len(self._cores)] for rank in range(self._group))
+        num_cores = max(1, len(self._cores) // ranks)
+        first = place * num_cores % len(self._cores)
+        return tuple(self._cores[first : first + num_cores])

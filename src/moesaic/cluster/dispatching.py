@@ -23,7 +23,7 @@ NO_RANK = -1
 """Rank of a worker that no table knows."""
 
 
-class Ranked:
+class RankDispatch:
     """A dispatch rule by the tables' ranks, for workers whose numbers are not their ranks."""
 
     def __init__(self, dispatch: Dispatch, ranks: Mapping[int, int]) -> None:
@@ -31,17 +31,17 @@ class Ranked:
         self._dispatch, self._ranks = dispatch, ranks
 
     def __call__(self, workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
-        numbered = {
+        ranked_loads = {
             worker: replace(load, rank=self._ranks.get(worker, NO_RANK)) for worker, load in workers.items()
         }
-        return self._dispatch(numbered, prompt)
+        return self._dispatch(ranked_loads, prompt)
 
 
 LinkWorth = Callable[[int, Sequence[int]], FloatArray]
 """Returns [S] what a pair that each server computes is worth for a worker: see `Links.worth`."""
 
 
-def by_tables(
+def dispatch_by_tables(
     cluster: ClusterConfig,
     tables: Tables,
     ranks: Mapping[int, int],
@@ -52,7 +52,7 @@ def by_tables(
 
     worth: None: a worker's score counts the pairs of its own rank alone. servers: those of the tables' ranks.
     """
-    return Ranked(_affinity(cluster, tables, worth, servers), ranks)
+    return RankDispatch(_affinity(cluster, tables, worth, servers), ranks)
 
 
 def _affinity(
@@ -63,14 +63,14 @@ def _affinity(
     return Rounds(tables, by_worker) if rounds else Affinity(tables, worth=by_worker)
 
 
-def tables_of(cluster: ClusterConfig, placement: Placement | None) -> Tables | None:
+def read_tables(cluster: ClusterConfig, placement: Placement | None) -> Tables | None:
     """The tables beside --placement. None if there are none, or if workers have no servers of their rank."""
     if cluster.placement is None or placement is None or not cluster.enable_expert_parallel:
         return None
     return Tables.beside(cluster.placement, placement)
 
 
-def dispatch_of(
+def choose_dispatch(
     cluster: ClusterConfig, placement: Placement | None, worth: LinkWorth | None = None
 ) -> tuple[DispatchName, Dispatch]:
     """Returns the name of the dispatch rule, and the rule itself.
@@ -85,8 +85,8 @@ def dispatch_of(
     name = cluster.dispatch
     if name == "round-robin":
         return name, RoundRobin()
-    colocated = cluster.enable_expert_parallel or cluster.topology is not None
-    if name == "least-loaded" or (name is None and not colocated):
+    has_near_servers = cluster.enable_expert_parallel or cluster.topology is not None
+    if name == "least-loaded" or (name is None and not has_near_servers):
         return "least-loaded", least_loaded
     file = cluster.placement
     tables = None
@@ -95,7 +95,7 @@ def dispatch_of(
     if tables is not None:
         return name or "affinity", _affinity(cluster, tables, worth, range(tables.ranks))
     if name in ("affinity", "affinity-rounds") and cluster.rebalance != "routing":
-        allowed = "least-loaded, round-robin; affinity with expert servers and a --placement that has tables"
-        allowed += ", without --rebalance load" if cluster.rebalance == "load" else ""
-        raise ConfigError.field("--dispatch", name, allowed)
+        choices = "least-loaded, round-robin; affinity with expert servers and a --placement that has tables"
+        choices += ", without --rebalance load" if cluster.rebalance == "load" else ""
+        raise ConfigError.field("--dispatch", name, choices)
     return "least-loaded", least_loaded

@@ -14,11 +14,11 @@ from moesaic.gpu.nvshmem.package import check_installed
 from moesaic.transport.nixl_link import check_nixl
 
 LOG = logging.getLogger(__name__)
-COMPILED = "moesaic.transport._shm"
+COMPILED_MODULE = "moesaic.transport._shm"
 """The compiled module. It is missing if moesaic was installed without a compiler, or not on Linux."""
 
 
-def host_transport(asked: Transport) -> HostTransport:
+def host_transport(transport: Transport) -> HostTransport:
     """Returns the transport that `--transport` means in this installation.
 
     Raises ConfigError for shm and cuda_ipc if the compiled module is missing, for nixl if NIXL cannot be
@@ -27,48 +27,48 @@ def host_transport(asked: Transport) -> HostTransport:
     >>> host_transport("socket")
     'socket'
     """
-    if asked == "socket":
+    if transport == "socket":
         return "socket"
-    if asked == "nixl":
+    if transport == "nixl":
         check_nixl(ucx_tls())
         LOG.warning("--transport nixl: rows, answers and KV between hosts are not encrypted")
         return "nixl"
-    if asked == "nvshmem":
+    if transport == "nvshmem":
         check_installed()
         LOG.warning("--transport nvshmem: rows and answers of decode steps are not encrypted between hosts")
         return "nvshmem"
-    if asked == "cuda_ipc" and find_spec(COMPILED) is not None:
+    if transport == "cuda_ipc" and find_spec(COMPILED_MODULE) is not None:
         return "cuda_ipc"
-    if find_spec(COMPILED) is not None:
+    if find_spec(COMPILED_MODULE) is not None:
         return "shm"
-    if asked in ("shm", "cuda_ipc"):
+    if transport in ("shm", "cuda_ipc"):
         raise ConfigError.field(
-            "--transport", asked, f"auto, socket (the compiled module {COMPILED} is missing)"
+            "--transport", transport, f"auto, socket (the compiled module {COMPILED_MODULE} is missing)"
         )
     return "socket"
 
 
-def transport_of(cluster: ClusterConfig, worker: WorkerConfig) -> HostTransport:
+def choose_transport(cluster: ClusterConfig, worker: WorkerConfig) -> HostTransport:
     """`host_transport` of a cluster whose attention workers have these settings.
 
     Raises ConfigError, too, if --transport cuda_ipc or nvshmem does not go with them: rows are then on GPUs,
     of this host or of any, so attention workers and expert servers each need one. So it does for a wrong
     --nvshmem-pes.
     """
-    asked, pes = cluster.transport, cluster.nvshmem_pes
+    transport, pes = cluster.transport, cluster.nvshmem_pes
     least = cluster.attention_workers + cluster.expert_servers
-    if pes is not None and asked != "nvshmem":
-        raise ConfigError.field("--transport", asked, "nvshmem with --nvshmem-pes")
+    if pes is not None and transport != "nvshmem":
+        raise ConfigError.field("--transport", transport, "nvshmem with --nvshmem-pes")
     if pes is not None and not (isinstance(pes, int) and pes >= least):  # from Python anything may come
-        allowed = f"at least {least}, --attention-workers and --expert-servers together"
-        raise ConfigError.field("--nvshmem-pes", pes, allowed)
-    if asked in ("cuda_ipc", "nvshmem"):
+        choices = f"at least {least}, --attention-workers and --expert-servers together"
+        raise ConfigError.field("--nvshmem-pes", pes, choices)
+    if transport in ("cuda_ipc", "nvshmem"):
         reasons = _rows_on_gpus(cluster, worker)
-        reasons |= _one_host(cluster, worker) if asked == "cuda_ipc" else _graphs(cluster, worker)
-        for reason, refused in reasons.items():
-            if refused:
-                raise ConfigError.field("--transport", asked, f"auto, shm, socket with {reason}")
-    return host_transport(asked)
+        reasons |= _one_host(cluster, worker) if transport == "cuda_ipc" else _graphs(cluster, worker)
+        for reason, applies in reasons.items():
+            if applies:
+                raise ConfigError.field("--transport", transport, f"auto, shm, socket with {reason}")
+    return host_transport(transport)
 
 
 def _rows_on_gpus(cluster: ClusterConfig, worker: WorkerConfig) -> dict[str, bool]:

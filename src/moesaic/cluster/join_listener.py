@@ -41,15 +41,15 @@ its handshake. Then it tries again.
 """
 
 
-def own_door(address: str) -> str:
+def any_port_address(address: str) -> str:
     """The address, with any free port, at which another process of this host listens for other hosts.
 
     address: of the cluster, tcp:HOST:PORT. Raises ConfigError.
     """
-    where = addresses.parse(address)
-    if where.path:
+    location = addresses.parse(address)
+    if location.path:
         raise ConfigError.field("--cluster-address", address, "tcp:HOST:PORT")
-    return str(where._replace(port=0))
+    return str(location._replace(port=0))
 
 
 STANDBY = "standby"
@@ -69,18 +69,18 @@ class RemoteProcess:
     capacity: float = 1.0
     """Capacity weight of a server."""
     host_id: str = ""
-    """See `transport.host`."""
+    """The id of its host, as `transport.host` makes it."""
     instruction_sets: tuple[str, ...] = ()
     """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
-    """See `messages.Enlist`."""
-    kept: Kept = field(default_factory=dict)
+    """The ticket that a launcher gave it (`messages.Enlist`). Empty for a process that nobody launched."""
+    resident_experts: Kept = field(default_factory=dict)
     """Layer -> the experts that a server has in memory, as it says. Nobody has checked them."""
     link: LinkModel | None = None
     """The link to its host, if it was measured."""
-    standby: bool = False
+    is_standby: bool = False
     """True for a `moesaic serve` that watches this one. It has no role."""
-    killed: bool = False
+    is_killed: bool = False
     """True once `kill` was called. The end of its connection is reported a moment later."""
 
     @property
@@ -92,14 +92,14 @@ class RemoteProcess:
     def pid(self) -> int | None:
         return None
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         """How the process ended, in words for people. Called once the connection is lost."""
-        why = "" if self.connection.lost is None else f": {self.connection.lost}"
-        return f"the connection to {self.peer} is lost{why}"
+        reason = "" if self.connection.lost is None else f": {self.connection.lost}"
+        return f"the connection to {self.peer} is lost{reason}"
 
     def kill(self) -> None:
         """Closes the connection. The process joins again when it notices."""
-        self.killed = True
+        self.is_killed = True
         self.connection.close()
 
     def refuse(self, reason: str) -> None:
@@ -128,15 +128,15 @@ class JoinListener:
         self._secret = secret
         self._link_tests = LinkTests()
         try:
-            listening, where = addresses.bind(addresses.parse(address))
+            listening, location = addresses.bind(addresses.parse(address))
         except ConfigError as error:
             raise ConfigError(f"--cluster-address: {error}") from error
-        self.address = str(where)
+        self.address = str(location)
         """Address with the real port."""
-        self._acceptor = Acceptor(listening, self.address, self._enlisted, welcome, MAX_PENDING)
+        self._acceptor = Acceptor(listening, self.address, self._admit_peer, welcome, MAX_PENDING)
 
     @property
-    def dropped(self) -> int:
+    def dropped_peers(self) -> int:
         """Peers that were not accepted."""
         return self._acceptor.dropped
 
@@ -144,7 +144,7 @@ class JoinListener:
         """Stops listening. A second call does nothing."""
         self._acceptor.close()
 
-    def _enlisted(self, sock: socket.socket) -> RemoteProcess:
+    def _admit_peer(self, sock: socket.socket) -> RemoteProcess:
         """Authenticates a peer and reads its first message. Raises for anything that is no process of
         moesaic."""
         host, port = sock.getpeername()[:2]
@@ -152,19 +152,21 @@ class JoinListener:
         with contextlib.ExitStack() as undo:
             connection = StreamConnection(wire(sock, keys), silent_limit=RULE.gone_while_starting)
             undo.callback(connection.close)
-            word = connection.receive(HANDSHAKE_SECONDS)
-            if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:
-                what = "nothing" if word is None else type(word).__name__
-                raise ConnectionLost(f"it sent {what}, not Enlist with a positive capacity")
-            if word.role == STANDBY:
+            message = connection.receive(HANDSHAKE_SECONDS)
+            # Servers share experts by capacity, so NaN or infinity from one peer would spoil all shares.
+            if not isinstance(message, messages.Enlist) or not 0 < message.capacity < math.inf:
+                sent_type = "nothing" if message is None else type(message).__name__
+                raise ConnectionLost(f"it sent {sent_type}, not Enlist with a positive capacity")
+            if message.role == STANDBY:
                 undo.pop_all()
-                return RemoteProcess(connection, f"{host}:{port}", host_id=word.host, standby=True)
-            role = _ROLES.get(word.role)
+                return RemoteProcess(connection, f"{host}:{port}", host_id=message.host, is_standby=True)
+            role = _ROLES.get(message.role)
             if role is None:
-                raise ConnectionLost(f"its role is {word.role[:40]!a}, not one of {', '.join(_ROLES)}")
-            link = self._link_tests.link(word.host, connection)
+                raise ConnectionLost(f"its role is {message.role[:40]!a}, not one of {', '.join(_ROLES)}")
+            link = self._link_tests.link(message.host, connection)
             undo.pop_all()
-            sets = tuple(name for name in word.instruction_sets if name in _KERNELS)
-            said = word.capacity, word.host, sets, word.ticket, word.kept
-            parts = connection, f"{host}:{port}", role, *said
+            # A peer may send any text. Only names that this version knows are kept.
+            sets = tuple(name for name in message.instruction_sets if name in _KERNELS)
+            fields = message.capacity, message.host, sets, message.ticket, message.kept
+            parts = connection, f"{host}:{port}", role, *fields
             return RemoteProcess(*parts, link=link)

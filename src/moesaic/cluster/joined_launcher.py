@@ -24,44 +24,48 @@ POLL_SECONDS = 0.1
 class JoinedLauncher:
     """The places of one cluster, and the processes that have called."""
 
-    elsewhere = True
+    is_remote = True
 
     def __init__(self, worker: WorkerConfig) -> None:
         self._path = Path(worker.model.model)
         self._kernels, self._device = worker.model.kernels, worker.model.device
-        self._asked: Mapping[Role, int] = dict.fromkeys(Role, 0)
+        self._requested_counts: Mapping[Role, int] = dict.fromkeys(Role, 0)
         """Role -> number of places, before the first of that role is there."""
         self._waiting: dict[Role, list[RemoteProcess]] = {role: [] for role in Role}
         """Processes that have called and have no place yet."""
         self._processes: list[LaunchedProcess] = []
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._sets: dict[bool, KernelName] = {}
         """Whether it is that of expert servers -> instruction set of the native kernels."""
 
-    def call_back_at(self, address: str) -> None:
+    def set_address(self, address: str) -> None:
         pass
 
-    def worker(self, member: Member, config: WorkerConfig) -> LaunchedProcess:
+    def start_worker(self, member: Member, config: WorkerConfig) -> LaunchedProcess:
         return self._start(member, config, config.model.model)
 
-    def server(self, member: Member, config: ExpertServerConfig) -> LaunchedProcess:
+    def start_server(self, member: Member, config: ExpertServerConfig) -> LaunchedProcess:
         return self._start(member, config, config.model)
 
     def take(self, process: RemoteProcess) -> bool:
         role = process.role
-        with self._changed:
-            self._waiting[role] = [one for one in self._waiting[role] if not one.connection.ended(0.0)]
-            places = [one for one in self._processes if one.member.role is role]
-            free = sum(one.room is None and one.runs for one in places) if places else self._asked[role]
+        with self._condition:
+            self._waiting[role] = [place for place in self._waiting[role] if not place.connection.ended(0.0)]
+            places = [place for place in self._processes if place.member.role is role]
+            free = (
+                sum(place.room is None and place.is_running for place in places)
+                if places
+                else self._requested_counts[role]
+            )
             if len(self._waiting[role]) >= free:
                 return False
             self._waiting[role].append(process)
-            self._changed.notify_all()
+            self._condition.notify_all()
         return True
 
-    def ask(self, numbers: Mapping[Role, int]) -> None:
-        with self._changed:
-            self._asked = dict(numbers)
+    def request_hosts(self, numbers: Mapping[Role, int]) -> None:
+        with self._condition:
+            self._requested_counts = dict(numbers)
 
     def stop(self) -> None:
         for waiting in self._waiting.values():
@@ -73,29 +77,32 @@ class JoinedLauncher:
     def _start(self, member: Member, settings: Settings, model: str) -> LaunchedProcess:
         joining = JoinOptions("", member.role.flag, model=model)
         member.weights = fingerprint.compute_fingerprint(self._path)
-        process = LaunchedProcess(member, joining, settings, self._find, lambda node: None)
+        process = LaunchedProcess(member, joining, settings, self._wait_for_process, lambda node: None)
         self._processes.append(process)
         process.thread.start()
         return process
 
-    def _find(self, place: LaunchedProcess) -> JoinedRoom | None:
+    def _wait_for_process(self, place: LaunchedProcess) -> JoinedRoom | None:
         """Waits for a process of the role. Returns None if the place was given up meanwhile."""
         role = place.member.role
         try:
-            with self._changed:
-                while not place.given_up.is_set():
+            with self._condition:
+                while not place.cancel_event.is_set():
                     for process in list(self._waiting[role]):
                         self._waiting[role].remove(process)
+                        # The process may have left while it waited for a place.
                         if not process.connection.ended(0.0):
-                            place.room = room = JoinedRoom(process, place, self._set(process))
+                            place.room = room = JoinedRoom(
+                                process, place, self._choose_instruction_set(process)
+                            )
                             return room
-                    place.waits(f"waiting for moesaic join --role {role.flag}")
-                    self._changed.wait(POLL_SECONDS)
+                    place.set_waiting(f"waiting for moesaic join --role {role.flag}")
+                    self._condition.wait(POLL_SECONDS)
             return None
         finally:
-            place.waits("")
+            place.set_waiting("")
 
-    def _set(self, process: RemoteProcess) -> KernelName | None:
+    def _choose_instruction_set(self, process: RemoteProcess) -> KernelName | None:
         """The instruction set of processes like this one: with --kernels auto on CPUs that of the first one.
         None: as the settings say. A worker with --device auto may have a GPU, which nobody here knows."""
         on_cpu = self._device == "cpu" or (self._device == "auto" and process.role is Role.SERVER)
@@ -110,23 +117,27 @@ class JoinedRoom:
 
     node = ""
 
-    def __init__(self, process: RemoteProcess, place: LaunchedProcess, used: KernelName | None) -> None:
+    def __init__(
+        self, process: RemoteProcess, place: LaunchedProcess, instruction_set: KernelName | None
+    ) -> None:
         self.name = process.host
-        self._process, self._place, self._used = process, place, used
+        self._process, self._place, self._instruction_set = process, place, instruction_set
 
     def start(self, joining: JoinOptions) -> str | None:
-        used, sets = self._used, self._process.instruction_sets
-        if used is not None and used not in sets:
-            why = f"--kernels: this cluster computes with {used}, which the CPU of {self.name} lacks"
-            self._process.refuse(why)
-            return why
-        self._place.take(self._process, self._place.member.weights, used)
+        instruction_set, sets = self._instruction_set, self._process.instruction_sets
+        if instruction_set is not None and instruction_set not in sets:
+            reason = (
+                f"--kernels: this cluster computes with {instruction_set}, which the CPU of {self.name} lacks"
+            )
+            self._process.refuse(reason)
+            return reason
+        self._place.take(self._process, self._place.member.weights, instruction_set)
         return None
 
     def wait(self) -> str:
         while not self._process.connection.ended(POLL_SECONDS):
             pass
-        return self._process.how_it_ended()
+        return self._process.describe_end()
 
     def kill(self) -> None:
         self._process.kill()

@@ -33,13 +33,13 @@ LIVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedEngine:
     """The engine, and its workers, which are loading."""
 
     engine: Engine
     connection: Connection
     """The connection to the worker, or to all workers."""
-    how_it_ended: Callable[[], str]
+    describe_end: Callable[[], str]
     """Returns one line that says how the worker ended. Call it once the connection is lost."""
     supervisor: Supervisor | None
     """The supervisor of several processes. None if one worker process does everything."""
@@ -57,7 +57,7 @@ def launch(
     max_waiting: int | None = None,
     seed: int | None = None,
     record: RecordConfig = RecordConfig(),
-) -> Iterator[Launched]:
+) -> Iterator[LaunchedEngine]:
     """Start `config`'s worker, or the processes of `cluster`. They end with the block.
 
     chat_template, special_tokens_in_content: see Tokenizer. max_waiting: see Engine. seed: determines the
@@ -73,20 +73,20 @@ def launch(
     live = _live_routing(config, cluster, record)
     with closing(tokenizer), collecting(config.trace), ExitStack() as stack:
         ends = Ends() if cluster is not None and cluster.apart and (live or record.record_routing) else None
-        recorded = stack.enter_context(recording(record, live=live, ends=ends))
-        here = _here(config, cluster, path, replace(record, record_routing=recorded))
+        routing_file = stack.enter_context(recording(record, live=live, ends=ends))
+        local_config = _local_config(config, cluster, path, replace(record, record_routing=routing_file))
         connection: Connection
         supervisor: Supervisor | None = None
         if cluster is None or not cluster.apart:
-            worker = spawn_worker(_first_of_one(here))
+            worker = spawn_worker(_single_worker_config(local_config))
             stack.callback(worker.stop)
-            connection, how_it_ended = worker.connection, worker.how_it_ended
+            connection, describe_end = worker.connection, worker.describe_end
         else:
             router = Router()
-            launcher, cluster = _launcher(here, cluster)
-            supervisor = Supervisor(here, cluster, router, time.monotonic, live, launcher)
+            launcher, cluster = _make_launcher(local_config, cluster)
+            supervisor = Supervisor(local_config, cluster, router, time.monotonic, live, launcher)
             stack.callback(supervisor.stop)
-            connection, how_it_ended = router, supervisor.how_it_ended
+            connection, describe_end = router, supervisor.describe_end
             supervisor.start()
         engine = Engine(
             connection,
@@ -97,7 +97,7 @@ def launch(
             max_waiting=max_waiting,
             ended=None if ends is None else ends.add,
         )
-        yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
+        yield LaunchedEngine(engine, connection, describe_end, supervisor, defaults.sampling)
 
 
 def check(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordConfig) -> Path:
@@ -105,7 +105,7 @@ def check(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordCon
     if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
     if cluster is not None and cluster.elsewhere:
-        _check_elsewhere(config, record, cluster)
+        _check_remote(config, record, cluster)
     if cluster is not None and cluster.paced is not None:
         paced.read(Path(cluster.paced))
     if cluster is not None and cluster.schedule_policy_file is not None:
@@ -113,7 +113,7 @@ def check(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordCon
     return files.resolve(config.model.model, config.model.revision)
 
 
-def _launcher(config: WorkerConfig, cluster: ClusterConfig) -> tuple[Launcher, ClusterConfig]:
+def _make_launcher(config: WorkerConfig, cluster: ClusterConfig) -> tuple[Launcher, ClusterConfig]:
     """What starts the processes, and `cluster` with the address to which they connect.
 
     Raises ConfigError if Ray is not installed, or has no cluster.
@@ -127,10 +127,10 @@ def _launcher(config: WorkerConfig, cluster: ClusterConfig) -> tuple[Launcher, C
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("ray"):
             raise
-        allowed = f"local, or pip install 'moesaic[ray]' first ({error})"
-        raise ConfigError.field("--distributed-executor-backend", "ray", allowed) from error
+        choices = f"local, or pip install 'moesaic[ray]' first ({error})"
+        raise ConfigError.field("--distributed-executor-backend", "ray", choices) from error
     launcher = RayLauncher(config, cluster)
-    return launcher, launcher.settled(cluster)
+    return launcher, launcher.fill_defaults(cluster)
 
 
 def _live_routing(
@@ -140,12 +140,12 @@ def _live_routing(
     if cluster is None or cluster.rebalance != "routing":
         return None
     if config.scheduler.speculative_config is not None:
-        allowed = "load with --speculative-config: routes of drafted tokens must not be recorded"
-        raise ConfigError.field("--rebalance", "routing", allowed)
+        choices = "load with --speculative-config: routes of drafted tokens must not be recorded"
+        raise ConfigError.field("--rebalance", "routing", choices)
     return LiveRouting(record.most_bytes, min(LIVE_SECONDS, cluster.rebalance_interval / 4))
 
 
-def _here(
+def _local_config(
     config: WorkerConfig, cluster: ClusterConfig | None, path: Path, record: RecordConfig
 ) -> WorkerConfig:
     """`config` for processes of this machine, which read the checkpoint in `path` as it is now."""
@@ -167,8 +167,8 @@ def _with_devices(config: WorkerConfig, cluster: ClusterConfig | None) -> Worker
         return config
     if config.model.device == "cpu":
         raise ConfigError.field("--devices", cluster.devices, "nothing with --device cpu")
-    mine = choose(gpus(cluster.devices), [], 1)
-    return replace(config, model=replace(config.model, device="cuda"), devices=mine)
+    own_devices = choose(gpus(cluster.devices), [], 1)
+    return replace(config, model=replace(config.model, device="cuda"), devices=own_devices)
 
 
 def _absolute(file: str | None) -> str | None:
@@ -176,21 +176,21 @@ def _absolute(file: str | None) -> str | None:
     return None if file is None else str(Path(file).absolute())
 
 
-def _first_of_one(config: WorkerConfig) -> WorkerConfig:
+def _single_worker_config(config: WorkerConfig) -> WorkerConfig:
     """`config` for a single worker, which writes its own parts of the trace and of the recorded routing."""
     trace, rows = (part_of(file, "attention worker 0") for file in (config.trace, config.record))
     return replace(config, trace=trace, record=rows)
 
 
-def _check_elsewhere(config: WorkerConfig, record: RecordConfig, cluster: ClusterConfig) -> None:
+def _check_remote(config: WorkerConfig, record: RecordConfig, cluster: ClusterConfig) -> None:
     """Raises ConfigError for settings that are those of one host."""
-    by = "--distributed-executor-backend ray" if cluster.on_ray else "--standby-for"
-    whose = "Ray shares" if cluster.on_ray else "each process that joins shares"
-    for flag, value, why in (
+    flag_name = "--distributed-executor-backend ray" if cluster.on_ray else "--standby-for"
+    owner = "Ray shares" if cluster.on_ray else "each process that joins shares"
+    for flag, value, reason in (
         ("--trace", config.trace, "its parts are files of this host"),
         ("--record-routing", record.record_routing, "its parts are files of this host"),
-        ("--pin-threads", config.model.pin_threads or None, f"{whose} out the cores"),
+        ("--pin-threads", config.model.pin_threads or None, f"{owner} out the cores"),
     ):
         if value is not None:
-            allowed = f"nothing with {by}: {why}"
-            raise ConfigError.field(flag, str(value), allowed)
+            requirement = f"nothing with {flag_name}: {reason}"
+            raise ConfigError.field(flag, str(value), requirement)

@@ -73,26 +73,26 @@ class LaunchedProcess:
     ) -> None:
         """settings: of the process. find: waits for room, and returns None once the process was given up.
         lose: called with the id of a host that does not answer."""
-        self.connection = AwaitedConnection(self._named)
+        self.connection = AwaitedConnection(self._name_host)
         self.member = member
         self.joining = joining
         self.settings = settings
         self.partner: str | None = None
         """Name of the member that should be on the same host."""
         self.room: Room | None = None
-        self.given_up = threading.Event()
-        self.thread = threading.Thread(target=self._live, name=f"life of {member.name}", daemon=True)
+        self.cancel_event = threading.Event()
+        self.thread = threading.Thread(target=self._run, name=f"life of {member.name}", daemon=True)
         self._find = find
         self._lose = lose
         self.peer: RemoteProcess | None = None
         """The process, once it has called."""
-        self._how = ""
-        self._ended = threading.Event()
+        self._end_description = ""
+        self._end_event = threading.Event()
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """True until it has ended."""
-        return not self._ended.is_set()
+        return not self._end_event.is_set()
 
     def take(self, peer: RemoteProcess, weights: str, kernels: KernelName | None) -> None:
         """Connects to the process, which has called.
@@ -109,69 +109,70 @@ class LaunchedProcess:
         else:
             peer.kill()
 
-    def refuse(self, peer: RemoteProcess, why: str) -> None:
+    def refuse(self, peer: RemoteProcess, reason: str) -> None:
         """Ends a process that has called and cannot serve here."""
-        self._fail(f"{self._where}: {why}", user_error=True)
+        self._fail(f"{self._host_name}: {reason}", user_error=True)
         peer.kill()
 
-    def waits(self, why: str) -> None:
+    def set_waiting(self, reason: str) -> None:
         """Sets why it has no host yet; empty: it has one. The log has the first reason."""
         if self.member.child not in (None, self):
             return  # the member has a later process
-        if why and not self.member.waiting:
-            LOG.warning("%s: %s", self.member.name, why)
-        self.member.waiting = why
+        if reason and not self.member.waiting:
+            LOG.warning("%s: %s", self.member.name, reason)
+        self.member.waiting = reason
 
-    def how_it_ended(self) -> str:
-        if self._ended.wait(ANSWER_SECONDS):
-            return self._how
+    def describe_end(self) -> str:
+        if self._end_event.wait(ANSWER_SECONDS):
+            return self._end_description
         if self.room is not None:
             self._lose(self.room.node)
-        lost = "" if self.peer is None else f"{self.peer.how_it_ended()}; "
-        return f"{lost}{self._where} does not answer"
+        connection_end = "" if self.peer is None else f"{self.peer.describe_end()}; "
+        return f"{connection_end}{self._host_name} does not answer"
 
     def kill(self) -> None:
-        self.given_up.set()
+        self.cancel_event.set()
         if self.peer is not None:
             self.peer.kill()
         self.connection.close()
-        if self.room is not None and self.runs:
+        if self.room is not None and self.is_running:
             self.room.kill()
 
     def stop(self) -> None:
         with contextlib.suppress(ConnectionLost):
             self.connection.send(messages.Shutdown())
         if not self.connection.waits:
-            self._ended.wait(STOP_SECONDS)
+            self._end_event.wait(STOP_SECONDS)
         self.kill()
 
     @property
-    def _where(self) -> str:
+    def _host_name(self) -> str:
         return "no host" if self.room is None else self.room.name
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         """Runs the thread of the process."""
-        self._how, why = "it was given up before it was started", None
+        self._end_description, reason = "it was given up before it was started", None
         try:
             self.room = self._find(self)
-            if self.room is not None and not self.given_up.is_set():
-                why = self.room.start(self.joining)
-                self._how = f"{self._where}: {why or self.room.wait()}"
+            if self.room is not None and not self.cancel_event.is_set():
+                reason = self.room.start(self.joining)
+                self._end_description = f"{self._host_name}: {reason or self.room.wait()}"
         except ConnectionLost as error:
-            self._how = f"{self._where}: {error}"
+            self._end_description = f"{self._host_name}: {error}"
         finally:
-            self._ended.set()
-            self._fail(self._how, user_error=why is not None)
+            # The event comes first: a failure makes the supervisor ask how the process ended.
+            self._end_event.set()
+            self._fail(self._end_description, user_error=reason is not None)
             if self.room is not None:
                 self.room.free()
 
-    def _fail(self, why: str, user_error: bool) -> None:
-        self.connection.fail(why, messages.Failed(why, user_error=True) if user_error else None)
+    def _fail(self, reason: str, user_error: bool) -> None:
+        self.connection.fail(reason, messages.Failed(reason, user_error=True) if user_error else None)
 
-    def _named(self, message: messages.Message) -> messages.Message:
+    def _name_host(self, message: messages.Message) -> messages.Message:
         """The message, with the host in what the process says about itself."""
         if isinstance(message, messages.Failed):
-            return replace(message, error=f"{self._where}: {message.error}")
+            return replace(message, error=f"{self._host_name}: {message.error}")
         return message
 
 

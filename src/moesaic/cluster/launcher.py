@@ -20,23 +20,23 @@ class Launcher(Protocol):
     """Starts the processes of members. Only the supervisor's thread calls it."""
 
     @property
-    def elsewhere(self) -> bool:
+    def is_remote(self) -> bool:
         """True if the processes run on hosts of its choice, and join over TCP. This host's cores and GPUs
         are then not shared out among them."""
         ...
 
-    def worker(self, member: Member, config: WorkerConfig) -> Process:
+    def start_worker(self, member: Member, config: WorkerConfig) -> Process:
         """Starts the next process of an attention worker of either role.
 
         The process may not run yet: see `Member.waiting`. If it cannot run, its connection says why.
         """
         ...
 
-    def server(self, member: Member, config: ExpertServerConfig) -> Process:
+    def start_server(self, member: Member, config: ExpertServerConfig) -> Process:
         """Starts the next process of an expert server, as `worker` does."""
         ...
 
-    def call_back_at(self, address: str) -> None:
+    def set_address(self, address: str) -> None:
         """Sets the address to which processes connect, tcp:HOST:PORT."""
         ...
 
@@ -45,7 +45,7 @@ class Launcher(Protocol):
         for."""
         ...
 
-    def ask(self, numbers: Mapping[Role, int]) -> None:
+    def request_hosts(self, numbers: Mapping[Role, int]) -> None:
         """Asks for hosts for so many processes of each role, those that run already among them."""
         ...
 
@@ -57,21 +57,21 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Starts processes as children on this host. Each inherits its end of a socket pair."""
 
-    elsewhere = False
+    is_remote = False
 
-    def worker(self, member: Member, config: WorkerConfig) -> Process:
+    def start_worker(self, member: Member, config: WorkerConfig) -> Process:
         return spawn_worker(config)
 
-    def server(self, member: Member, config: ExpertServerConfig) -> Process:
+    def start_server(self, member: Member, config: ExpertServerConfig) -> Process:
         return spawn_server(config)
 
-    def call_back_at(self, address: str) -> None:
+    def set_address(self, address: str) -> None:
         pass
 
     def take(self, process: RemoteProcess) -> bool:
         return False
 
-    def ask(self, numbers: Mapping[Role, int]) -> None:
+    def request_hosts(self, numbers: Mapping[Role, int]) -> None:
         pass
 
     def stop(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moesaic.cluster.dispatching import tables_of
+from moesaic.cluster.dispatching import read_tables
 from moesaic.cluster.solving.job import Job, read
 from moesaic.config import ClusterConfig, worker_environment
 from moesaic.core.cluster_status import PlacementSolve
@@ -56,17 +56,17 @@ class LivePlacement:
         self._rule = SolveRule(interval, now)
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-        self._solved: Solution | str | None = None
+        self._result: Solution | str | None = None
         """What the thread found, or why it found nothing."""
         self._traffic: Traffic | None = None
-        self._stopped = False
+        self._is_stopped = False
 
     @classmethod
-    def of(
+    def from_cluster(
         cls, routing: LiveRouting, cluster: ClusterConfig, placement: Placement | None, now: float
     ) -> LivePlacement:
         """The solves of a cluster that begins with `placement`. routing: what its workers record."""
-        tables, workers = tables_of(cluster, placement), range(cluster.attention_workers)
+        tables, workers = read_tables(cluster, placement), range(cluster.attention_workers)
         return cls(routing, cluster.rebalance_interval, now, tables, workers)
 
     def take(
@@ -78,49 +78,49 @@ class LivePlacement:
         while it is solved, requests may have ended.
         """
         if self._thread is not None:
-            return None if self._thread.is_alive() else self._end()
+            return None if self._thread.is_alive() else self._take_result()
         requests, tokens = self._routing.size
         self.status = replace(self.status, recorded_requests=requests, recorded_tokens=tokens)
         if self._rule.due(now, requests, tokens):
             profile = self._routing.take()
             if profile is not None and profile.routes.requests > 1:
-                self._say("solving")
+                self._set_state("solving")
                 self._traffic = traffic()
                 self._thread = threading.Thread(target=self._run, args=(job(profile),), daemon=True)
                 self._thread.start()
         return None
 
-    def judged(self, found: Solution, verdict: Verdict) -> None:
+    def record_verdict(self, solution: Solution, verdict: Verdict) -> None:
         """Remember a verdict for the status."""
-        what = f"not swapped: {verdict.why_not}" if verdict.why_not else "swapping"
+        state = f"not swapped: {verdict.why_not}" if verdict.why_not else "swapping"
         self.status = replace(
             self.status,
             gain_seconds=verdict.gain,
             cost_seconds=verdict.cost,
-            local_before=found.before.local,
-            local_after=found.after.local,
-            balancedness_before=found.before.balancedness,
-            balancedness_after=found.after.balancedness,
+            local_before=solution.before.local,
+            local_after=solution.after.local,
+            balancedness_before=solution.before.balancedness,
+            balancedness_after=solution.after.balancedness,
         )
-        self._say(what)
+        self._set_state(state)
 
     def tables_for(self, workers: Sequence[int]) -> Tables | None:
         """The tables by which requests are dispatched now; None if these workers are not their ranks."""
         return self.tables if self._workers == tuple(workers) else None
 
-    def swapped(self, found: Solution, workers: Sequence[int]) -> None:
+    def record_swap(self, solution: Solution, workers: Sequence[int]) -> None:
         """Clients route by this placement now. workers: the worker of each rank."""
-        self.tables, self._workers = found.tables, tuple(workers)
+        self.tables, self._workers = solution.tables, tuple(workers)
         self.status = replace(self.status, swaps=self.status.swaps + 1)
-        self._say("swapped")
+        self._set_state("swapped")
 
-    def failed(self, why: str) -> None:
+    def record_failure(self, reason: str) -> None:
         """The swap was undone."""
-        self._say(f"not swapped: {why}")
+        self._set_state(f"not swapped: {reason}")
 
     def stop(self) -> None:
         """Ends the process that solves."""
-        self._stopped = True
+        self._is_stopped = True
         process = self._process  # the thread sets it to None
         if process is not None:
             process.kill()
@@ -129,7 +129,7 @@ class LivePlacement:
 
     # ---- internal
 
-    def _say(self, state: str) -> None:
+    def _set_state(self, state: str) -> None:
         self.status = replace(self.status, state=state)
         now = self.status
         figures = ""
@@ -140,25 +140,25 @@ class LivePlacement:
             )
         LOG.info("placement from live routing: %s%s", state, figures)
 
-    def _end(self) -> tuple[Solution, Traffic] | None:
-        self._thread, found, self._solved = None, self._solved, None
-        if isinstance(found, Solution) and self._traffic is not None:
-            return found, self._traffic
-        self._say(f"not solved: {found}")
+    def _take_result(self) -> tuple[Solution, Traffic] | None:
+        self._thread, result, self._result = None, self._result, None
+        if isinstance(result, Solution) and self._traffic is not None:
+            return result, self._traffic
+        self._set_state(f"not solved: {result}")
         return None
 
     def _run(self, job: Job) -> None:
-        begun = time.monotonic()
+        start_time = time.monotonic()
         try:
             with tempfile.TemporaryDirectory(prefix="moesaic-solving-") as name:
-                self._solved = self._solve(job, Path(name))
+                self._result = self._solve(job, Path(name))
         except (OSError, MoesaicError, ValueError) as error:
-            self._solved = str(error)
+            self._result = str(error)
         self.status = replace(
             self.status,
-            solves=self.status.solves + isinstance(self._solved, Solution),
+            solves=self.status.solves + isinstance(self._result, Solution),
             last=time.time(),
-            seconds=time.monotonic() - begun,
+            seconds=time.monotonic() - start_time,
         )
 
     def _solve(self, job: Job, folder: Path) -> Solution | str:
@@ -173,17 +173,17 @@ class LivePlacement:
             env=worker_environment(),
             process_group=0,  # Ctrl-C only reaches the engine
         )
-        if self._stopped:
+        if self._is_stopped:
             process.kill()
         assert process.stdin is not None and process.stderr is not None
-        said = process.stderr.read().decode(errors="replace").strip().splitlines()
+        error_lines = process.stderr.read().decode(errors="replace").strip().splitlines()
         code = process.wait()
         process.stdin.close()
         process.stderr.close()
         self._process = None
         if code:
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            return f"the solver ended by {how} after at most {SECONDS} s" + "".join(
-                f": {line}" for line in said[-1:]
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+            return f"the solver ended by {ending} after at most {SECONDS} s" + "".join(
+                f": {line}" for line in error_lines[-1:]
             )
         return read(folder)

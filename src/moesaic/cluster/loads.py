@@ -22,7 +22,7 @@ class _Server:
         self.window = balance.LoadWindow(layers, experts, intervals)
         self.fresh = np.zeros((layers, experts), dtype=np.int64)
         """[L, E] pairs since the interval began."""
-        self.known = self.fresh
+        self.last_pairs = self.fresh
         """[L, E] pairs in the process's last report."""
         self.busy: list[float] = [0.0]
         """Busy seconds in each interval; the last interval is under way."""
@@ -53,15 +53,16 @@ class Loads:
             record = self._servers[server] = _Server(*self._shape, INTERVALS)
         if incarnation != record.incarnation:
             record.incarnation, record.busy_seconds = incarnation, 0.0
-            record.known = np.zeros(self._shape, dtype=np.int64)
+            record.last_pairs = np.zeros(self._shape, dtype=np.int64)
         record.busy[-1] += stats.busy_seconds - record.busy_seconds
         record.busy_seconds = stats.busy_seconds
         if load:
             pairs = np.array(load, dtype=np.int64)
             if pairs.shape == self._shape:
-                record.fresh = record.fresh + pairs - record.known
-                self.total = self.total + pairs - record.known
-                record.known = pairs
+                # Reports count from the start of the process, so only the difference is new.
+                record.fresh = record.fresh + pairs - record.last_pairs
+                self.total = self.total + pairs - record.last_pairs
+                record.last_pairs = pairs
 
     def tick(self, now: float, servers: Collection[int]) -> None:
         """Ends the interval if its time is over. Servers that are not in `servers` are forgotten."""
@@ -83,7 +84,7 @@ class Loads:
             totals += record.window.totals
         return totals
 
-    def full(self) -> bool:
+    def has_full_window(self) -> bool:
         """Whether every server has reports for the whole window."""
         windows = [len(record.window) for record in self._servers.values()]
         return bool(windows) and min(windows) == INTERVALS

@@ -23,14 +23,14 @@ class ChildProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         """How the process ended, in words for people. Called once the connection is lost."""
         try:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return f"{self.name} {self.pid} closed its connection but still runs"
-        how = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        return f"{self.name} {self.pid} {how}"
+        ending = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return f"{self.name} {self.pid} {ending}"
 
     def kill(self) -> None:
         """Kills the process now. Its connection reports the end."""
@@ -59,16 +59,24 @@ def spawn_server(config: ExpertServerConfig) -> ChildProcess:
 
 
 def _spawn(module: str, config: str, name: str, devices: tuple[str, ...] = ()) -> ChildProcess:
-    ours, theirs = stream_pair()
-    with theirs:
-        command = [sys.executable, "-m", module, "--connection-fd", str(theirs.fileno()), "--config", config]
+    parent_end, child_end = stream_pair()
+    with child_end:
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            "--connection-fd",
+            str(child_end.fileno()),
+            "--config",
+            config,
+        ]
         # In a process group of its own, so that Ctrl-C only reaches the engine. It drains, then ends its
         # worker.
         process = subprocess.Popen(
             command,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             env=worker_environment(devices=devices),
             process_group=0,
         )
-    return ChildProcess(process, StreamConnection(ours), name)
+    return ChildProcess(process, StreamConnection(parent_end), name)

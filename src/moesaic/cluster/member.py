@@ -1,4 +1,4 @@
-"""One process of a cluster as the supervisor knows it: starting, serving, dead, or dead too often."""
+"""The supervisor's record of one process of a cluster: starting, serving, dead, or dead too often."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Process(Protocol):
         """Process id; None for a process of another host, or one that joined."""
         ...
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         """How the process ended, in words for people. Called once the connection is lost."""
         ...
 
@@ -76,13 +76,13 @@ class RestartRule:
     """Seconds before the second restart. The first restart is immediate; each later one waits twice as
     long."""
     longest_delay: float = 10.0
-    most: int = 6
+    max_deaths: int = 6
     """Number of deaths within `window` seconds after which the supervisor gives up."""
     window: float = 60.0
 
     def delay(self, deaths: int) -> float | None:
         """Seconds until the next start after so many deaths within `window`; None: there is none."""
-        if deaths >= self.most:
+        if deaths >= self.max_deaths:
             return None
         return 0.0 if deaths < 2 else min(self.longest_delay, self.first_delay * 2 ** (deaths - 2))
 
@@ -97,23 +97,23 @@ class Member:
     """Number of the member, never used for another one."""
     incarnation: int = 0
     child: Process | None = None
-    """Its running process, if there is one."""
+    """The running process of the member, or None when it has none."""
     reader: threading.Thread | None = None
     """The thread that reads the messages of `child`. It ends with the connection."""
     stage: Stage = Stage.STARTING
     on_trial: bool = False
     """True while it is being added. If it keeps dying, the change has failed, not the service."""
-    elsewhere: bool = False
+    is_external: bool = False
     """True if it joined by itself (`moesaic join`), from this or another host. The supervisor cannot restart
     it."""
-    joined: bool = False
+    has_tcp_connection: bool = False
     """True if its processes connect over TCP: they joined by themselves, or a launcher started them on some
     host. They know the secret, and their weights are compared."""
     waiting: str = ""
     """Why its process has no host yet, in words for people. Empty: it has one."""
     host: str = ""
     """The address of the host from which it joined. Empty: the supervisor's own host."""
-    suspected: bool = False
+    is_suspected: bool = False
     """True while it is on another host and was silent for a while. See `policy.fleet.silence`."""
     host_id: str = ""
     """Host of its process (`transport.host`), if that is not the supervisor's own."""
@@ -127,33 +127,33 @@ class Member:
     complaint: str | None = None
     """Why it could not carry out its last message; None if it could."""
     endpoint: Endpoint = NOWHERE
-    """For a server: where its clients connect, once it is known."""
+    """The endpoint at which clients connect to a server, once it is known."""
     last_hold: int = -1
-    """For a server: number of the last Hold that was sent to it."""
+    """The number of the last Hold that was sent to a server."""
     confirmed_hold: int = -1
-    """For a server: number of the last Hold that it has confirmed."""
+    """The number of the last Hold that a server has confirmed."""
     leader: Member | None = None
-    """For ranks: the worker whose ranks they are. None: they wait for a group."""
-    fits: bool = False
-    """For ranks: they have the checkpoint and the settings, so they can be in a group."""
+    """The worker whose ranks these are. None for ranks that wait for a group."""
+    is_fit: bool = False
+    """True once ranks have the checkpoint and the settings, so that they can be in a group."""
     kv: ReceivesKV | None = None
-    """For a worker: where it receives KV. None: it does not, or has not said it yet."""
-    settled: int = -1
-    """For a worker: no call under way was routed by a version of the directory before this one."""
+    """Where a worker receives KV. None: it does not, or has not said it yet."""
+    settled_version: int = -1
+    """The oldest version of the directory by which a worker's calls under way may have been routed."""
     devices: Devices = ()
     """GPUs that its processes see, one after the other; empty: those of this process, or none."""
     weights: str = ""
     """If it joined: fingerprint that its checkpoint must have."""
     info: WorkerInfo | None = None
-    """For a worker: what it said when it was ready. None: it was not yet."""
+    """What a worker said when it was ready. None before that."""
     kernels: str = ""
     nvshmem_id: bytes = b""
-    """For a worker: name of an NVSHMEM job that it can be PE 0 of. Empty: it can join none."""
+    """The name of an NVSHMEM job that a worker can be PE 0 of. Empty: it can join none."""
     joins_nvshmem: bool = False
-    """For a server: whether it can join an NVSHMEM job."""
+    """Whether a server can join an NVSHMEM job."""
     threads: int = 0
     capacity: float = 0.0
-    """For a server: capacity weight, which sets its share of experts and load."""
+    """The capacity weight of a server, which sets its share of experts and load."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
 
     @property
@@ -166,18 +166,18 @@ class Member:
         return self.role in (Role.WORKER, Role.PREFILL)
 
     @property
-    def spare(self) -> bool:
+    def is_spare(self) -> bool:
         """Whether it has ranks that wait for a group."""
         return self.role is Role.RANKS and self.leader is None
 
     @property
-    def worker(self) -> int:
-        """For a worker: its number among those of the router, of both roles."""
+    def worker_id(self) -> int:
+        """The number of a worker in the router, which counts both roles together."""
         return self.number if self.role is Role.WORKER else FIRST_PREFILL + self.number
 
     @property
-    def process(self) -> tuple[int, int]:
-        """Its number and incarnation, which no other process of its role has."""
+    def process_key(self) -> tuple[int, int]:
+        """The number and the incarnation of the member, which no other process of its role has."""
         return self.number, self.incarnation
 
     @property
@@ -185,13 +185,13 @@ class Member:
         """True if it serves or is draining."""
         return self.stage in (Stage.SERVING, Stage.DRAINING)
 
-    def died(self, how: str, now: float, rule: RestartRule) -> bool:
+    def record_death(self, reason: str, now: float, rule: RestartRule) -> bool:
         """Records that its process ended. Returns False if it must not be restarted: it died too often, or it
         is leaving."""
-        self.last_failure, self.child, self.suspected = how, None, False
+        self.last_failure, self.child, self.is_suspected = reason, None, False
         self.all_deaths += 1
         self.deaths = [death for death in self.deaths if now - death < rule.window] + [now]
-        if self.elsewhere or self.stage is Stage.DRAINING:
+        if self.is_external or self.stage is Stage.DRAINING:
             self.stage = Stage.STOPPED
             return False
         self.stage = Stage.WAITING
@@ -200,18 +200,21 @@ class Member:
         return delay is not None
 
 
-def unfit(member: Member, ready: Ready, others: Iterable[WorkerInfo | None]) -> str | None:
+def explain_misfit(member: Member, ready: Ready, other_workers: Iterable[WorkerInfo | None]) -> str | None:
     """Why this worker cannot serve, by what it says of itself; None if it can.
 
-    others: of workers that did not join, if they said it already.
+    other_workers: of workers that did not join, if they said it already.
     """
     if ready.weights != member.weights:
         return "its checkpoint has another fingerprint than this cluster's"
-    known = [one for one in others if one is not None]
-    for name in ("block_size", "num_blocks", "max_num_seqs") if member.joined else ():
+    known_workers = [worker for worker in other_workers if worker is not None]
+    for name in ("block_size", "num_blocks", "max_num_seqs") if member.has_tcp_connection else ():
         if getattr(ready.info, name) < 1:
             return f"{name}: got {getattr(ready.info, name)}; allowed: at least 1"
-    for name in ("vocab_size", "max_model_len") if member.joined else ():
-        if getattr(ready.info, name) not in (allowed := {getattr(one, name) for one in known}) and allowed:
-            return f"{name}: got {getattr(ready.info, name)}; allowed: {', '.join(map(str, allowed))}"
+    for name in ("vocab_size", "max_model_len") if member.has_tcp_connection else ():
+        if (
+            getattr(ready.info, name) not in (choices := {getattr(worker, name) for worker in known_workers})
+            and choices
+        ):
+            return f"{name}: got {getattr(ready.info, name)}; allowed: {', '.join(map(str, choices))}"
     return None

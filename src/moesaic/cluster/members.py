@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from moesaic.cluster import admission, instruction_sets, numa
-from moesaic.cluster.admission import FROM, TO_ROUTER
+from moesaic.cluster import admission, numa
+from moesaic.cluster.admission import MESSAGES_BY_ROLE, ROUTER_MESSAGES
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.launcher import Launcher, LocalLauncher
-from moesaic.cluster.member import Member, Process, Role, Stage, unfit
+from moesaic.cluster.member import Member, Process, Role, Stage, explain_misfit
 from moesaic.cluster.rank_hosts import RankHosts
 from moesaic.cluster.router import Router
 from moesaic.cluster.settings import Settings
@@ -47,15 +47,15 @@ class Members:
         self.launcher: Launcher = LocalLauncher() if launcher is None else launcher
         self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
         """Number of ranks at the start, each a worker and a server; None: there are no ranks."""
-        self._cores = Cores(worker, numa.here("off" if cluster.elsewhere else cluster.numa))
-        pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
+        self._cores = Cores(worker, numa.list_bindable_nodes("off" if cluster.elsewhere else cluster.numa))
+        num_pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
         threads = [
-            worker.model.threads or pinned or self._cores.threads(place, cluster.expert_servers)
+            worker.model.threads or num_pinned or self._cores.threads(place, cluster.expert_servers)
             for place in range(max(1, cluster.expert_servers))
         ]
-        elsewhere = self.launcher.elsewhere
-        self._gpus = () if elsewhere or worker.model.device == "cpu" else gpus(cluster.devices)
-        self._capacities = cluster.capacities or ((1.0,) if elsewhere else tuple(map(float, threads)))
+        is_remote = self.launcher.is_remote
+        self._gpus = () if is_remote or worker.model.device == "cpu" else gpus(cluster.devices)
+        self._capacities = cluster.capacities or ((1.0,) if is_remote else tuple(map(float, threads)))
         """Capacity weights of the launcher's servers, by number. Later servers have the last weight."""
         self.workers: list[Member] = []
         self.prefill_workers: list[Member] = []
@@ -64,9 +64,9 @@ class Members:
         """Ranks of the workers that are on other hosts than their first rank."""
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Work for the supervisor's thread; None ends the thread."""
-        self.watched = True
+        self.is_supervised = True
         """False once the supervisor was given up. Then requests continue, but nothing is restarted."""
-        self._alone = threading.Lock()
+        self._urgent_lock = threading.Lock()
         """Lock for reader threads that do urgent work in place of the supervisor's thread."""
         self._stopping = False
         self.past_deaths = 0
@@ -80,7 +80,7 @@ class Members:
         self._ending: list[threading.Thread] = []
 
     @property
-    def all(self) -> list[Member]:
+    def all_members(self) -> list[Member]:
         return [*self.clients, *self.servers, *self.ranks.members]
 
     @property
@@ -94,10 +94,10 @@ class Members:
         return self.workers + self.prefill_workers
 
     @property
-    def servers_here(self) -> list[Member]:
+    def launched_servers(self) -> list[Member]:
         """Servers that the launcher started: those that did not join by themselves. With ranks, each worker's
         server has the worker's index."""
-        return self._here(self.servers)
+        return self._select_launched(self.servers)
 
     @property
     def capacities(self) -> dict[int, float]:
@@ -110,8 +110,8 @@ class Members:
         member = Member(role, self._count[role], on_trial=on_trial)
         self._count[role] += 1
         if role is Role.SERVER:
-            own = self._capacities[min(member.number, len(self._capacities) - 1)]
-            member.capacity = own if capacity is None else capacity
+            own_capacity = self._capacities[min(member.number, len(self._capacities) - 1)]
+            member.capacity = own_capacity if capacity is None else capacity
         member.devices = self._devices_of(role)
         match role:
             case Role.WORKER:
@@ -127,55 +127,56 @@ class Members:
     def begin(self, listener: JoinListener | None) -> None:
         """Asks for hosts for all members. listener: where processes of other hosts connect."""
         if listener is not None:
-            self.launcher.call_back_at(listener.address)
-        self.ask(len(self.servers), len(self.workers), len(self.prefill_workers))
+            self.launcher.set_address(listener.address)
+        self.request_hosts(len(self.servers), len(self.workers), len(self.prefill_workers))
 
-    def ask(self, servers: int, workers: int, prefill: int) -> None:
+    def request_hosts(self, servers: int, workers: int, prefill: int) -> None:
         """Asks for hosts for these numbers of processes."""
-        self.launcher.ask({Role.SERVER: servers, Role.WORKER: workers, Role.PREFILL: prefill})
+        self.launcher.request_hosts({Role.SERVER: servers, Role.WORKER: workers, Role.PREFILL: prefill})
 
     def spawn_worker(self, member: Member) -> None:
         """Starts the next process of a worker of either role, unless its ranks of other hosts are missing."""
-        if self.ranks.needed and not self.ranks.take(member):
+        if self.ranks.has_remote_ranks and not self.ranks.take(member):
             return
         prefill = member.role is Role.PREFILL
-        member.joined = self.launcher.elsewhere
-        alike = self._here(self.prefill_workers if prefill else self.workers)
+        member.has_tcp_connection = self.launcher.is_remote
+        alike = self._select_launched(self.prefill_workers if prefill else self.workers)
         place = self._place(member, alike)
-        cpus = self._cores.cpus(Role.WORKER, self._here(self.clients).index(member), self._ranks)
+        cpus = self._cores.cpus(Role.WORKER, self._select_launched(self.clients).index(member), self._ranks)
         config = replace(
-            self._settings.worker(member),
-            beside=self._beside(member),
+            self._settings.worker_config(member),
+            beside=self._count_gpu_sharers(member),
             devices=member.devices,
-            own_server=self.servers_here[place].number if self._ranks and not prefill else None,
+            own_server=self.launched_servers[place].number if self._ranks and not prefill else None,
             most_threads=len(cpus) or self._cores.threads(place, len(alike)),
             cpus=cpus,
             trace=self._part(member),
+            # The process gets its incarnation, one more than now, when it has been started.
             record=part_of(self._worker_config.record, member.name, member.incarnation + 1),
         )
-        with numa.on(self._cores.nodes(place, len(alike))):
-            child = self.launcher.worker(member, config)
+        with numa.bind_to_nodes(self._cores.nodes(place, len(alike))):
+            child = self.launcher.start_worker(member, config)
         self._listen(member, child)
 
     def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
         """Starts the server's next process, which waits for a Hold."""
-        member.joined = self.launcher.elsewhere
-        place = self._place(member, self.servers_here)
+        member.has_tcp_connection = self.launcher.is_remote
+        place = self._place(member, self.launched_servers)
         cpus = self._cores.cpus(Role.SERVER, place, self._ranks)
         config = replace(
-            self._settings.server(layout),
+            self._settings.server_config(layout),
             devices=member.devices,
             threads=self._worker_config.model.threads or len(cpus) or self._server_threads(layout, place),
             cpus=cpus,
             trace=self._part(member),
             checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
-        with numa.on(self._cores.nodes(place, len(self.servers_here))):
-            child = self.launcher.server(member, config)
+        with numa.bind_to_nodes(self._cores.nodes(place, len(self.launched_servers))):
+            child = self.launcher.start_server(member, config)
         self._listen(member, child)
 
     @staticmethod
-    def locate(member: Member, process: RemoteProcess) -> None:
+    def set_host(member: Member, process: RemoteProcess) -> None:
         """Says on which host the process of a member is."""
         member.host = process.host
         member.host_id = "" if process.host_id == this_host() else process.host_id
@@ -187,34 +188,36 @@ class Members:
 
         weights: fingerprint that its checkpoint must have. layout: of the experts, for a server.
         """
-        member.elsewhere = member.joined = True
+        member.is_external = member.has_tcp_connection = True
         member.devices = ()
-        self.locate(member, process)
-        member.weights, used = weights, self._instruction_set(member.role)
-        config = self._settings.joined(member, layout, used)
-        enlisted = messages.Enlisted(self._worker_config.model.model, weights, config)
+        self.set_host(member, process)
+        member.weights, instruction_set = weights, self._instruction_set(member.role)
+        config = self._settings.config_for_newcomer(member, layout, instruction_set)
+        answer = messages.Enlisted(self._worker_config.model.model, weights, config)
         with contextlib.suppress(ConnectionLost):  # its reader thread reports it
-            process.connection.send(enlisted)
+            process.connection.send(answer)
         self._listen(member, process)
 
-    def unlike(self, process: RemoteProcess) -> str | None:
-        """See `instruction_sets.unlike`."""
-        return instruction_sets.unlike(process, self._instruction_set(process.role))
+    def explain_difference(self, process: RemoteProcess) -> str | None:
+        """Why a process that joins would compute other bits than this cluster; None if it would not."""
+        return admission.explain_difference(process, self._instruction_set(process.role))
 
     def _instruction_set(self, role: Role) -> KernelName | None:
-        """With which members like this compute; see `instruction_sets.in_use`."""
-        found = instruction_sets.in_use(self.servers if role is Role.SERVER else self.clients)
-        if found is None and role is Role.RANKS and not self._gpus:
-            return instruction_sets.of_this_host(self._worker_config.model.kernels)
-        return found
+        """The instruction set with which members of this role compute. None: it is not fixed yet."""
+        set_in_use = admission.find_set_in_use(self.servers if role is Role.SERVER else self.clients)
+        if set_in_use is None and role is Role.RANKS and not self._gpus:
+            return admission.choose_local_set(self._worker_config.model.kernels)
+        return set_in_use
 
-    def unfit(self, member: Member, ready: messages.Ready) -> str | None:
+    def explain_misfit(self, member: Member, ready: messages.Ready) -> str | None:
         """Why a worker that joined cannot serve beside the others; None if it can."""
-        return unfit(member, ready, [one.info for one in self.clients if not one.elsewhere])
+        return explain_misfit(
+            member, ready, [worker.info for worker in self.clients if not worker.is_external]
+        )
 
-    def why_not(self, role: Role) -> str | None:
-        """See `admission.why_not`."""
-        return admission.why_not(role, self._worker_config, self._settings.prefill)
+    def explain_refusal(self, role: Role) -> str | None:
+        """Why no process of this role can join the cluster; None if one can."""
+        return admission.explain_refusal(role, self._worker_config, self._settings.prefill)
 
     def refuse(self, member: Member, reason: str) -> None:
         """Tells a process that joined why it must leave, and disconnects it in the background."""
@@ -228,9 +231,10 @@ class Members:
         self.workers = [other for other in self.workers if other is not member]
         self.prefill_workers = [other for other in self.prefill_workers if other is not member]
         self.servers = [other for other in self.servers if other is not member]
-        self.ranks.lost(member)
+        self.ranks.remove_group(member)
         self.past_deaths += member.all_deaths
         child, member.child = member.child, None
+        # Late messages of its process have the old incarnation, so they are dropped.
         member.stage, member.incarnation = Stage.STOPPED, member.incarnation + 1
         if child is not None:
             arguments = child, messages.Shutdown()
@@ -240,16 +244,17 @@ class Members:
 
     def empty_inbox(self) -> None:
         """Carries out what is left in the inbox, in place of the supervisor's thread."""
-        with self._alone, contextlib.suppress(queue.Empty):
+        with self._urgent_lock, contextlib.suppress(queue.Empty):
             while (action := self.inbox.get_nowait()) is not None:
                 with contextlib.suppress(BaseException):  # such an action ended the supervisor
                     action()
 
     def stop(self) -> None:
         """Ends every process."""
-        with self._alone:
+        # A reader thread that stands in for the supervisor must not report deaths that this causes.
+        with self._urgent_lock:
             self._stopping = True
-            children = [member.child for member in self.all if member.child is not None]
+            children = [member.child for member in self.all_members if member.child is not None]
         for child in children:
             child.stop()
         for thread in self._ending:
@@ -257,9 +262,9 @@ class Members:
         self.launcher.stop()
 
     @staticmethod
-    def _here(members: list[Member]) -> list[Member]:
+    def _select_launched(members: list[Member]) -> list[Member]:
         """Those that the launcher started."""
-        return [member for member in members if not member.elsewhere]
+        return [member for member in members if not member.is_external]
 
     @staticmethod
     def _place(member: Member, alike: list[Member]) -> int:
@@ -271,24 +276,24 @@ class Members:
         """The GPUs of a new member. Servers use the CPU unless the device is given."""
         on_cpu = role is Role.SERVER and self._worker_config.model.device != "cuda"
         ranks = 1 if role is Role.SERVER else self._worker_config.parallel.ranks_per_node
-        return () if on_cpu else choose(self._gpus, [member.devices for member in self.all], ranks)
+        return () if on_cpu else choose(self._gpus, [member.devices for member in self.all_members], ranks)
 
     @property
     def own_gpus(self) -> int | None:
         """GPUs of this host, if each process here needs one of its own. None: processes may share them, or
         all of them are elsewhere."""
-        each = self._worker_config.model.cudagraph_mode == "full" and not self.launcher.elsewhere
-        return len(self._gpus) if each else None
+        needs_own = self._worker_config.model.cudagraph_mode == "full" and not self.launcher.is_remote
+        return len(self._gpus) if needs_own else None
 
-    def _beside(self, worker: Member) -> int:
+    def _count_gpu_sharers(self, worker: Member) -> int:
         """Number of other processes that may use a GPU of this worker."""
-        if self.launcher.elsewhere:
-            return 0  # a GPU is given to one process only
-        others = [member for member in self.all if member is not worker]
+        if self.launcher.is_remote:
+            return 0  # Ray gives a GPU to one process only
+        other_members = [member for member in self.all_members if member is not worker]
         if worker.devices:
-            return beside(worker.devices, [member.devices for member in others])
-        servers = len(self.servers_here) if self._worker_config.model.device == "cuda" else 0
-        return len(self._here(self.clients)) + servers - 1
+            return beside(worker.devices, [member.devices for member in other_members])
+        servers = len(self.launched_servers) if self._worker_config.model.device == "cuda" else 0
+        return len(self._select_launched(self.clients)) + servers - 1
 
     def _part(self, member: Member) -> str | None:
         """Returns the file for its next process's part of the trace; None: there is no trace."""
@@ -297,11 +302,11 @@ class Members:
     def _server_threads(self, layout: ExpertLayout, place: int) -> int:
         if layout.num_bytes < SMALL_MODEL:
             return 1
-        return self._cores.threads(place, len(self.servers_here))
+        return self._cores.threads(place, len(self.launched_servers))
 
     def _listen(self, member: Member, child: Process) -> None:
         member.stage, member.incarnation = Stage.STARTING, member.incarnation + 1
-        member.child, member.settled, member.complaint = child, -1, None
+        member.child, member.settled_version, member.complaint = child, -1, None
         member.last_seen = self._clock()
         arguments = (member, member.incarnation, child)
         reader = threading.Thread(target=self._read, args=arguments, name=member.name, daemon=True)
@@ -313,11 +318,11 @@ class Members:
         others to the inbox."""
 
         def put(message: messages.Message | ConnectionLost) -> None:
-            if self.watched:
+            if self.is_supervised:
                 self.inbox.put(lambda: pass_on(message))
             elif isinstance(message, ConnectionLost):
                 # All other messages concern changes, which nobody makes without the supervisor.
-                with self._alone:
+                with self._urgent_lock:
                     if not self._stopping:
                         pass_on(message)
 
@@ -328,32 +333,34 @@ class Members:
         while True:
             try:
                 message = child.connection.receive(None)
-                if isinstance(message, TO_ROUTER) and member.is_client:
-                    self._router.take(member.worker, message)
+                if isinstance(message, ROUTER_MESSAGES) and member.is_client:
+                    self._router.take(member.worker_id, message)
                     continue
             except ConnectionLost as lost:
-                self._lost(member, lost, put)
+                self._end_reading(member, lost, put)
                 return
             except Exception as error:  # a bug in moesaic: its requests must not wait without end
-                self._lost(member, ConnectionLost(f"a message failed: {error!r}"), put)
+                self._end_reading(member, ConnectionLost(f"a message failed: {error!r}"), put)
                 raise
             if message is None:
                 continue
-            if not isinstance(message, FROM.get(member.role, object)):
+            if not isinstance(message, MESSAGES_BY_ROLE.get(member.role, object)):
                 put(ConnectionLost(f"{member.name} sent {type(message).__name__}"))
                 return
             put(message)
 
-    def _lost(self, member: Member, lost: ConnectionLost, put: Callable[[ConnectionLost], None]) -> None:
+    def _end_reading(
+        self, member: Member, error: ConnectionLost, put: Callable[[ConnectionLost], None]
+    ) -> None:
         """Ends the work with a process from which nothing more is read."""
         if member.is_client:
             self._leave(member)
-        put(lost)
+        put(error)
 
     def _leave(self, member: Member) -> None:
         """Moves a worker's requests to other workers, even while the supervisor is busy or has failed."""
-        self._router.leave(member.worker)
-        if not self.watched and not self._router.serves:
+        self._router.leave(member.worker_id)
+        if not self.is_supervised and not self._router.can_generate:
             self._router.fail(f"{member.name} was the last attention worker, and the supervisor has stopped")
 
 

@@ -46,7 +46,7 @@ class Newcomers:
     @property
     def standbys(self) -> list[str]:
         """Hosts that watch this one and would take over."""
-        return [one.host for one in self._standbys if not one.connection.ended(0.0)]
+        return [standby.host for standby in self._standbys if not standby.connection.ended(0.0)]
 
     def close(self) -> None:
         """Stops listening, and tells those that watch this cluster that it ends on purpose."""
@@ -59,26 +59,27 @@ class Newcomers:
 
     def _welcome(self, process: RemoteProcess) -> None:
         """Adds a process, or refuses it. Called in a thread of the listener."""
-        if process.standby:
-            self._watched_by(process)
+        if process.is_standby:
+            self._add_standby(process)
             return
         if process.link is not None:
-            self._links.measured(process.host_id, process.link)
-        why_not = self._members.why_not(process.role)
-        if why_not is not None:
-            self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {why_not}"))
-            process.refuse(why_not)
-        elif self._members.watched:
+            self._links.record_link(process.host_id, process.link)
+        refusal = self._members.explain_refusal(process.role)
+        # This thread is the listener's. Only the supervisor's thread changes members, by its inbox.
+        if refusal is not None:
+            self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {refusal}"))
+            process.refuse(refusal)
+        elif self._members.is_supervised:
             weights = fingerprint.compute_fingerprint(self._model)
             self._members.inbox.put(lambda: self._changes.join(process, weights))
         else:
             process.stop()
 
-    def _watched_by(self, process: RemoteProcess) -> None:
+    def _add_standby(self, process: RemoteProcess) -> None:
         """Keeps the connection of a standby. Its signs of life, and those to it, need nothing else."""
         LOG.info("%s stands by", process.host)
         with contextlib.suppress(ConnectionLost):
-            told = messages.Enlisted(str(self._model), fingerprint.compute_fingerprint(self._model), "")
-            process.connection.send(told)
-        there = [one for one in self._standbys if not one.connection.ended(0.0)]
-        self._standbys = [*there, process]
+            answer = messages.Enlisted(str(self._model), fingerprint.compute_fingerprint(self._model), "")
+            process.connection.send(answer)
+        connected_standbys = [standby for standby in self._standbys if not standby.connection.ended(0.0)]
+        self._standbys = [*connected_standbys, process]

@@ -23,7 +23,7 @@ from moesaic.config.values import NumaBinding
 ROOT = Path("/sys/devices/system/node")
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """Number of the system call, by machine."""
-DEFAULT, PREFERRED, INTERLEAVE = 0, 1, 3
+MPOL_DEFAULT, MPOL_PREFERRED, MPOL_INTERLEAVE = 0, 1, 3
 """Policies: memory of the node that touches it first; of one node while that has some; of all in turn."""
 MASK_BITS = 1024
 """Nodes that a mask can name."""
@@ -32,32 +32,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Node:
-    """One NUMA node."""
+    """A NUMA node of this machine."""
 
     number: int
     cpus: tuple[int, ...]
-    """Its cores that this process may use."""
+    """The cores of the node that this process may use."""
 
 
-def nodes(allowed: Collection[int], root: Path = ROOT) -> tuple[Node, ...]:
-    """The nodes with cores of `allowed`, in order. Empty if the kernel lists none.
+def list_nodes(usable_cpus: Collection[int], root: Path = ROOT) -> tuple[Node, ...]:
+    """The nodes with cores of `usable_cpus`, in order. Empty if the kernel lists none.
 
     A node that has memory only is left out.
     """
-    found = []
+    nodes = []
     for folder in root.glob("node[0-9]*"):
         cpus = parse_list((folder / "cpulist").read_text(encoding="utf-8"))
-        mine = tuple(cpu for cpu in cpus if cpu in allowed)
-        if mine:
-            found.append(Node(int(folder.name.removeprefix("node")), mine))
-    return tuple(sorted(found, key=lambda node: node.number))
+        own_cpus = tuple(cpu for cpu in cpus if cpu in usable_cpus)
+        if own_cpus:
+            nodes.append(Node(int(folder.name.removeprefix("node")), own_cpus))
+    return tuple(sorted(nodes, key=lambda node: node.number))
 
 
-def here(binding: NumaBinding) -> tuple[Node, ...]:
+def list_bindable_nodes(binding: NumaBinding) -> tuple[Node, ...]:
     """The nodes that processes of this machine are bound to. Empty with --numa off."""
     if binding == "off" or not hasattr(os, "sched_getaffinity"):
         return ()
-    return nodes(os.sched_getaffinity(0))
+    return list_nodes(os.sched_getaffinity(0))
 
 
 def parse_list(text: str) -> tuple[int, ...]:
@@ -71,25 +71,25 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def on(chosen: Sequence[Node]) -> Generator[None]:
+def bind_to_nodes(nodes: Sequence[Node]) -> Generator[None]:
     """Processes started by this thread inside the context keep to these nodes.
 
     One node: they run on its cores and take its memory while it has some. Several: their memory is taken from
     all of them in turn. None: nothing changes. A system that refuses the policy is logged, and the memory is
     then that of the node that touches it first.
     """
-    if not chosen:
+    if not nodes:
         yield
         return
-    before = os.sched_getaffinity(0)
-    if len(chosen) == 1:
-        os.sched_setaffinity(0, chosen[0].cpus)
+    former_cpus = os.sched_getaffinity(0)
+    if len(nodes) == 1:
+        os.sched_setaffinity(0, nodes[0].cpus)
     try:
-        _set_policy(PREFERRED if len(chosen) == 1 else INTERLEAVE, [node.number for node in chosen])
+        _set_policy(MPOL_PREFERRED if len(nodes) == 1 else MPOL_INTERLEAVE, [node.number for node in nodes])
         yield
     finally:
-        _set_policy(DEFAULT, ())
-        os.sched_setaffinity(0, before)
+        _set_policy(MPOL_DEFAULT, ())
+        os.sched_setaffinity(0, former_cpus)
 
 
 def _set_policy(policy: int, numbers: Collection[int]) -> None:
@@ -104,6 +104,7 @@ def _set_policy(policy: int, numbers: Collection[int]) -> None:
     for number in numbers:
         mask[number // 64] |= 1 << number % 64
     libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel reads one bit less than it is told (a quirk of set_mempolicy), hence the + 1.
     if libc.syscall(call, policy, mask if numbers else None, MASK_BITS + 1 if numbers else 0) != 0:
         reason = os.strerror(ctypes.get_errno())
         _log.warning("the memory of processes is not bound to NUMA nodes: %s", reason)

@@ -30,17 +30,17 @@ class Objectives:
         """Tokens that came too late after the token before."""
 
     @classmethod
-    def of(cls, cluster: ClusterConfig, clock: Callable[[], float]) -> Objectives:
+    def from_config(cls, cluster: ClusterConfig, clock: Callable[[], float]) -> Objectives:
         """The objectives of --slo-ttft and --slo-itl, which are in milliseconds."""
         ttft, itl = (None if ms is None else ms / 1e3 for ms in (cluster.slo_ttft, cluster.slo_itl))
         return cls(ttft, itl, clock)
 
     @property
-    def missed(self) -> int:
+    def total_misses(self) -> int:
         """Misses of both objectives."""
         return self.missed_ttft + self.missed_itl
 
-    def token(self, arrival: float, last: float | None) -> float | None:
+    def record_token(self, arrival: float, last: float | None) -> float | None:
         """Counts a token that arrives now. Returns the time, or None without limits.
 
         arrival: time of its request. last: what this method returned for the token before; None for the

@@ -73,7 +73,7 @@ class FirstPlacement:
         self._cluster, self._file = cluster, file
         self._layout: ExpertLayout | None = None
 
-    def lay_out(self, layout: ExpertLayout) -> None:
+    def set_layout(self, layout: ExpertLayout) -> None:
         """Sets the placement for these experts. That of a standby follows in `look`.
 
         Raises what `first_placement` raises.
@@ -89,20 +89,26 @@ class FirstPlacement:
         if layout is None or self._publisher.placement is not None:
             return
         children = [one.child for one in members if isinstance(one.child, LaunchedProcess)]
-        called = {child.member.number: child.peer for child in children if child.peer is not None}
-        if len(called) < len(members):
+        peers = {child.member.number: child.peer for child in children if child.peer is not None}
+        if len(peers) < len(members):
             return
         for member in members if not self._cluster.capacities else ():
-            member.capacity = called[member.number].capacity
-        kept = {server: process.kept for server, process in called.items()}
+            member.capacity = peers[member.number].capacity
+        resident_experts = {server: process.resident_experts for server, process in peers.items()}
         rules = self._cluster.redundant_experts, self._cluster.min_replicas
         model, hosts = layout.fingerprint, self._links.server_hosts()
-        found = returning.place(
-            kept, layout.layers, layout.num_experts, self._members.capacities, *rules, model, hosts
+        placement = returning.place(
+            resident_experts,
+            layout.layers,
+            layout.num_experts,
+            self._members.capacities,
+            *rules,
+            model,
+            hosts,
         )
-        copies = sum(int(found.replicas(layer).sum()) for layer in found.layers)
-        there = copies - returning.missing(found, kept)
-        LOG.info("the servers have %d of %d copies of experts in memory", there, copies)
-        self._publisher.placement = found
+        copies = sum(int(placement.replicas(layer).sum()) for layer in placement.layers)
+        num_resident = copies - returning.missing(placement, resident_experts)
+        LOG.info("the servers have %d of %d copies of experts in memory", num_resident, copies)
+        self._publisher.placement = placement
         for member in members:
             self._publisher.hold(member)

@@ -18,20 +18,20 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ServerEntry
 from moesaic.core.placement import Placement
 
-Held = dict[int, list[int]]
+ExpertsByLayer = dict[int, list[int]]
 """Layer -> experts, ascending."""
 
 
-def union(server: int, placements: Collection[Placement | None]) -> Held:
+def union(server: int, placements: Collection[Placement | None]) -> ExpertsByLayer:
     """Returns the experts of `server` in at least one of `placements`.
 
     Example: layer 0 gives it experts 1 and 2 in one placement, 2 and 5 in the other -> {0: [1, 2, 5]}.
     """
-    held: dict[int, set[int]] = {}
+    experts_by_layer: dict[int, set[int]] = {}
     for placement in placements:
         for layer, experts in (placement.of(server) if placement is not None else {}).items():
-            held.setdefault(layer, set()).update(experts)
-    return {layer: sorted(experts) for layer, experts in sorted(held.items())}
+            experts_by_layer.setdefault(layer, set()).update(experts)
+    return {layer: sorted(experts) for layer, experts in sorted(experts_by_layer.items())}
 
 
 class Publisher:
@@ -41,61 +41,71 @@ class Publisher:
         """links: None if all processes are on one host."""
         self.placement: Placement | None = None
         """The current placement."""
-        self.coming: Placement | None = None
+        self.next_placement: Placement | None = None
         """The next placement, while it is being loaded."""
         self.version = 0
         """Version of the directory."""
         self._members = members
         self._links = links
-        self._told: dict[tuple[int, int], list[ServerEntry]] = {}
+        self._sent_neighbours: dict[tuple[int, int], list[ServerEntry]] = {}
         """Number and incarnation of each server -> the neighbours that it was told of."""
         self._secret = secret
-        self._holds = 0
+        self._last_hold = 0
 
     def hold(self, member: Member) -> None:
         """Tells a server which experts to hold now. A server that is being restarted gets the message after
         its start. Without a placement nothing is said: see `placing.FirstPlacement`."""
-        if member.child is None or (self.placement is None and self.coming is None):
+        if member.child is None or (self.placement is None and self.next_placement is None):
             return
-        self._holds += 1
-        member.last_hold, member.complaint = self._holds, None
-        held = union(member.number, (self.placement, self.coming))
-        secret = b"" if member.joined else self._secret  # a server that joined knows the secret already
-        _send(member, messages.Hold(member.last_hold, held, secret))
+        self._last_hold += 1
+        member.last_hold, member.complaint = self._last_hold, None
+        experts_by_layer = union(member.number, (self.placement, self.next_placement))
+        secret = (
+            b"" if member.has_tcp_connection else self._secret
+        )  # a server that joined knows the secret already
+        _send(member, messages.Hold(member.last_hold, experts_by_layer, secret))
 
     def serve(self, placement: Placement) -> None:
         """Routes by `placement` from now on."""
-        self.placement, self.coming = placement, None
+        self.placement, self.next_placement = placement, None
         self.publish()
 
     def publish(self) -> None:
         """Sends the directory to every worker."""
         self.version += 1
         if self._links is not None and self.placement is not None:
-            self._introduce_neighbours(self.directory(self.placement).servers, self._links)
+            self._send_neighbours(self.directory(self.placement).servers, self._links)
         for member in self._members.clients:
             if member.in_service:
-                self.introduce(member)
+                self.send_directory(member)
 
-    def introduce(self, member: Member) -> None:
+    def send_directory(self, member: Member) -> None:
         """Sends the directory to one worker."""
         if self.placement is not None:
             ways = {} if self._links is None else self._links.ways(member)
             directory = replace(self.directory(self.placement), ways=ways)
             _send(member, messages.Serving(directory, self._secret))
 
-    def _introduce_neighbours(self, entries: list[ServerEntry], links: Links) -> None:
+    def _send_neighbours(self, entries: list[ServerEntry], links: Links) -> None:
         """Tells the servers of each host of each other, if there are several hosts and if it is news."""
-        hosts, several, told = links.server_hosts(), len(links.hosts()) > 1, self._told
-        self._told = {}
+        hosts, has_several_hosts, former_neighbours = (
+            links.server_hosts(),
+            len(links.hosts()) > 1,
+            self._sent_neighbours,
+        )
+        self._sent_neighbours = {}  # filled anew, so that servers which have left are forgotten
         for member in self._members.servers:
-            key, mine = (member.number, member.incarnation), hosts.get(member.number)
-            if member.stage is not Stage.SERVING or not several:
+            key, own_host = (member.number, member.incarnation), hosts.get(member.number)
+            if member.stage is not Stage.SERVING or not has_several_hosts:
                 continue
-            found = [one for one in entries if hosts[one.server] == mine and one.server != member.number]
-            self._told[key] = found
-            if told.get(key, []) != found:
-                _send(member, messages.Neighbours(found))
+            neighbours = [
+                entry
+                for entry in entries
+                if hosts[entry.server] == own_host and entry.server != member.number
+            ]
+            self._sent_neighbours[key] = neighbours
+            if former_neighbours.get(key, []) != neighbours:
+                _send(member, messages.Neighbours(neighbours))
 
     def directory(self, placement: Placement) -> Directory:
         """Returns the directory of the servers that serve now."""
@@ -104,15 +114,15 @@ class Publisher:
             self.version,
             [ServerEntry(member.number, member.incarnation, member.endpoint) for member in serving],
             {member.number: union(member.number, (placement,)) for member in serving},
-            [member.number for member in serving if member.suspected],
+            [member.number for member in serving if member.is_suspected],
         )
 
-    def settled(self, version: int) -> bool:
+    def is_settled(self, version: int) -> bool:
         """Whether no worker has a call under way that was routed by a directory before `version`."""
-        return all(member.settled >= version for member in self._members.clients if member.in_service)
+        return all(member.settled_version >= version for member in self._members.clients if member.in_service)
 
 
-def holding(members: Collection[Member]) -> bool:
+def have_experts(members: Collection[Member]) -> bool:
     """Whether each of these servers has loaded the experts of its last Hold."""
     return all(
         member.stage is Stage.SERVING and member.confirmed_hold == member.last_hold for member in members

@@ -27,7 +27,7 @@ class RankHosts:
         self._nodes = nodes
 
     @property
-    def needed(self) -> bool:
+    def has_remote_ranks(self) -> bool:
         """Whether groups need processes of other hosts."""
         return self._nodes > 1
 
@@ -36,7 +36,7 @@ class RankHosts:
 
         Returns False, and says in the log what is missing, if there are too few. Then it has none.
         """
-        free = [one for one in self.members if one.leader is None and one.fits]
+        free = [member for member in self.members if member.leader is None and member.is_fit]
         missing = self._nodes - 1 - len(free)
         waiting = ""
         if missing > 0:
@@ -45,33 +45,37 @@ class RankHosts:
                 LOG.warning("%s: %s", worker.name, waiting)
             worker.stage = Stage.WAITING
         else:
-            for one in free[: self._nodes - 1]:
-                one.leader = worker
+            for member in free[: self._nodes - 1]:
+                member.leader = worker
         worker.waiting = waiting
         return not waiting
 
-    def of(self, worker: Member) -> list[Member]:
+    def list_group(self, worker: Member) -> list[Member]:
         """The members that compute as ranks of this worker, in the order of their hosts in the group."""
-        return [one for one in self.members if one.leader is worker]
+        return [member for member in self.members if member.leader is worker]
 
     def meet(self, worker: Member, meeting: messages.RanksMeet) -> None:
         """Tells the other hosts of a worker's group where its ranks meet."""
-        for node, member in enumerate(self.of(worker), start=1):
+        for node, member in enumerate(self.list_group(worker), start=1):
             if member.child is not None:
                 with contextlib.suppress(ConnectionLost):  # its reader thread reports it
                     member.child.connection.send(replace(meeting, node=node))
 
     def serve(self, worker: Member) -> None:
         """The group of this worker serves."""
-        for member in self.of(worker):
+        for member in self.list_group(worker):
             member.stage = Stage.SERVING
 
-    def lost(self, member: Member) -> None:
+    def remove_group(self, member: Member) -> None:
         """A process is gone. If it belonged to a group, the others of the group are ended."""
         leader = member.leader or member
-        group = [member, leader, *self.of(leader)]
-        self.members = [one for one in self.members if all(one is not other for other in group)]
-        for other in group:
-            other.leader = None
-            if other is not member and other.child is not None:
-                other.child.kill()
+        group = [member, leader, *self.list_group(leader)]
+        self.members = [
+            kept_member
+            for kept_member in self.members
+            if all(kept_member is not group_member for group_member in group)
+        ]
+        for group_member in group:
+            group_member.leader = None
+            if group_member is not member and group_member.child is not None:
+                group_member.child.kill()

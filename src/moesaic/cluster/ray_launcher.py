@@ -55,11 +55,11 @@ NODE_LABEL = "ray.io/node-id"
 class RayLauncher:
     """Starts processes on the nodes of the Ray cluster that this process is connected to."""
 
-    elsewhere = True
+    is_remote = True
 
     def __init__(self, worker: WorkerConfig, cluster: ClusterConfig) -> None:
         """Raises ConfigError if there is no Ray cluster."""
-        self._connected = _connect(cluster)
+        self._has_connected = _connect(cluster)
         self._path = Path(worker.model.model)
         self._secret_file = cluster.cluster_secret_file or SECRET_FILE
         self._address = ""
@@ -71,12 +71,16 @@ class RayLauncher:
         ranks = cluster.tensor_parallel_size
         workers = (cluster.attention_workers + cluster.prefill_workers) * ranks
         nodes = [node["Resources"] for node in _nodes()]
-        fitting = threads_that_fit((one.get("CPU", 0.0) for one in nodes), workers + cluster.expert_servers)
+        fitting = threads_that_fit(
+            (resources.get("CPU", 0.0) for resources in nodes), workers + cluster.expert_servers
+        )
         self._threads = worker.model.threads or fitting
         on_gpus = worker.model.device == "cuda"
-        some = on_gpus or (worker.model.device == "auto" and any(one.get("GPU") for one in nodes))
+        workers_on_gpus = on_gpus or (
+            worker.model.device == "auto" and any(resources.get("GPU") for resources in nodes)
+        )
         self._bundles = {
-            Role.WORKER: _bundle(self._threads, ranks, some),
+            Role.WORKER: _bundle(self._threads, ranks, workers_on_gpus),
             Role.SERVER: _bundle(self._threads, 1, on_gpus),
         }
         self._bundles[Role.PREFILL] = self._bundles[Role.WORKER]
@@ -84,11 +88,11 @@ class RayLauncher:
         """Those that have not ended, and some that have."""
         self._choosing = threading.Lock()
         """Held while a node is chosen, since the next choice depends on it."""
-        self._lost: dict[str, float] = {}
+        self._lost_nodes: dict[str, float] = {}
         """Node -> when it seemed to have ended."""
 
     @staticmethod
-    def settled(cluster: ClusterConfig) -> ClusterConfig:
+    def fill_defaults(cluster: ClusterConfig) -> ClusterConfig:
         """`cluster` with the address and the secret's file that it has by default."""
         address = cluster.cluster_address or f"tcp:{get_node_ip_address()}:0"
         file = Path(cluster.cluster_secret_file or SECRET_FILE).expanduser()
@@ -96,34 +100,34 @@ class RayLauncher:
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return replace(cluster, cluster_address=address, cluster_secret_file=str(file))
 
-    def call_back_at(self, address: str) -> None:
+    def set_address(self, address: str) -> None:
         self._address = str(advertised(addresses.parse(address)))
 
-    def worker(self, member: Member, config: WorkerConfig) -> LaunchedProcess:
+    def start_worker(self, member: Member, config: WorkerConfig) -> LaunchedProcess:
         process = self._process(member, config.model.model, config)
         if config.own_server is not None:
             process.partner = f"{Role.SERVER.value} {config.own_server}"
         return self._start(process)
 
-    def server(self, member: Member, config: ExpertServerConfig) -> LaunchedProcess:
+    def start_server(self, member: Member, config: ExpertServerConfig) -> LaunchedProcess:
         process = self._process(member, config.model, config)
-        mine = (one.member.name for one in self._processes if one.partner == member.name)
-        process.partner = next(mine, None)
+        partners = (process_.member.name for process_ in self._processes if process_.partner == member.name)
+        process.partner = next(partners, None)
         return self._start(process)
 
     def take(self, process: RemoteProcess) -> bool:
-        for own in self._processes:
-            if own.joining.ticket == process.ticket and own.member.role is process.role:
-                used, sets = self._instruction_set(process), process.instruction_sets
-                if used is None or used in sets:
-                    own.take(process, self._weights, used)
+        for candidate in self._processes:
+            if candidate.joining.ticket == process.ticket and candidate.member.role is process.role:
+                instruction_set, sets = self._instruction_set(process), process.instruction_sets
+                if instruction_set is None or instruction_set in sets:
+                    candidate.take(process, self._weights, instruction_set)
                 else:
-                    what = f"--kernels: this cluster computes with {used}, which this CPU lacks"
-                    own.refuse(process, f"{what}; start it with --kernels {sets[0]}")
+                    reason = f"--kernels: this cluster computes with {instruction_set}, which this CPU lacks"
+                    candidate.refuse(process, f"{reason}; start it with --kernels {sets[0]}")
                 return True
         return False
 
-    def ask(self, numbers: Mapping[Role, int]) -> None:
+    def request_hosts(self, numbers: Mapping[Role, int]) -> None:
         bundles = [dict(self._bundles[role]) for role, number in numbers.items() for _ in range(number)]
         request_resources(bundles=bundles)
 
@@ -131,7 +135,7 @@ class RayLauncher:
         for process in self._processes:
             process.thread.join()
         request_resources(bundles=[])
-        if self._connected:
+        if self._has_connected:
             ray.shutdown()
 
     def _find(self, process: LaunchedProcess) -> RayRoom | None:
@@ -139,40 +143,48 @@ class RayLauncher:
         bundle = dict(self._bundles[process.member.role])
         try:
             with self._choosing:
-                room = process.room = self._preferred(process, bundle)
+                room = process.room = self._try_preferred_nodes(process, bundle)
             if room is not None:
                 return room
             group = placement_group([bundle])
             while not group.wait(POLL_SECONDS):
-                if process.given_up.is_set():
+                if process.cancel_event.is_set():
                     remove_placement_group(group)
                     return None
-                why = no_room(bundle, ray.available_resources(), [node["Resources"] for node in _nodes()])
-                process.waits(f"waiting for a host: {why}")
+                reason = no_room(bundle, ray.available_resources(), [node["Resources"] for node in _nodes()])
+                process.set_waiting(f"waiting for a host: {reason}")
             return RayRoom(group, self._secret_file)
         except RayError as error:
             raise ConnectionLost(_line(error)) from error
         finally:
-            process.waits("")
+            process.set_waiting("")
 
     def _lose(self, node: str) -> None:
-        self._lost[node] = time.monotonic()
+        self._lost_nodes[node] = time.monotonic()
 
-    def _preferred(self, process: LaunchedProcess, bundle: dict[str, float]) -> RayRoom | None:
+    def _try_preferred_nodes(self, process: LaunchedProcess, bundle: dict[str, float]) -> RayRoom | None:
         """Room on a preferred node; None if none has any now."""
-        others = [one for one in self._processes if one is not process and one.runs]
-        rooms = [(one.member, one.room.node) for one in others if one.room is not None]
+        other_processes = [
+            other_process
+            for other_process in self._processes
+            if other_process is not process and other_process.is_running
+        ]
+        rooms = [
+            (other_process.member, other_process.room.node)
+            for other_process in other_processes
+            if other_process.room is not None
+        ]
         clients = process.member.role is not Role.SERVER
         alike = [node for member, node in rooms if (member.role is not Role.SERVER) is clients]
-        beside = next((node for member, node in rooms if member.name == process.partner), None)
+        partner_node = next((node for member, node in rooms if member.name == process.partner), None)
         nodes = [node["NodeID"] for node in _nodes() if has(node["Resources"], bundle)]
         now = time.monotonic()
-        lost = {node for node, since in self._lost.items() if now - since < LOST_SECONDS}
-        wanted = preferred(nodes, alike, beside, lost)
-        if not wanted:
+        lost_nodes = {node for node, lost_at in self._lost_nodes.items() if now - lost_at < LOST_SECONDS}
+        preferred_nodes = preferred(nodes, alike, partner_node, lost_nodes)
+        if not preferred_nodes:
             return None
         group = placement_group(
-            [dict(bundle)], bundle_label_selector=[{NODE_LABEL: f"in({','.join(wanted)})"}]
+            [dict(bundle)], bundle_label_selector=[{NODE_LABEL: f"in({','.join(preferred_nodes)})"}]
         )
         if group.wait(PREFERENCE_SECONDS):
             return RayRoom(group, self._secret_file)
@@ -196,13 +208,16 @@ class RayLauncher:
         return LaunchedProcess(member, joining, config, self._find, self._lose)
 
     def _start(self, process: LaunchedProcess) -> LaunchedProcess:
-        self._processes = [*(one for one in self._processes if one.thread.is_alive()), process]
+        self._processes = [
+            *(other_process for other_process in self._processes if other_process.thread.is_alive()),
+            process,
+        ]
         process.thread.start()
         return process
 
     def _instruction_set(self, process: RemoteProcess) -> KernelName | None:
-        """With --kernels auto on CPUs: the instruction set of the first process of this kind, so that all of
-        them compute the same bits. None: as the settings say."""
+        """The instruction set of the first process of this kind, with --kernels auto on CPUs. So all of them
+        compute the same bits. None: as the settings say."""
         if self._kernels != "auto" or "GPU" in self._bundles[process.role] or not process.instruction_sets:
             return None
         best = cast("KernelName", process.instruction_sets[0])
@@ -214,7 +229,9 @@ class RayRoom:
 
     def __init__(self, group: PlacementGroup, secret_file: str) -> None:
         self.node = str(placement_group_table(group)["bundles_to_node_id"][0])
-        address = next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == self.node), "")
+        address = next(
+            (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self.node), ""
+        )
         self.name = f"node {address} ({self.node[:8]})"
         self._group = group
         self._secret_file = secret_file
@@ -222,21 +239,22 @@ class RayRoom:
 
     def start(self, joining: JoinOptions) -> str | None:
         bundle = self._group.bundle_specs[0]
-        within = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
-        limits = {"max_restarts": 0, "max_concurrency": 4, "scheduling_strategy": within}
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        # Ray restarts nothing, since the supervisor does. While `wait` blocks, `kill` must get through.
+        limits = {"max_restarts": 0, "max_concurrency": 4, "scheduling_strategy": strategy}
         watcher = ray.remote(ProcessWatcher)
         self._actor = watcher.options(
             num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), **limits
         ).remote()
         try:
-            why: str | None = ray.get(self._actor.start.remote(joining, self._secret_file))
+            reason: str | None = ray.get(self._actor.start.remote(joining, self._secret_file))
         except ActorDiedError as error:
             if "Error" not in _line(error):
                 raise ConnectionLost(_line(error)) from error
-            why = _line(error)  # the actor itself cannot run, such as without moesaic on its node
+            reason = _line(error)  # the actor itself cannot run, such as without moesaic on its node
         except RayError as error:
             raise ConnectionLost(_line(error)) from error
-        return why
+        return reason
 
     def wait(self) -> str:
         try:
@@ -259,40 +277,40 @@ def _connect(cluster: ClusterConfig) -> bool:
     """Connects to the Ray cluster. Returns False if this process was connected before."""
     if ray.is_initialized():
         return False
-    with _same_handlers(), _nothing_printed():
+    with _keep_signal_handler(), _silence_ray():
         try:
             ray.init(address="auto", configure_logging=False, log_to_driver=False)
         except ConnectionError as error:
-            allowed = "local, or ray with a running Ray cluster, here or at RAY_ADDRESS"
-            line = f"{allowed} ({_line(error)})"
+            choices = "local, or ray with a running Ray cluster, here or at RAY_ADDRESS"
+            line = f"{choices} ({_line(error)})"
             raise ConfigError.field("--distributed-executor-backend", "ray", line) from error
     return True
 
 
 @contextlib.contextmanager
-def _same_handlers() -> Iterator[None]:
+def _keep_signal_handler() -> Iterator[None]:
     """Restores the handler of SIGTERM, which Ray replaces in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    former_handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, former_handler)
 
 
 @contextlib.contextmanager
-def _nothing_printed() -> Iterator[None]:
+def _silence_ray() -> Iterator[None]:
     """Inside, Ray starts no thread that prints its errors among the output of the command. Ray has no setting
     for that. The supervisor says what has ended."""
     name = "listen_error_messages"
-    before = getattr(ray_worker, name)
+    former_listener = getattr(ray_worker, name)
     setattr(ray_worker, name, lambda worker, threads_stopped: None)
     try:
         yield
     finally:
-        setattr(ray_worker, name, before)
+        setattr(ray_worker, name, former_listener)
 
 
 def _bundle(threads: int, ranks: int, gpus: bool) -> Resources:

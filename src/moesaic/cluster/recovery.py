@@ -21,20 +21,20 @@ from moesaic.cluster.router import Router
 
 def recover(members: Members, publisher: Publisher, router: Router, changes: ChangeQueue) -> None:
     """Puts the cluster into a state from which the next thread can go on."""
-    if changes.drop_broken():
-        publisher.coming = None
-        for member in members.all:
+    if changes.drop_broken_changes():
+        publisher.next_placement = None
+        for member in members.all_members:
             if member.on_trial:
                 _settle(member, members, publisher)
             elif member.stage is Stage.DRAINING and member.complaint is None:
                 _leave(member, members, publisher, changes)
-    there = router.each()
+    known_workers = router.stats_by_worker()
     for worker in members.clients:
         serves = worker.stage is Stage.SERVING and worker.info is not None and worker.child is not None
-        if serves and worker.worker not in there:
+        if serves and worker.worker_id not in known_workers:
             assert worker.child is not None and worker.info is not None
             prefill = worker.role is Role.PREFILL
-            router.join(worker.worker, worker.child.connection, worker.info, prefill, worker.kv)
+            router.join(worker.worker_id, worker.child.connection, worker.info, prefill, worker.kv)
     for server in members.servers:
         publisher.hold(server)
     publisher.publish()
@@ -44,11 +44,11 @@ def recover(members: Members, publisher: Publisher, router: Router, changes: Cha
 def _settle(member: Member, members: Members, publisher: Publisher) -> None:
     """Keeps a member on trial that serves already. Removes it otherwise: one that joined joins again."""
     placement = publisher.placement
-    needed = placement is not None and member.number in placement.servers
-    if member.stage is Stage.SERVING and (member.role is not Role.SERVER or needed):
+    is_used = placement is not None and member.number in placement.servers
+    if member.stage is Stage.SERVING and (member.role is not Role.SERVER or is_used):
         member.on_trial = False
         return
-    if member.elsewhere and member.child is not None:
+    if member.is_external and member.child is not None:
         member.child.kill()
     members.remove(member)
 

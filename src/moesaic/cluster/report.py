@@ -25,15 +25,17 @@ def process_status(
     member: Member,
     placement: Placement | None,
     now: float,
-    watched: bool = True,
+    is_supervised: bool = True,
 ) -> ProcessStatus:
     """Returns the status of one process.
 
-    now: time on the clock of `member.last_seen`. watched: whether the supervisor would restart it.
+    now: time on the clock of `member.last_seen`. is_supervised: whether the supervisor would restart it.
     """
-    stage = Stage.STOPPED if member.stage is Stage.WAITING and not watched else member.stage
-    held = (
-        {} if placement is None or member.role is not Role.SERVER else _held(Same(placement), member.number)
+    stage = Stage.STOPPED if member.stage is Stage.WAITING and not is_supervised else member.stage
+    experts_by_layer = (
+        {}
+        if placement is None or member.role is not Role.SERVER
+        else _experts_by_layer(PlacementKey(placement), member.number)
     )
     child = member.child
     return ProcessStatus(
@@ -48,11 +50,11 @@ def process_status(
         silent_seconds=round(max(0.0, now - member.last_seen), 3),
         host=member.host,
         waiting=member.waiting,
-        suspected=member.suspected,
-        address=member.endpoint.remote if member.joined else member.endpoint.address,
-        layers=len(held),
-        experts=sum(count for _, count in held.values()),
-        held={layer: text for layer, (text, _) in held.items()},
+        suspected=member.is_suspected,
+        address=member.endpoint.remote if member.has_tcp_connection else member.endpoint.address,
+        layers=len(experts_by_layer),
+        experts=sum(count for _, count in experts_by_layer.values()),
+        held={layer: text for layer, (text, _) in experts_by_layer.items()},
         devices=", ".join(member.devices),
         kernels=member.kernels,
         threads=member.threads,
@@ -73,7 +75,7 @@ def counters(
     experts = workers.experts
     paces = [experts.pace, *(member.stats.pace for member in members.servers)]
     return ClusterCounters(
-        process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all),
+        process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all_members),
         failovers=experts.failovers,
         silent_failovers=experts.silent_failovers,
         false_failovers=experts.false_failovers,
@@ -87,7 +89,7 @@ def counters(
         runs=workers.steps,
         partial_runs=workers.partial_runs,
         far_bytes=experts.far_bytes,
-        refused_connections=0 if door is None else door.dropped,
+        refused_connections=0 if door is None else door.dropped_peers,
         supervisor_restarts=supervisor_restarts,
     )
 
@@ -102,44 +104,44 @@ def layer_replicas(
     have 1 and 0 copies: 0 is single, 1 is missing, and the copies are {0: "1", 1: "0"}.
     """
     alive = tuple(member.number for member in servers if member.stage is Stage.SERVING)
-    known = None if hosts is None else tuple(sorted(hosts.items()))
-    return [] if placement is None else list(_layer_replicas(Same(placement), alive, known))
+    sorted_hosts = None if hosts is None else tuple(sorted(hosts.items()))
+    return [] if placement is None else list(_layer_replicas(PlacementKey(placement), alive, sorted_hosts))
 
 
 @dataclass(frozen=True, eq=False)
-class Same:
+class PlacementKey:
     """A placement as a key: equal to itself alone. Placements never change, and comparing them takes long."""
 
     placement: Placement
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.placement is self.placement
+        return isinstance(other, PlacementKey) and other.placement is self.placement
 
     def __hash__(self) -> int:
         return id(self.placement)
 
 
 @lru_cache(maxsize=256)
-def _held(same: Same, server: int) -> dict[int, tuple[str, int]]:
+def _experts_by_layer(key: PlacementKey, server: int) -> dict[int, tuple[str, int]]:
     """Layer -> the experts of a server as ranges, and their number. A live page asks twice a second."""
-    held = union(server, (same.placement,))
-    return {layer: (ranges(experts), len(experts)) for layer, experts in held.items()}
+    experts_by_layer = union(server, (key.placement,))
+    return {layer: (ranges(experts), len(experts)) for layer, experts in experts_by_layer.items()}
 
 
 @lru_cache(maxsize=2)
 def _layer_replicas(
-    same: Same, alive: tuple[int, ...], hosts: tuple[tuple[int, str], ...] | None
+    key: PlacementKey, alive: tuple[int, ...], hosts: tuple[tuple[int, str], ...] | None
 ) -> tuple[LayerReplicas, ...]:
     """What `layer_replicas` counts on the servers that are alive."""
-    placement, by_server = same.placement, None if hosts is None else dict(hosts)
-    found = []
+    placement, by_server = key.placement, None if hosts is None else dict(hosts)
+    layers = []
     for layer in placement.layers:
         copies = np.isin(placement.table(layer), alive).sum(axis=1)
         single, missing = np.flatnonzero(copies == 1).tolist(), np.flatnonzero(copies == 0).tolist()
         alike = {int(count): ranges(np.flatnonzero(copies == count).tolist()) for count in np.unique(copies)}
-        counted = int(copies.min()), int(copies.max()), single, missing, alike
-        found.append(LayerReplicas(layer, *counted, on_one_host(placement, layer, list(alive), by_server)))
-    return tuple(found)
+        counts = int(copies.min()), int(copies.max()), single, missing, alike
+        layers.append(LayerReplicas(layer, *counts, on_one_host(placement, layer, list(alive), by_server)))
+    return tuple(layers)
 
 
 def layer_locality(placement: Placement | None, stats: ExpertStats) -> list[LayerLocality]:
@@ -149,8 +151,10 @@ def layer_locality(placement: Placement | None, stats: ExpertStats) -> list[Laye
     6 and 2 of them to the own server -> rates 0.75 and 0.25.
     """
     layers = () if placement is None else placement.layers
-    sent = zip(layers, stats.layer_pairs, stats.local_pairs, strict=False)
-    return [LayerLocality(layer, pairs, local, local / max(1, pairs)) for layer, pairs, local in sent]
+    pairs_by_layer = zip(layers, stats.layer_pairs, stats.local_pairs, strict=False)
+    return [
+        LayerLocality(layer, pairs, local, local / max(1, pairs)) for layer, pairs, local in pairs_by_layer
+    ]
 
 
 def paced_source(file: str) -> str:

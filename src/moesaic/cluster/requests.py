@@ -25,14 +25,14 @@ class Transfer:
     """The KV of a request on its way from a prefill worker."""
 
     number: int
-    to: int
+    decode_worker: int
     """The worker that goes on with the request."""
-    sampled: bool = False
+    has_sampled: bool = False
     """The prefill worker has sampled its token, so it has finished."""
-    received: bool = False
-    broken: bool = False
+    has_received: bool = False
+    is_broken: bool = False
     """The KV will not arrive."""
-    gone: bool = False
+    has_lost_worker: bool = False
     """The worker that it went to is gone. Its successor may have the same number."""
 
 
@@ -48,9 +48,9 @@ class Entry:
     blocks: dict[int, int] = field(default_factory=dict)
     """KV blocks that count as used at its worker, and at the one that goes on."""
     tokens: list[int] = field(default_factory=list)
-    moved: bool = False
+    has_moved: bool = False
     """True if another worker ran it before."""
-    last: float | None = None
+    last_token_time: float | None = None
     """Time of its last token, as `Objectives.token` returned it."""
 
 
@@ -63,9 +63,9 @@ class WorkerRecord:
     """Requests of this worker that have not ended."""
     blocks: int = 0
     """KV blocks of these requests."""
-    draining: bool = False
+    is_draining: bool = False
     """True if it gets no new requests."""
-    suspected: bool = False
+    is_suspected: bool = False
     """True while nothing is heard of it. It gets no new requests."""
     prefill: bool = False
     """True if it computes prompts for other workers."""
@@ -96,89 +96,91 @@ class WorkerRecord:
         return WorkerLoad(self.info.num_blocks, self.blocks, self.requests)
 
 
-def occupied(workers: Collection[WorkerRecord]) -> float:
+def measure_occupancy(workers: Collection[WorkerRecord]) -> float:
     """Share of the seats or KV blocks that open requests take at these workers, whichever is larger: 0 to 1.
 
     Example: 3 requests for 4 seats with 10 of 100 blocks -> 0.75. Waiting requests count too.
     """
     seats = sum(worker.info.max_num_seqs for worker in workers)
     blocks = sum(worker.info.num_blocks for worker in workers)
-    taken = sum(worker.requests for worker in workers) / max(1, seats)
-    return min(1.0, max(taken, sum(worker.blocks for worker in workers) / max(1, blocks)))
+    used_share = sum(worker.requests for worker in workers) / max(1, seats)
+    return min(1.0, max(used_share, sum(worker.blocks for worker in workers) / max(1, blocks)))
 
 
-def measure(entry: Entry, workers: Mapping[int, WorkerRecord]) -> None:
+def update_blocks(entry: Entry, workers: Mapping[int, WorkerRecord]) -> None:
     """Updates the number of KV blocks that the request uses at its workers."""
     rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
-    for worker, before in entry.blocks.items():
+    for worker, former_blocks in entry.blocks.items():
         record = workers.get(worker)
         if record is not None:
             entry.blocks[worker] = blocks = -(-rows // record.info.block_size)
-            record.blocks += blocks - before
+            record.blocks += blocks - former_blocks
 
 
-def goes_on(entry: Entry, tokens: int, longest: int) -> bool:
+def can_continue(entry: Entry, tokens: int, longest: int) -> bool:
     """Whether a request of so many tokens, with its prompt, may have another one.
 
     longest: tokens of the longest sequence that the workers take.
     """
-    most, prompt = entry.request.params.max_tokens, len(entry.request.prompt_token_ids)
-    return tokens < longest and (most is None or tokens < prompt + most)
+    max_tokens, prompt = entry.request.params.max_tokens, len(entry.request.prompt_token_ids)
+    return tokens < longest and (max_tokens is None or tokens < prompt + max_tokens)
 
 
-def believable(message: Message, worker: int, vocab_size: int, entries: Mapping[int, Entry]) -> Message:
+def drop_foreign(message: Message, worker: int, vocab_size: int, entries: Mapping[int, Entry]) -> Message:
     """A worker's message without what it says of other workers' requests.
 
     vocab_size: of the worker. Raises ConnectionLost for a token that is not in the vocabulary.
     """
     match message:
-        case messages.PromptLogprobs(request_id) if _foreign(request_id, worker, entries):
+        case messages.PromptLogprobs(request_id) if _is_foreign(request_id, worker, entries):
             return messages.Tokens([], [], [])
         case messages.Tokens(request_ids, token_ids, finish):
             for token, reason in zip(token_ids, finish, strict=True):
                 if not 0 <= token < vocab_size and reason not in WITHOUT_TOKEN:
                     raise ConnectionLost(f"it sent token {token}; the vocabulary has {vocab_size}")
-            if any(_foreign(one, worker, entries) for one in request_ids):
-                return _of(message, worker, entries)
+            if any(_is_foreign(key, worker, entries) for key in request_ids):
+                return _select_own(message, worker, entries)
     return message
 
 
-def _foreign(request_id: int, worker: int, entries: Mapping[int, Entry]) -> bool:
+def _is_foreign(request_id: int, worker: int, entries: Mapping[int, Entry]) -> bool:
     """Whether another worker has this request."""
     return request_id in entries and entries[request_id].worker != worker
 
 
-def _of(message: messages.Tokens, worker: int, entries: Mapping[int, Entry]) -> messages.Tokens:
+def _select_own(message: messages.Tokens, worker: int, entries: Mapping[int, Entry]) -> messages.Tokens:
     """The message about requests that no other worker has."""
-    kept = [i for i, one in enumerate(message.request_ids) if not _foreign(one, worker, entries)]
+    indices = [
+        i for i, request_id in enumerate(message.request_ids) if not _is_foreign(request_id, worker, entries)
+    ]
     return messages.Tokens(
-        [message.request_ids[i] for i in kept],
-        [message.token_ids[i] for i in kept],
-        [message.finish[i] for i in kept],
-        [message.logprobs[i] for i in kept if message.logprobs],
-        [message.routes[i] for i in kept if message.routes],
+        [message.request_ids[i] for i in indices],
+        [message.token_ids[i] for i in indices],
+        [message.finish[i] for i in indices],
+        [message.logprobs[i] for i in indices if message.logprobs],
+        [message.routes[i] for i in indices if message.routes],
     )
 
 
-def first_time(message: messages.Admitted, entries: Mapping[int, Entry]) -> messages.Admitted:
+def drop_moved(message: messages.Admitted, entries: Mapping[int, Entry]) -> messages.Admitted:
     """The message without requests that moved, since the engine knows that they were admitted."""
-    return only(message, lambda key: key not in entries or not entries[key].moved)
+    return filter_admitted(message, lambda key: key not in entries or not entries[key].has_moved)
 
 
-def only(message: messages.Admitted, wanted: Callable[[int], bool]) -> messages.Admitted:
+def filter_admitted(message: messages.Admitted, is_wanted: Callable[[int], bool]) -> messages.Admitted:
     """The message about those of its requests that are wanted."""
-    kept = [index for index, request_id in enumerate(message.request_ids) if wanted(request_id)]
+    indices = [index for index, request_id in enumerate(message.request_ids) if is_wanted(request_id)]
     return messages.Admitted(
-        [message.request_ids[index] for index in kept],
-        [message.queue_seconds[index] for index in kept],
-        [message.cached_tokens[index] for index in kept],
+        [message.request_ids[index] for index in indices],
+        [message.queue_seconds[index] for index in indices],
+        [message.cached_tokens[index] for index in indices],
     )
 
 
-def until_next(request: Request, generated: int) -> Request:
+def limit_to_next_token(request: Request, num_generated: int) -> Request:
     """The request up to its next token."""
-    least, most = request.params.min_tokens, generated + 1
-    params = replace(request.params, max_tokens=most, min_tokens=min(least, most))
+    min_tokens, max_tokens = request.params.min_tokens, num_generated + 1
+    params = replace(request.params, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
     return replace(request, params=params)
 
 

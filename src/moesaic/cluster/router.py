@@ -18,7 +18,8 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import zip_longest
 
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.requests import (
@@ -26,23 +27,22 @@ from moesaic.cluster.requests import (
     Entry,
     Transfer,
     WorkerRecord,
-    believable,
-    first_time,
-    goes_on,
-    measure,
-    occupied,
+    can_continue,
+    drop_foreign,
+    drop_moved,
+    limit_to_next_token,
+    measure_occupancy,
     send,
-    until_next,
+    update_blocks,
     without_scores,
 )
-from moesaic.cluster.totals import as_one, counters, total, with_news
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.metrics import WorkerStats
+from moesaic.core.messages import KVSent, Stats
+from moesaic.core.metrics import StateStats, WorkerStats
 from moesaic.core.request import FinishReason
 from moesaic.core.worker_info import WorkerInfo
-from moesaic.policy.placement import apart
-from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, least_loaded
+from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, choose_apart, least_loaded
 from moesaic.transport.base import Connection
 
 
@@ -57,15 +57,15 @@ class Router:
         self._clock = clock
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[messages.Message | ConnectionLost] = queue.SimpleQueue()
-        self._lost: ConnectionLost | None = None
+        self._lost_error: ConnectionLost | None = None
         self._workers: dict[int, WorkerRecord] = {}
         self._entries: dict[int, Entry] = {}
-        self._past = WorkerStats()
+        self._past_stats = WorkerStats()
         """Counters of workers that have left, so that totals never decrease."""
         self._transfers: dict[int, int] = {}
         """Transfer under way -> its request."""
         self._numbers = itertools.count(1)
-        self._held_back: deque[int] = deque()
+        self._held_requests: deque[int] = deque()
         """Requests that wait until a worker has room for the KV of their prompts."""
         self.moved_requests = 0
         """Requests whose worker died or left, so far."""
@@ -87,15 +87,15 @@ class Router:
                         send(worker, message)
 
     def receive(self, timeout: float | None = None) -> messages.Message | None:
-        if self._lost is None:
+        if self._lost_error is None:
             try:
                 item = self._outbox.get(block=timeout != 0, timeout=timeout)
             except queue.Empty:
                 return None
             if not isinstance(item, ConnectionLost):
                 return item
-            self._lost = item
-        raise self._lost
+            self._lost_error = item
+        raise self._lost_error
 
     def close(self) -> None:
         """Closes the connection: the engine's `receive` reports the end."""
@@ -131,16 +131,16 @@ class Router:
         """Gives this worker no new requests, because it will leave."""
         with self._lock:
             if worker in self._workers:
-                self._workers[worker].draining = True
+                self._workers[worker].is_draining = True
 
-    def suspect(self, worker: int, suspected: bool) -> None:
+    def suspect(self, worker: int, is_suspected: bool) -> None:
         """Gives this worker no new requests while nothing is heard of it."""
         with self._lock:
             if worker in self._workers:
-                self._workers[worker].suspected = suspected
+                self._workers[worker].is_suspected = is_suspected
                 self._place_all()
 
-    def drained(self, worker: int) -> bool:
+    def is_drained(self, worker: int) -> bool:
         """Whether all its requests have ended."""
         with self._lock:
             return worker not in self._workers or not self._workers[worker].requests
@@ -150,10 +150,14 @@ class Router:
         """(transfer, worker that goes on with its request) of the transfers under way."""
         with self._lock:
             owners = ((number, self._entries[request_id]) for number, request_id in self._transfers.items())
-            return [(number, entry.transfer.to) for number, entry in owners if entry.transfer is not None]
+            return [
+                (number, entry.transfer.decode_worker)
+                for number, entry in owners
+                if entry.transfer is not None
+            ]
 
     @property
-    def serves(self) -> bool:
+    def can_generate(self) -> bool:
         """Whether there is a worker that generates."""
         with self._lock:
             return not all(worker.prefill for worker in self._workers.values())
@@ -164,13 +168,15 @@ class Router:
             return self._total()
 
     def _total(self) -> WorkerStats:
-        found = total([self._past, *(worker.stats for worker in self._workers.values())])
-        return replace(found, waiting=found.waiting + len(self._held_back))
+        stats = sum_stats([self._past_stats, *(worker.stats for worker in self._workers.values())])
+        return replace(stats, waiting=stats.waiting + len(self._held_requests))
 
-    def occupied(self) -> float:
+    def measure_occupancy(self) -> float:
         """How full the workers are that generate; see `requests.occupied`."""
         with self._lock:
-            return occupied([one for one in self._workers.values() if not (one.draining or one.prefill)])
+            return measure_occupancy(
+                [worker for worker in self._workers.values() if not (worker.is_draining or worker.prefill)]
+            )
 
     def waiting_prompts(self) -> int:
         """Number of requests that wait at prefill workers."""
@@ -181,10 +187,10 @@ class Router:
         """Prefill worker -> seconds for which it has had prompts, or KV to send, since it is here."""
         with self._lock:
             now = self._clock()
-            prefill = {number: one for number, one in self._workers.items() if one.prefill}
-            return {number: one.seconds_with_requests(now) for number, one in prefill.items()}
+            prefill = {number: worker for number, worker in self._workers.items() if worker.prefill}
+            return {number: worker.seconds_with_requests(now) for number, worker in prefill.items()}
 
-    def each(self) -> dict[int, WorkerStats]:
+    def stats_by_worker(self) -> dict[int, WorkerStats]:
         """Returns the statistics of each worker in service."""
         with self._lock:
             return {number: worker.stats for number, worker in self._workers.items()}
@@ -192,44 +198,48 @@ class Router:
     def leave(self, worker: int) -> None:
         """Removes a worker. Its requests go to others, or wait for one. Its late messages are ignored."""
         with self._lock:
-            if (gone := self._workers.pop(worker, None)) is None:
+            if (record := self._workers.pop(worker, None)) is None:
                 return
-            self._past = total([self._past, counters(gone.stats)])
+            self._past_stats = sum_stats([self._past_stats, counters_only(record.stats)])
             orphans = [key for key, entry in self._entries.items() if entry.worker == worker]
             for key in orphans:
                 entry = self._entries[key]
                 self._break_off(entry)
-                entry.worker, entry.blocks, entry.moved = None, {}, True
+                entry.worker, entry.blocks, entry.has_moved = None, {}, True
             self.moved_requests += len(orphans)
             if orphans:
                 self._outbox.put(messages.Moved(orphans))
             self._place(orphans)
             for entry in list(self._entries.values()):
-                if (transfer := entry.transfer) is not None and transfer.to == worker and not transfer.gone:
+                if (
+                    (transfer := entry.transfer) is not None
+                    and transfer.decode_worker == worker
+                    and not transfer.has_lost_worker
+                ):
                     entry.blocks.pop(worker)
-                    transfer.broken = transfer.gone = True
-                    self._go_on(entry)
+                    transfer.is_broken = transfer.has_lost_worker = True
+                    self._continue_request(entry)
 
     def take(self, worker: int, message: messages.Message) -> None:
         """Passes a worker's message on to the engine. Raises ConnectionLost for one that nobody can use."""
         with self._lock:
             if (record := self._workers.get(worker)) is None:
                 return
-            message = believable(message, worker, record.info.vocab_size, self._entries)
+            message = drop_foreign(message, worker, record.info.vocab_size, self._entries)
             match message:
                 case messages.Tokens():
                     message = self._count(message)
-                    self._place([])
+                    self._place([])  # a request that ended may have left room for one that waits
                 case messages.KVReceived(number):
-                    self._received(worker, number)
+                    self._record_received_kv(worker, number)
                     return
                 case messages.KVNotSent(numbers):
-                    self._not_sent(numbers)
+                    self._record_unsent_kv(numbers)
                     return
                 case messages.Admitted():
-                    message = first_time(message, self._entries)
+                    message = drop_moved(message, self._entries)
                 case messages.Stats() | messages.KVSent():
-                    record.stats = with_news(record.stats, message)
+                    record.stats = with_report(record.stats, message)
                     message = messages.Stats(self._total())
             self._outbox.put(message)
 
@@ -238,49 +248,49 @@ class Router:
         with self._lock:
             infos = [worker.info for worker in self._workers.values() if not worker.prefill]
         if infos:
-            self.tell(messages.Ready(as_one(infos)))
+            self.tell(messages.Ready(as_one_worker(infos)))
 
     def loads(self, prefill: bool = False) -> dict[int, WorkerLoad]:
         """Returns the load of each worker that gets new requests. prefill: of prefill workers."""
         return {
             worker: record.load
             for worker, record in self._workers.items()
-            if not (record.draining or record.suspected) and record.prefill == prefill
+            if not (record.is_draining or record.is_suspected) and record.prefill == prefill
         }
 
     # ---- internal, with the lock held
 
     def _place_all(self) -> None:
         """Sends every request that waits to a worker, in order of arrival."""
-        self._held_back.clear()
+        self._held_requests.clear()
         self._place([key for key, entry in self._entries.items() if entry.worker is None])
 
     def _place(self, request_ids: list[int]) -> None:
         """Sends each of these requests to a worker, after those that are held back. Without workers they
         wait."""
-        if not (request_ids or self._held_back) or not self.loads():
+        if not (request_ids or self._held_requests) or not self.loads():
             return
         submits: dict[int, messages.Submit] = {}
-        self._held_back += request_ids
-        while self._held_back:
-            request_id = self._held_back[0]
+        self._held_requests += request_ids
+        while self._held_requests:
+            request_id = self._held_requests[0]
             entry = self._entries[request_id]
-            known = [*entry.request.prompt_token_ids, *entry.tokens]
-            blocks = -(-len(known) // next(iter(self._workers.values())).info.block_size)
+            known_tokens = [*entry.request.prompt_token_ids, *entry.tokens]
+            blocks = -(-len(known_tokens) // next(iter(self._workers.values())).info.block_size)
             loads, prefill = self.loads(), self.loads(prefill=True)
-            places = apart.choose(self.dispatch, loads, prefill, known, blocks)
+            places = choose_apart(self.dispatch, loads, prefill, known_tokens, blocks)
             if places is None:
-                break
-            self._held_back.popleft()
+                break  # requests keep their order: a later one must not overtake one that waits for room
+            self._held_requests.popleft()
             entry.worker = places.decode if places.prefill is None else places.prefill
             self._enter(entry, entry.worker)
             submit = submits.setdefault(entry.worker, messages.Submit([]))
             submit.generated.append(list(entry.tokens))
-            if places.prefill is None or not self._goes_on(entry, len(known) + 1):
+            if places.prefill is None or not self._can_continue(entry, len(known_tokens) + 1):
                 submit.requests.append(entry.request)
             else:
-                submit.requests.append(until_next(entry.request, len(entry.tokens)))
-                submit.targets[request_id] = self._begin(entry, places.decode)
+                submit.requests.append(limit_to_next_token(entry.request, len(entry.tokens)))
+                submit.targets[request_id] = self._begin_transfer(entry, places.decode)
         for worker, submit in submits.items():
             send(self._workers[worker], submit)
 
@@ -288,7 +298,7 @@ class Router:
         """Counts the request at this worker."""
         self._workers[worker].enter(self._clock())
         entry.blocks[worker] = 0
-        measure(entry, self._workers)
+        update_blocks(entry, self._workers)
 
     def _exit(self, entry: Entry, worker: int) -> None:
         """Does not count the request at this worker any more. The worker may be gone."""
@@ -303,8 +313,8 @@ class Router:
             self._break_off(entry)
             if entry.worker is not None:
                 self._exit(entry, entry.worker)
-            elif request_id in self._held_back:
-                self._held_back.remove(request_id)
+            elif request_id in self._held_requests:
+                self._held_requests.remove(request_id)
         return entry
 
     def _cancel(self, request_ids: list[int]) -> None:
@@ -325,71 +335,76 @@ class Router:
             if entry is None:
                 continue
             entry.tokens.append(token)
-            entry.last = self.objectives.token(entry.request.arrival, entry.last)
-            if entry.transfer is not None and reasons[index] is FinishReason.LENGTH and self._goes_on(entry):
-                reasons[index], entry.transfer.sampled = None, True
-                self._go_on(entry)
+            entry.last_token_time = self.objectives.record_token(entry.request.arrival, entry.last_token_time)
+            if (
+                entry.transfer is not None
+                and reasons[index] is FinishReason.LENGTH
+                and self._can_continue(entry)
+            ):
+                reasons[index], entry.transfer.has_sampled = None, True
+                self._continue_request(entry)
             if reasons[index] is None:
-                measure(entry, self._workers)
+                update_blocks(entry, self._workers)
             else:
                 self._end(request_id)
         return replace(message, finish=reasons)
 
     # ---- from a prefill worker to another one, with the lock held
 
-    def _begin(self, entry: Entry, to: int) -> messages.KVTarget:
+    def _begin_transfer(self, entry: Entry, decode_worker: int) -> messages.KVTarget:
         """Reserves a place at the worker that goes on. Returns where the KV goes."""
-        kv = self._workers[to].kv
+        kv = self._workers[decode_worker].kv
         assert kv is not None, "beside prefill workers every other one receives KV"
-        entry.transfer = Transfer(next(self._numbers), to)
+        entry.transfer = Transfer(next(self._numbers), decode_worker)
         self._transfers[entry.transfer.number] = entry.request.request_id
-        self._enter(entry, to)
+        self._enter(entry, decode_worker)
         return messages.KVTarget(entry.transfer.number, kv.endpoint, kv.secret)
 
-    def _goes_on(self, entry: Entry, tokens: int | None = None) -> bool:
-        """See `requests.goes_on`. tokens: None: as many as now."""
+    def _can_continue(self, entry: Entry, tokens: int | None = None) -> bool:
+        """Whether a request may get another token. tokens: its tokens with the prompt; None: as many as
+        now."""
         now = len(entry.request.prompt_token_ids) + len(entry.tokens)
         longest = min(worker.info.max_model_len for worker in self._workers.values())
-        return goes_on(entry, now if tokens is None else tokens, longest)
+        return can_continue(entry, now if tokens is None else tokens, longest)
 
-    def _received(self, worker: int, number: int) -> None:
+    def _record_received_kv(self, worker: int, number: int) -> None:
         entry = self._entries.get(self._transfers.get(number, -1))
         if entry is None or entry.transfer is None:  # the request was cancelled, or began anew
             send(self._workers[worker], messages.DropKV([number]))
         else:
-            entry.transfer.received = True
-            self._go_on(entry)
+            entry.transfer.has_received = True
+            self._continue_request(entry)
 
-    def _not_sent(self, numbers: list[int]) -> None:
+    def _record_unsent_kv(self, numbers: list[int]) -> None:
         for number in numbers:
             entry = self._entries.get(self._transfers.get(number, -1))
             if entry is not None and entry.transfer is not None:
-                entry.transfer.broken = True
-                self._go_on(entry)
+                entry.transfer.is_broken = True
+                self._continue_request(entry)
 
-    def _go_on(self, entry: Entry) -> None:
+    def _continue_request(self, entry: Entry) -> None:
         """Gives the request to the worker that goes on, once its token and its KV are there."""
         transfer = entry.transfer
         assert transfer is not None and entry.worker is not None
-        if not transfer.sampled or not (transfer.received or transfer.broken):
+        if not transfer.has_sampled or not (transfer.has_received or transfer.is_broken):
             return
-        request, there = entry.request, not transfer.gone
+        request, has_worker = entry.request, not transfer.has_lost_worker
         self._exit(entry, entry.worker)
-        entry.moved = True
-        if transfer.broken:
+        entry.has_moved = True
+        if transfer.is_broken:
             self._break_off(entry)
         else:
             del self._transfers[transfer.number]
-        if not there:
+        if not has_worker:
             entry.worker = None
             self._place([request.request_id])
             return
-        if transfer.broken:
-            self._enter(entry, transfer.to)
-        entry.worker, entry.transfer = transfer.to, None
-        received = {} if transfer.broken else {request.request_id: transfer.number}
-        submit = messages.Submit([without_scores(request)], [list(entry.tokens)], received=received)
-        send(self._workers[transfer.to], submit)
+        if transfer.is_broken:
+            self._enter(entry, transfer.decode_worker)
+        entry.worker, entry.transfer = transfer.decode_worker, None
+        transfers = {} if transfer.is_broken else {request.request_id: transfer.number}
+        submit = messages.Submit([without_scores(request)], [list(entry.tokens)], received=transfers)
+        send(self._workers[transfer.decode_worker], submit)
 
     def _break_off(self, entry: Entry) -> None:
         """Ends the request's transfer, if there is one."""
@@ -397,6 +412,54 @@ class Router:
         if transfer is None:
             return
         del self._transfers[transfer.number]
-        self._exit(entry, transfer.to)
-        if not transfer.gone:
-            send(self._workers[transfer.to], messages.DropKV([transfer.number]))
+        self._exit(entry, transfer.decode_worker)
+        if not transfer.has_lost_worker:
+            send(self._workers[transfer.decode_worker], messages.DropKV([transfer.number]))
+
+
+def as_one_worker(infos: list[WorkerInfo]) -> WorkerInfo:
+    """Describes workers as one, with the seats and memory of all."""
+    names = ("num_blocks", "kv_bytes", "max_num_seqs", "state_bytes", "state_seats", "state_snapshots")
+    return replace(infos[0], **{name: sum(getattr(info, name) for info in infos) for name in names})
+
+
+def counters_only(stats: WorkerStats) -> WorkerStats:
+    """Returns the part of a worker's statistics that outlives it: counts, but no state."""
+    return replace(
+        stats,
+        running=0,
+        waiting=0,
+        blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0),
+        states=StateStats(),
+        speculation=replace(stats.speculation, prices=()),
+        transfers=replace(stats.transfers, held_bytes=0),
+    )
+
+
+def with_report(stats: WorkerStats, news: Stats | KVSent) -> WorkerStats:
+    """What is known of a worker once it has reported again.
+
+    A prefill worker reports pieces that have arrived from other threads than its steps, so that the newer
+    report may come first. It has more bytes.
+    """
+    transfers = news.stats if isinstance(news, KVSent) else news.stats.transfers
+    if transfers.sent_bytes < stats.transfers.sent_bytes:
+        transfers = stats.transfers
+    return replace(stats if isinstance(news, KVSent) else news.stats, transfers=transfers)
+
+
+def sum_stats(records: list[WorkerStats]) -> WorkerStats:
+    """Returns the sum of records, field by field, including nested records."""
+
+    def add(parts: list[object]) -> object:
+        first = parts[0]
+        if isinstance(first, int | float):
+            return sum(parts)  # type: ignore[arg-type]
+        if isinstance(first, tuple):  # one number for each layer, or none yet
+            return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
+        names = [field.name for field in fields(first)]  # type: ignore[arg-type]
+        return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
+
+    result = add(list(records))
+    assert isinstance(result, WorkerStats)
+    return result

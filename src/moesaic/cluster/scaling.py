@@ -7,6 +7,8 @@ either succeeds or leaves everything as it was:
     the new server loads its share; the others load their additional experts    (dropped on failure)
     the new placement is published
     once no call under way was routed by the old one, servers drop the experts they no longer need
+
+Question: How does the supervisor change the number of processes (`moesaic scale`)?
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ from moesaic.cluster.balancing import BANDWIDTH
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
-from moesaic.cluster.publishing import Publisher, holding, union
+from moesaic.cluster.publishing import Publisher, have_experts, union
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling_limits import ScalingLimits
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
@@ -34,7 +35,7 @@ from moesaic.policy.placement.returning import Kept
 
 LOG = logging.getLogger(__name__)
 
-COUNTED = ("expert_servers", "attention_workers", "prefill_workers")
+COUNT_NAMES = ("expert_servers", "attention_workers", "prefill_workers")
 """The numbers of processes that can be changed, as settings name them, in the order of parameters."""
 
 Change = Generator[None, None, None]
@@ -42,7 +43,28 @@ Change = Generator[None, None, None]
 
 
 @dataclass(frozen=True)
-class Joined:
+class ScalingLimits:
+    """How long each part of a change may take."""
+
+    hosts: float = 600.0
+    """Seconds that a new process waits for a host."""
+    loading: float = 900.0
+    """Seconds until a new process serves."""
+    taking: float = 900.0
+    """Seconds until servers have loaded the experts that they get."""
+    connecting: float = 2.0
+    """Seconds that clients have to connect to a new server before it gets experts."""
+    draining: float = 30.0
+    """Seconds that an attention worker has to finish its requests. The remaining ones move to other
+    workers."""
+    nudge: float = 1.0
+    """Seconds between two reminders to workers that still wait for late answers."""
+    attempts: int = 3
+    """Number of deaths after which a new process is given up."""
+
+
+@dataclass(frozen=True)
+class JoinedProcess:
     """A process that joined by itself, from this or another host."""
 
     process: RemoteProcess
@@ -87,15 +109,15 @@ class Changes:
 
         If a step fails, the steps before it are undone.
         """
-        asked, placement = (servers, workers, prefill), self._publisher.placement
-        before = [None if n is None else now for n, now in zip(asked, self._numbers(), strict=True)]
-        self.wanted(*asked)
+        counts, placement = (servers, workers, prefill), self._publisher.placement
+        former_counts = [None if n is None else now for n, now in zip(counts, self._numbers(), strict=True)]
+        self.resolve_counts(*counts)
         try:
-            yield from self._towards(*asked)
+            yield from self._scale_to(*counts)
         except Exception as error:
             conflict = isinstance(error, ScalingError) and error.conflict
             try:
-                yield from self._towards(*before)
+                yield from self._scale_to(*former_counts)
                 yield from self._restore(placement)
             except Exception as second:
                 raise ScalingError(f"{error}; going back failed too: {second}") from error
@@ -104,7 +126,7 @@ class Changes:
             if member.stage is Stage.STOPPED:
                 self._members.remove(member)
 
-    def wanted(self, *numbers: int | None) -> tuple[int, int, int]:
+    def resolve_counts(self, *numbers: int | None) -> tuple[int, int, int]:
         """The numbers of `COUNTED` after a change to `numbers`. Raises as `check` does."""
         servers, workers, prefill = (
             now if number is None else number for number, now in zip(numbers, self._numbers(), strict=True)
@@ -115,18 +137,18 @@ class Changes:
     def check(self, servers: int, workers: int, prefill: int = 0) -> None:
         """Raises ConfigError for numbers below 1, or below 0 prefill workers, and ScalingError for numbers
         that other settings forbid."""
-        apart = self._cluster.expert_servers > 0
+        has_servers = self._cluster.expert_servers > 0
         if prefill < 0:
             raise ConfigError.field("prefill_workers", prefill, "at least 0")
         if prefill > 0 and self._cluster.prefill_workers == 0:
             raise ScalingError("no attention worker receives KV; start with --prefill-workers", True)
         if workers < 1:
             raise ConfigError.field("attention_workers", workers, "at least 1")
-        if servers < 1 and apart:
+        if servers < 1 and has_servers:
             raise ConfigError.field("expert_servers", servers, "at least 1")
-        if servers > 0 and not apart:
+        if servers > 0 and not has_servers:
             raise ScalingError("the attention workers compute the experts; see --expert-servers", True)
-        if apart and servers < self._cluster.min_replicas:
+        if has_servers and servers < self._cluster.min_replicas:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
         self._check_limits(servers, workers, prefill)
@@ -135,24 +157,27 @@ class Changes:
             (self._members.workers, workers),
             (self._members.prefill_workers, prefill),
         )
-        processes = sum(count - sum(one.elsewhere for one in group[:count]) for group, count in groups)
+        processes = sum(
+            count - sum(process.is_external for process in group[:count]) for group, count in groups
+        )
         gpus = self._members.own_gpus
         if gpus is not None and processes > gpus:
             needs = f"--cudagraph-mode full needs a GPU for each of {processes} processes; there are {gpus}"
             raise ScalingError(needs, conflict=True)
-        joined = sum(member.elsewhere for member in self._members.servers[:servers])
-        joined -= sum(member.elsewhere for member in self._members.workers[:workers])
-        if self._cluster.enable_expert_parallel and servers - joined != workers:
+        # Servers and workers that joined by themselves are no halves of a pair.
+        num_external = sum(member.is_external for member in self._members.servers[:servers])
+        num_external -= sum(member.is_external for member in self._members.workers[:workers])
+        if self._cluster.enable_expert_parallel and servers - num_external != workers:
             raise ScalingError(
                 f"expert_servers: got {servers} with {workers} attention_workers; --enable-expert-parallel "
-                f"needs {workers + joined}, one beside each worker",
+                f"needs {workers + num_external}, one beside each worker",
                 conflict=True,
             )
 
-    def _check_limits(self, *wanted: int) -> None:
+    def _check_limits(self, *counts: int) -> None:
         """Raises ScalingError for changed numbers of `COUNTED` that --autoscale does not allow."""
-        numbers = dict(zip(COUNTED, wanted, strict=True))
-        now = dict(zip(COUNTED, self._numbers(), strict=True))
+        numbers = dict(zip(COUNT_NAMES, counts, strict=True))
+        now = dict(zip(COUNT_NAMES, self._numbers(), strict=True))
         for role, rule in autoscale_rules(self._cluster).items():
             for name in ROLES[role]:
                 number = numbers[name]
@@ -160,20 +185,21 @@ class Changes:
                     bounds = f"{rule.least} to {rule.most}"
                     raise ScalingError(f"{name}: got {number}; --autoscale allows {bounds}", True)
 
-    def add_server(self, joined: Joined | None = None) -> Change:
-        """Adds a server, which takes its share of the experts. joined: None: the launcher
+    def add_server(self, newcomer: JoinedProcess | None = None) -> Change:
+        """Adds a server, which takes its share of the experts. newcomer: None: the launcher
         starts it."""
         numbers = [member.number for member in self._members.servers]
-        member = self._members.add(Role.SERVER, True, None if joined is None else joined.process.capacity)
-        if joined is not None:
-            self._members.locate(member, joined.process)
+        member = self._members.add(Role.SERVER, True, None if newcomer is None else newcomer.process.capacity)
+        if newcomer is not None:
+            self._members.set_host(member, newcomer.process)
         try:
-            kept = {} if joined is None else {member.number: joined.process.kept}
-            new = self._placed([*numbers, member.number], kept=kept)
-            yield from self._move(new, joining=member, joined=joined)
+            resident_experts = {} if newcomer is None else {member.number: newcomer.process.resident_experts}
+            new = self._plan_placement([*numbers, member.number], resident_experts=resident_experts)
+            yield from self._move(new, joining=member, newcomer=newcomer)
         except Exception:
-            if joined is not None and member.complaint is None:
-                joined.process.kill()  # another process failed, as on a host that died: this one joins again
+            if newcomer is not None and member.complaint is None:
+                # Another process failed, as on a host that died. This one joins again.
+                newcomer.process.kill()
             self._members.remove(member)
             self._publisher.publish()
             raise
@@ -190,22 +216,22 @@ class Changes:
         They are removed together: while one of them had a place, the others could not finish the change.
         """
         servers = self._members.servers
-        gone = [member for member in servers if member.stage is Stage.STOPPED]
+        lost_servers = [member for member in servers if member.stage is Stage.STOPPED]
         yield from self._remove(
-            gone, servers, max(1, min(self._cluster.min_replicas, len(servers) - len(gone)))
+            lost_servers, servers, max(1, min(self._cluster.min_replicas, len(servers) - len(lost_servers)))
         )
 
-    def add_worker(self, role: Role = Role.WORKER, joined: Joined | None = None) -> Change:
+    def add_worker(self, role: Role = Role.WORKER, newcomer: JoinedProcess | None = None) -> Change:
         """Adds a worker of either role. It gets new requests once it is ready.
 
-        joined: None: the launcher starts it.
+        newcomer: None: the launcher starts it.
         """
         member = self._members.add(role, on_trial=True)
         try:
-            if joined is None:
+            if newcomer is None:
                 self._members.spawn_worker(member)
             else:
-                self._members.adopt(member, joined.process, joined.weights, self.layout)
+                self._members.adopt(member, newcomer.process, newcomer.weights, self.layout)
             yield from self._wait(lambda: member.stage is Stage.SERVING, self._limits.loading, [member])
         except Exception:
             self._members.remove(member)
@@ -218,11 +244,13 @@ class Changes:
         sends their KV. After some time they move instead."""
         if member.stage is Stage.SERVING:
             member.stage = Stage.DRAINING
-        self._router.drain(member.worker)
+        self._router.drain(member.worker_id)
         end = self._clock() + self._limits.draining
-        while member.child is not None and not self._router.drained(member.worker) and self._clock() < end:
+        while (
+            member.child is not None and not self._router.is_drained(member.worker_id) and self._clock() < end
+        ):
             yield
-        self._router.leave(member.worker)
+        self._router.leave(member.worker_id)
         self._members.remove(member)
         self._router.tell_ready()
 
@@ -233,24 +261,26 @@ class Changes:
     # ---- parts of changes
 
     def _remove(self, leaving: Collection[Member], servers: Collection[Member], least: int | None) -> Change:
-        left = [other.number for other in servers if other not in leaving]
-        yield from self._move(self._placed(left, least), leaving=leaving)
+        remaining = [server.number for server in servers if server not in leaving]
+        yield from self._move(self._plan_placement(remaining, least), leaving=leaving)
         for member in leaving:
             self._members.remove(member)
 
     @property
     def _prefill_workers(self) -> list[Member]:
-        """Without those that were given up."""
-        return [one for one in self._members.prefill_workers if one.stage is not Stage.STOPPED]
+        """The prefill workers that were not given up."""
+        return [member for member in self._members.prefill_workers if member.stage is not Stage.STOPPED]
 
     def _numbers(self) -> tuple[int, int, int]:
         """The numbers of `COUNTED` now."""
         return len(self._members.servers), len(self._members.workers), len(self._prefill_workers)
 
-    def _towards(self, servers: int | None, workers: int | None, prefill: int | None) -> Change:
+    def _scale_to(self, servers: int | None, workers: int | None, prefill: int | None) -> Change:
         """Adds members first, then removes the newest ones. None: leaves the members of this role alone."""
-        members, asked = self._members, (servers, workers, prefill)
-        members.ask(*(now if n is None else n for n, now in zip(asked, self._numbers(), strict=True)))
+        members, counts = self._members, (servers, workers, prefill)
+        members.request_hosts(
+            *(now if n is None else n for n, now in zip(counts, self._numbers(), strict=True))
+        )
         while len(members.servers) < (servers or 0):
             yield from self.add_server()
         while len(members.workers) < (workers or 0):
@@ -272,17 +302,18 @@ class Changes:
         if set(placement.servers) <= servers:
             yield from self._move(replace(placement, version=now.version + 1))
 
-    def _placed(
-        self, servers: Collection[int], least: int | None = None, kept: Mapping[int, Kept] = {}
+    def _plan_placement(
+        self, servers: Collection[int], least: int | None = None, resident_experts: Mapping[int, Kept] = {}
     ) -> Placement:
-        """Returns a placement for these servers that moves few experts. kept: see `returning.joined_by`."""
+        """Returns a placement for these servers that moves few experts. resident_experts: see
+        `returning.joined_by`."""
         assert self.layout is not None
         load, layers = self._load(), self.layout.layers
         weights = {server: self._members.capacities[server] for server in servers}
         replicas = self._cluster.min_replicas if least is None else least
         previous, redundant = self._publisher.placement, self._cluster.redundant_experts
-        if previous is not None and kept:
-            previous = returning.joined_by(previous, kept, weights)
+        if previous is not None and resident_experts:
+            previous = returning.joined_by(previous, resident_experts, weights)
         hosts = self._hosts()
         try:
             return balance.place(load, layers, weights, redundant, replicas, previous, hosts=hosts)
@@ -294,11 +325,11 @@ class Changes:
         new: Placement,
         joining: Member | None = None,
         leaving: Collection[Member] = (),
-        joined: Joined | None = None,
+        newcomer: JoinedProcess | None = None,
     ) -> Change:
         """Loads the new experts, publishes the new placement, then drops the old experts."""
         publisher, old = self._publisher, self._publisher.placement
-        publisher.coming = new
+        publisher.next_placement = new
         takers = [
             member
             for member in self._members.servers
@@ -308,15 +339,15 @@ class Changes:
         ]
         try:
             if joining is not None:
-                yield from self._join(joining, joined)
-            begun, processes = self._clock(), [member.incarnation for member in takers]
+                yield from self._join(joining, newcomer)
+            start_time, processes = self._clock(), [member.incarnation for member in takers]
             for member in takers:
                 publisher.hold(member)
-            yield from self._wait(lambda: holding(takers), self._limits.taking, takers)
+            yield from self._wait(lambda: have_experts(takers), self._limits.taking, takers)
             if processes == [member.incarnation for member in takers]:  # else the time includes a restart
-                self._time_copies(old, new, takers, self._clock() - begun)
+                self._time_copies(old, new, takers, self._clock() - start_time)
         except Exception:
-            publisher.coming = None
+            publisher.next_placement = None
             for member in takers:
                 publisher.hold(member)
             raise
@@ -324,8 +355,8 @@ class Changes:
             if member.stage is not Stage.STOPPED:
                 member.stage = Stage.DRAINING  # even while it is being restarted: it must not serve again
         publisher.serve(new)
-        published = publisher.version
-        yield from self._settle(published)
+        version = publisher.version
+        yield from self._settle(version)
         for member in self._members.servers:
             if member not in leaving and union(member.number, (old, new)) != union(member.number, (new,)):
                 publisher.hold(member)
@@ -335,30 +366,31 @@ class Changes:
     ) -> None:
         """Measures how fast servers load experts, for the next decision whether a move pays."""
         assert self.layout is not None
-        among = {member.number for member in takers}
-        moved = [move for move in balance.moves(old, new) if move.server in among]
-        if moved:
-            self.copy_bandwidth = balance.busiest_bytes(moved, self.layout.expert_bytes) / max(seconds, 1e-3)
+        taker_numbers = {member.number for member in takers}
+        moves = [move for move in balance.moves(old, new) if move.server in taker_numbers]
+        if moves:
+            self.copy_bandwidth = balance.busiest_bytes(moves, self.layout.expert_bytes) / max(seconds, 1e-3)
 
     def _settle(self, version: int) -> Change:
         """Waits until no worker has a call under way that was routed by a directory before `version`."""
-        again = self._clock() + self._limits.nudge
-        while not self._publisher.settled(version):
+        next_nudge = self._clock() + self._limits.nudge
+        while not self._publisher.is_settled(version):
             yield
-            if self._clock() > again:
+            if self._clock() > next_nudge:
                 # A worker without requests notices late answers only when it receives a directory.
                 self._publisher.publish()
-                again = self._clock() + self._limits.nudge
+                next_nudge = self._clock() + self._limits.nudge
 
-    def _join(self, member: Member, joined: Joined | None) -> Change:
+    def _join(self, member: Member, newcomer: JoinedProcess | None) -> Change:
         """Waits until a new server has loaded, and until clients have connected to it."""
         assert self.layout is not None
-        if joined is None:
+        if newcomer is None:
             self._members.spawn_server(member, self.layout)
         else:
-            self._members.adopt(member, joined.process, joined.weights, self.layout)
+            self._members.adopt(member, newcomer.process, newcomer.weights, self.layout)
         self._publisher.hold(member)
-        yield from self._wait(lambda: holding([member]), self._limits.loading, [member])
+        yield from self._wait(lambda: have_experts([member]), self._limits.loading, [member])
+        # Clients connect before they get the new placement, so that their first calls need not wait.
         end = self._clock() + self._limits.connecting
         while member.stats.clients < self._clients() and self._clock() < end:
             yield
@@ -367,26 +399,27 @@ class Changes:
         return sum(member.in_service for member in self._members.clients)
 
     def _wait(
-        self, done: Callable[[], bool], seconds: float = math.inf, needed: Collection[Member] = ()
+        self, is_done: Callable[[], bool], seconds: float = math.inf, members: Collection[Member] = ()
     ) -> Change:
-        """Waits for `done`. Raises ScalingError if one of `needed` cannot do its part, or after `seconds`.
+        """Waits for `is_done`. Raises ScalingError if one of `members` cannot do its part, or after
+        `seconds`.
 
         The seconds begin when each has a host.
         """
-        begun = self._clock()
-        end = begun + seconds
-        while not done():
-            for member in needed:
+        start_time = self._clock()
+        end = start_time + seconds
+        while not is_done():
+            for member in members:
                 if member.complaint is not None:
                     raise ScalingError(f"{member.name}: {member.complaint}")
-                given_up = member.on_trial and len(member.deaths) >= self._limits.attempts
-                if member.stage is Stage.STOPPED or given_up:
+                has_failed = member.on_trial and len(member.deaths) >= self._limits.attempts
+                if member.stage is Stage.STOPPED or has_failed:
                     raise ScalingError(f"{member.name} did not come up: {member.last_failure}")
                 if member.waiting:
-                    if self._clock() > begun + self._limits.hosts:
-                        how = f"{member.waiting}; given up after {self._limits.hosts:g} s"
-                        raise ScalingError(f"{member.name}: {how}")
+                    if self._clock() > start_time + self._limits.hosts:
+                        reason = f"{member.waiting}; given up after {self._limits.hosts:g} s"
+                        raise ScalingError(f"{member.name}: {reason}")
                     end = self._clock() + seconds
             if self._clock() > end:
-                raise ScalingError(f"{', '.join(m.name for m in needed)}: not ready after {seconds:.0f} s")
+                raise ScalingError(f"{', '.join(m.name for m in members)}: not ready after {seconds:.0f} s")
             yield

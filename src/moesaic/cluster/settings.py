@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moesaic.cluster.join_listener import own_door
+from moesaic.cluster.join_listener import any_port_address
 from moesaic.cluster.member import Member, Role
 from moesaic.config import ClusterConfig, ExpertServerConfig, HostTransport, WorkerConfig
 from moesaic.config.values import KernelName, KVRole
 from moesaic.core.experts import ExpertLayout
 
 
-def of_workers(worker: WorkerConfig, cluster: ClusterConfig, transport: HostTransport) -> WorkerConfig:
+def make_worker_config(
+    worker: WorkerConfig, cluster: ClusterConfig, transport: HostTransport
+) -> WorkerConfig:
     """The settings of every attention worker of this cluster. worker: what the user said of one."""
     door = cluster.cluster_address
     return replace(
@@ -21,7 +23,7 @@ def of_workers(worker: WorkerConfig, cluster: ClusterConfig, transport: HostTran
         attention_workers=cluster.attention_workers,
         supervised=True,
         transport=transport,
-        remote_address=None if door is None else own_door(door),
+        remote_address=None if door is None else any_port_address(door),
     )
 
 
@@ -34,14 +36,14 @@ class Settings:
         self.prefill = prefill
         """Whether there are prefill workers."""
 
-    def worker(self, member: Member) -> WorkerConfig:
+    def worker_config(self, member: Member) -> WorkerConfig:
         """The settings of a worker of either role."""
         if not self.prefill:
             return self._worker
         role: KVRole = "prefill" if member.role is Role.PREFILL else "decode"
         return replace(self._worker, kv_role=role)
 
-    def server(self, layout: ExpertLayout) -> ExpertServerConfig:
+    def server_config(self, layout: ExpertLayout) -> ExpertServerConfig:
         """The settings of an expert server."""
         worker = self._worker
         return ExpertServerConfig(
@@ -62,15 +64,22 @@ class Settings:
             policy_file=worker.policy_file,
         )
 
-    def joined(self, member: Member, layout: ExpertLayout | None, used: KernelName | None) -> str:
+    def config_for_newcomer(
+        self, member: Member, layout: ExpertLayout | None, instruction_set: KernelName | None
+    ) -> str:
         """The settings of a process that joined by itself, as JSON.
 
-        layout: of the experts, for a server. used: instruction set of the native kernels of members like it.
+        layout: of the experts, for a server. instruction_set: instruction set of the native kernels of
+        members like it.
         """
         if member.role is Role.SERVER:
             assert layout is not None
-            server = self.server(layout)
-            return (server if used is None else replace(server, kernels=used)).to_json()
-        settings = self.worker(member)
-        model = settings.model if used is None else replace(settings.model, kernels=used, device="cpu")
+            server = self.server_config(layout)
+            return (server if instruction_set is None else replace(server, kernels=instruction_set)).to_json()
+        settings = self.worker_config(member)
+        model = (
+            settings.model
+            if instruction_set is None
+            else replace(settings.model, kernels=instruction_set, device="cpu")
+        )
         return replace(settings, model=model, trace=None, checkpoint_stamp="").to_json()

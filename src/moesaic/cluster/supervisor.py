@@ -11,24 +11,24 @@ requests continue meanwhile. If that happens too often, dead processes are not r
 
 Question: What happens when an expert server dies?
 Question: Who restarts a process?
+Question: Who kills a process by hand?
 """
 
 from __future__ import annotations
 
 import queue
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 from moesaic.cluster.change_queue import ChangeQueue
-from moesaic.cluster.dispatching import dispatch_of
+from moesaic.cluster.dispatching import choose_dispatch
 from moesaic.cluster.failures import Failures
-from moesaic.cluster.host_transport import transport_of
+from moesaic.cluster.host_transport import choose_transport
 from moesaic.cluster.join_listener import JoinListener
-from moesaic.cluster.killing import kill
-from moesaic.cluster.lateness import Lateness
+from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.launcher import Launcher
 from moesaic.cluster.links import Links
 from moesaic.cluster.live_placement import LivePlacement
@@ -40,8 +40,8 @@ from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.recovery import recover
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, paced_source, process_status
 from moesaic.cluster.router import Router
-from moesaic.cluster.settings import of_workers
-from moesaic.cluster.suspicion import Suspicion
+from moesaic.cluster.settings import make_worker_config
+from moesaic.cluster.suspicion import Lateness, Suspicion
 from moesaic.cluster.trust import Trust
 from moesaic.cluster.watchdog import Watchdog
 from moesaic.config import ClusterConfig, WorkerConfig
@@ -59,7 +59,7 @@ TICK = 0.1
 """Maximum seconds between two checks of the processes."""
 FROZEN_SECONDS = 5.0
 """Seconds without a message after which a process of this host is killed and restarted."""
-UNSUPERVISED = "the supervisor has stopped, so processes are not restarted any more"
+NO_SUPERVISOR = "the supervisor has stopped, so processes are not restarted any more"
 
 
 class Supervisor:
@@ -81,26 +81,30 @@ class Supervisor:
         self._rule = RestartRule()
         secret_file = cluster.cluster_secret_file
         self._secret = secrets.token_bytes(32) if secret_file is None else create_secret(Path(secret_file))
-        transport = transport_of(cluster, worker)
+        transport = choose_transport(cluster, worker)
         self._transport = transport if cluster.expert_servers > 0 else None
-        member = of_workers(worker, cluster, transport)
+        member = make_worker_config(worker, cluster, transport)
         self._members = Members(member, router, self._receive, clock, cluster, launcher)
         self._nvshmem = NvshmemPlaces(self._members, cluster)
         self._links = Links(self._members, cluster)
-        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file, self._links.worth)
+        self._dispatch, router.dispatch = choose_dispatch(cluster, self._placement_file, self._links.worth)
         self._publisher = Publisher(self._members, self._secret, self._links)
         parts = self._members, self._publisher, self._links
         self._first_placement = FirstPlacement(*parts, cluster, self._placement_file)
         self._suspicion = Suspicion(self._publisher, router)
         self._failures, self._lateness = Failures(), Lateness(FROZEN_SECONDS / 5)
         self._note = self._failures.note
-        live = None if routing is None else LivePlacement.of(routing, cluster, self._placement_file, clock())
+        live = (
+            None
+            if routing is None
+            else LivePlacement.from_cluster(routing, cluster, self._placement_file, clock())
+        )
         self._changes = ChangeQueue(
             self._members, self._publisher, router, cluster, clock, self._note, live, self._links
         )
-        self._announced = False
-        self._paced = None if cluster.paced is None else paced_source(cluster.paced)
-        self._ended: str | None = None
+        self._has_announced = False
+        self._paced_source = None if cluster.paced is None else paced_source(cluster.paced)
+        self._end_reason: str | None = None
         self._watchdog = Watchdog(self._loop, self._resume, self._fault, self._give_up, clock)
         model = Path(worker.model.model)
         self._trust = Trust(model, self._members, self._publisher, self._note, clock)
@@ -148,30 +152,36 @@ class Supervisor:
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        if self._members.watched:
+        if self._members.is_supervised:
             numbers = expert_servers, attention_workers, prefill_workers
             self._members.inbox.put(lambda: self._changes.scale(*numbers, future))
         else:
-            future.set_exception(ScalingError(UNSUPERVISED))
+            future.set_exception(ScalingError(NO_SUPERVISOR))
         return future
 
     def kill(self, name: str) -> str:
-        """Kills the process of one member by its name. See `killing.kill`."""
-        return kill(self._members.all, name, self._clock(), self._rule)
+        """Kills the process of one member by its name. See `kill_member`."""
+        return kill_member(self._members.all_members, name, self._clock(), self._rule)
 
     def worker_stats(self) -> dict[str, WorkerStats]:
         """Returns the statistics of each worker of either role that serves, by its name."""
-        found = self._router.each()
-        return {one.name: found[one.worker] for one in self._members.clients if one.worker in found}
+        stats = self._router.stats_by_worker()
+        return {
+            member.name: stats[member.worker_id]
+            for member in self._members.clients
+            if member.worker_id in stats
+        }
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         """How the cluster ended, in words for people. Called once the router's connection is lost."""
-        return self._ended or ("the cluster was stopped" if self._members.watched else UNSUPERVISED)
+        return self._end_reason or (
+            "the cluster was stopped" if self._members.is_supervised else NO_SUPERVISOR
+        )
 
     def status(self) -> list[ProcessStatus]:
         """Returns the status of every process: the attention workers, then the expert servers."""
-        now, placement, watched = self._clock(), self._publisher.placement, self._members.watched
-        return [process_status(member, placement, now, watched) for member in self._members.all]
+        now, placement, is_supervised = self._clock(), self._publisher.placement, self._members.is_supervised
+        return [process_status(member, placement, now, is_supervised) for member in self._members.all_members]
 
     def report(self) -> ClusterStatus:
         """Returns the status of the whole cluster."""
@@ -180,10 +190,10 @@ class Supervisor:
         return ClusterStatus(
             directory_version=self._publisher.version,
             placement_version=None if placement is None else placement.version,
-            change=self._changes.under_way,
+            change=self._changes.change_description,
             processes=self.status(),
             replicas=layer_replicas(placement, members.servers, self._links.server_hosts()),
-            failures=self._failures.all(),
+            failures=self._failures.list_failures(),
             counters=counters(
                 members,
                 self._router,
@@ -197,10 +207,10 @@ class Supervisor:
             dispatch=self._cluster.dispatch or "affinity" if by_tables else self._dispatch,
             locality=layer_locality(placement, self._router.stats().experts),
             placement_solve=None if live is None else live.status,
-            paced=self._paced,
+            paced=self._paced_source,
             hosts=self._links.hosts(),
             links=self._links.links(),
-            watched=members.watched,
+            watched=members.is_supervised,
         )
 
     def load(self) -> ClusterLoad | None:
@@ -224,19 +234,19 @@ class Supervisor:
 
     def _resume(self) -> None:
         """Goes on where another thread ended."""
-        self._survive(partial(recover, self._members, self._publisher, self._router, self._changes))
+        self._run_safely(partial(recover, self._members, self._publisher, self._router, self._changes))
 
-    def _fault(self, what: str, error: BaseException | None) -> None:
-        self._note(f"the supervisor is restarted: {what}", error)
+    def _fault(self, reason: str, error: BaseException | None) -> None:
+        self._note(f"the supervisor is restarted: {reason}", error)
 
-    def _give_up(self, what: str) -> None:
-        self._members.watched = False
-        self._note(f"{UNSUPERVISED}: {what}")
-        if not (self._announced and self._router.serves):
-            self._end(UNSUPERVISED)
-        self._changes.stop(UNSUPERVISED)
+    def _give_up(self, reason: str) -> None:
+        self._members.is_supervised = False
+        self._note(f"{NO_SUPERVISOR}: {reason}")
+        if not (self._has_announced and self._router.can_generate):
+            self._end(NO_SUPERVISOR)
+        self._changes.stop(NO_SUPERVISOR)
         self._members.empty_inbox()
-        self._changes.stop(UNSUPERVISED)  # once more, for what was in the inbox
+        self._changes.stop(NO_SUPERVISOR)  # once more, for what was in the inbox
 
     def _loop(self) -> None:
         while True:
@@ -244,41 +254,41 @@ class Supervisor:
             try:
                 action = self._members.inbox.get(timeout=TICK)
             except queue.Empty:
-                action = _nothing
+                action = _skip_turn
             if action is None:
                 return
-            self._survive(action)
+            self._run_safely(action)
             now = self._clock()
             self._tick(now)
-            if self._announced and self._ended is None:
-                self._survive(partial(self._changes.advance, now))
+            if self._has_announced and self._end_reason is None:
+                self._run_safely(partial(self._changes.advance, now))
 
-    def _survive(self, action: Callable[[], None]) -> None:
+    def _run_safely(self, action: Callable[[], None]) -> None:
         """Runs `action`. An exception before the cluster serves ends the service, as the start would hang."""
         self._watchdog.beat()
-        failure = self._failures.survive(action)
-        if failure is not None and not self._announced:
+        failure = self._failures.run_safely(action)
+        if failure is not None and not self._has_announced:
             self._end(failure)
 
     def _receive(self, member: Member, message: messages.Message | ConnectionLost) -> None:
         member.last_seen = self._clock()
         match message:
             case ConnectionLost():
-                self._lost(member)
-            case messages.Layout(layout) if not member.elsewhere:  # theirs changes nothing
-                self._lay_out(layout)
-            case messages.Ready() if (why_not := self._members.unfit(member, message)) is not None:
-                self._trust.refuse(member, why_not)
+                self._handle_end(member)
+            case messages.Layout(layout) if not member.is_external:  # theirs changes nothing
+                self._set_layout(layout)
+            case messages.Ready() if (misfit := self._members.explain_misfit(member, message)) is not None:
+                self._trust.refuse(member, misfit)
             case messages.Ready(info):
                 member.stage, member.info, member.kernels = Stage.SERVING, info, info.kernels
                 member.nvshmem_id = message.nvshmem
                 assert member.child is not None
-                self._publisher.introduce(member)
+                self._publisher.send_directory(member)
                 prefill = member.role is Role.PREFILL
-                self._router.join(member.worker, member.child.connection, info, prefill, member.kv)
+                self._router.join(member.worker_id, member.child.connection, info, prefill, member.kv)
                 self._members.ranks.serve(member)
             case messages.RanksWait(weights):
-                member.fits = weights == member.weights
+                member.is_fit = weights == member.weights
             case messages.RanksMeet():
                 self._members.ranks.meet(member, message)
             case messages.ReceivesKV():
@@ -286,48 +296,49 @@ class Supervisor:
             case messages.FaultyServer(server, incarnation, reason):
                 self._trust.blame(server, incarnation, reason)
             case messages.Settled(version):
-                member.settled = version
+                member.settled_version = version
             case messages.Holds():
-                self._trust.weights.holds(member, message)
+                self._trust.weights.record_holds(member, message)
             case messages.Digests():
-                self._trust.weights.digests(member, message)
+                self._trust.weights.record_digests(member, message)
             case messages.ServerReport(stats, load):
                 member.stats = stats
                 self._changes.add_report(member, load)
-            case messages.Failed() if message.user_error and not (self._announced or member.spare):
+            case messages.Failed() if message.user_error and not (self._has_announced or member.is_spare):
                 self._router.tell(message)
             case messages.Failed():
                 member.complaint = message.error
                 self._note(f"{member.name}: {message.error}")
+            # All workers load the same files, so the progress of the first one stands for all.
             case messages.Loading() if member.number == 0 and member.role is Role.WORKER:
                 self._router.tell(message)
         self._announce()
 
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
-        heard_all = self._members.inbox.empty()
-        self._lateness.excuse(self._members.all, now)
-        self._survive(self._first_placement.look)
-        self._survive(self._nvshmem.look)
+        has_read_all = self._members.inbox.empty()
+        self._lateness.excuse(self._members.all_members, now)
+        self._run_safely(self._first_placement.look)
+        self._run_safely(self._nvshmem.look)
         self._trust.weights.keep(self._members.servers)
-        placements = self._publisher.placement, self._publisher.coming
-        for member in self._members.all:
-            self._survive(partial(self._check, member, heard_all, now))
-            self._survive(
+        placements = self._publisher.placement, self._publisher.next_placement
+        for member in self._members.all_members:
+            self._run_safely(partial(self._check, member, has_read_all, now))
+            self._run_safely(
                 partial(self._trust.weights.tick, member, partial(union, member.number, placements))
             )
 
-    def _check(self, member: Member, heard_all: bool, now: float) -> None:
-        if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
+    def _check(self, member: Member, has_read_all: bool, now: float) -> None:
+        if member.stage is Stage.WAITING and now >= member.restart_at and self._end_reason is None:
             self._spawn(member)
         unread = member.reader is not None and not member.reader.is_alive()
-        if heard_all and unread and member.child is not None:  # a thread ended before it handled that
-            self._lost(member)
-        gone = self._suspicion.look(member, now) if member.joined else None
-        if gone is not None and member.child is not None:
-            self._note(gone)
+        if has_read_all and unread and member.child is not None:  # a thread ended before it handled that
+            self._handle_end(member)
+        reason = self._suspicion.look(member, now) if member.has_tcp_connection else None
+        if reason is not None and member.child is not None:
+            self._note(reason)
             member.child.kill()
-        silent = heard_all and not member.joined and now - member.last_seen > FROZEN_SECONDS
+        silent = has_read_all and not member.has_tcp_connection and now - member.last_seen > FROZEN_SECONDS
         if member.in_service and silent and member.child is not None:
             self._note(f"{member.name} sent nothing for {FROZEN_SECONDS:g} s: killing it")
             member.child.kill()
@@ -335,17 +346,17 @@ class Supervisor:
 
     def _announce(self) -> None:
         """Tells the engine, once all processes serve, that it may submit requests."""
-        if not self._announced and self._members.all_serve:
-            self._announced = self._watchdog.armed = True
-            for member in self._members.all if self._cluster.standby_for is not None else ():
-                member.elsewhere = True  # nobody here could start it again
+        if not self._has_announced and self._members.all_serve:
+            self._has_announced = self._watchdog.is_armed = True
+            for member in self._members.all_members if self._cluster.standby_for is not None else ():
+                member.is_external = True  # nobody here could start it again
             self._router.tell_ready()
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         """Reports that nothing can be served any more."""
-        if self._ended is None:
-            self._ended = why
-            self._router.fail(why)
+        if self._end_reason is None:
+            self._end_reason = reason
+            self._router.fail(reason)
 
     # ---- processes
 
@@ -356,43 +367,79 @@ class Supervisor:
             self._members.spawn_server(member, self._changes.layout)
             self._publisher.hold(member)
 
-    def _lost(self, member: Member) -> None:
+    def _handle_end(self, member: Member) -> None:
         """A process has ended. A worker's requests move; the clients of a server have noticed already."""
         if member.child is None:
             return
-        how = member.child.how_it_ended()
+        end_description = member.child.describe_end()
         member.child.connection.close()
         member.child.kill()
-        self._note(f"{member.name}: {how}")
-        expected = member.stage is Stage.DRAINING or member.elsewhere or member.on_trial
-        again = member.died(how, self._clock(), self._rule)
+        self._note(f"{member.name}: {end_description}")
+        is_expected = member.stage is Stage.DRAINING or member.is_external or member.on_trial
+        can_restart = member.record_death(end_description, self._clock(), self._rule)
         if member.is_client:
-            self._router.leave(member.worker)
-        self._members.ranks.lost(member)
-        may_die = self._announced or self._cluster.standby_for is not None
-        if self._members.watched and not expected and not (again and may_die):
-            what = f"{member.name} keeps dying; last failure: {how}"
-            if member.role is Role.PREFILL and self._announced:
+            self._router.leave(member.worker_id)
+        self._members.ranks.remove_group(member)
+        may_die = self._has_announced or self._cluster.standby_for is not None
+        if self._members.is_supervised and not is_expected and not (can_restart and may_die):
+            message = f"{member.name} keeps dying; last failure: {end_description}"
+            if member.role is Role.PREFILL and self._has_announced:
                 member.stage = Stage.STOPPED
-                self._note(f"{what}; it is given up, and other workers compute its prompts")
+                self._note(f"{message}; it is given up, and other workers compute its prompts")
             else:
-                self._end(how if again else what)
+                self._end(end_description if can_restart else message)
 
-    def _lay_out(self, layout: ExpertLayout) -> None:
+    def _set_layout(self, layout: ExpertLayout) -> None:
         """Sets the placement for the first layout, and starts the servers."""
         if self._changes.layout is not None:
             return
         try:
-            self._first_placement.lay_out(layout)
+            self._first_placement.set_layout(layout)
         except ConfigError as error:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return
         file = self._placement_file
-        self._changes.lay_out(layout, None if file is None else file.covering(layout.prediction))
-        self._trust.weights.lay_out(layout)
+        self._changes.set_layout(layout, None if file is None else file.covering(layout.prediction))
+        self._trust.weights.set_layout(layout)
         for member in self._members.servers:
             self._spawn(member)
 
 
-def _nothing() -> None:
+def _skip_turn() -> None:
     """The action if no message has arrived."""
+
+
+def kill_member(members: Collection[Member], name: str, now: float, rule: RestartRule) -> str:
+    """Kills the process of the member `name`, to see that the cluster goes on.
+
+    Returns what was done and what follows, in words for people.
+
+    A process of this host gets SIGKILL, and so does one that a launcher started on another host. The
+    supervisor restarts both, as after any death. Of a process that joined by itself only the connection can
+    be closed. For the cluster that is its death, and the process joins again.
+
+    Raises ConfigError if no member has that name. Raises ScalingError if there is no process now, if one more
+    death would end the service, or if a process that joined does not serve yet.
+    """
+    members_by_name = {member.name: member for member in members}
+    if name not in members_by_name:
+        raise ConfigError.field("name", name, ", ".join(members_by_name))
+    member = members_by_name[name]
+    child, stage = member.child, member.stage
+    if child is None:
+        raise ScalingError(f"{name} has no process now: it is {stage.value}", conflict=True)
+    if member.is_external:
+        if not member.in_service:  # `moesaic join` would end instead of joining again
+            raise ScalingError(f"{name} does not serve yet: it is {stage.value}", conflict=True)
+        child.kill()
+        return f"the connection to {name} on {member.host} was closed; the process joins again as a new one"
+    recent = sum(now - death < rule.window for death in member.deaths)
+    if recent + 1 >= rule.max_deaths:
+        message = f"{name} died {recent} times within {rule.window:g} s; one more death would end the service"
+        raise ScalingError(message, conflict=True)
+    child.kill()
+    outlook = (
+        "it is not started again, as it was leaving" if stage is Stage.DRAINING else "it is started again"
+    )
+    location = f" on {member.host}" if isinstance(child, LaunchedProcess) and member.host else ""
+    return f"{name}{location} was killed; {outlook}"

@@ -25,7 +25,7 @@ class Trust:
     ) -> None:
         """model: the checkpoint here. note: records a failure."""
         self._members, self._publisher, self._note = members, publisher, note
-        self.weights = WeightCheck(model, members.inbox.put, self._holds, self.refuse, clock)
+        self.weights = WeightCheck(model, members.inbox.put, self._accept_server, self.refuse, clock)
 
     def refuse(self, member: Member, reason: str) -> None:
         """Sends a server away whose weights or answers are not those of the cluster's checkpoint."""
@@ -39,21 +39,22 @@ class Trust:
         """Ends the process of a server that gave wrong answers. A process of this host is restarted."""
         for member in self._members.servers:
             if (member.number, member.incarnation, member.stage) == (server, incarnation, Stage.SERVING):
-                if member.elsewhere:
+                if member.is_external:
                     self.refuse(member, f"it {reason}")
                 elif member.child is not None:
                     self._note(f"{member.name} {reason}: killing it")
                     member.child.kill()
 
-    def _holds(self, member: Member, message: messages.Holds) -> None:
+    def _accept_server(self, member: Member, message: messages.Holds) -> None:
         """Lets a server serve that has loaded its experts, if their weights are right."""
         member.endpoint, member.confirmed_hold = message.endpoint, message.version
         member.kernels, member.threads = message.kernels, message.threads
         member.joins_nvshmem = message.nvshmem
-        others = {other.kernels for other in self._members.servers if other.kernels}
-        if len(others) > 1 and member.stage is Stage.STARTING:
+        kernel_names = {server.kernels for server in self._members.servers if server.kernels}
+        if len(kernel_names) > 1 and member.stage is Stage.STARTING:
             self._note(
-                f"{member.name} has other kernels than the rest ({', '.join(sorted(others))}), so bits differ"
+                f"{member.name} has other kernels than the rest ({', '.join(sorted(kernel_names))}), "
+                "so bits differ"
             )
         if member.stage is Stage.STARTING:
             member.stage = Stage.SERVING

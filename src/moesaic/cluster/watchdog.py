@@ -26,7 +26,7 @@ HUNG_SECONDS = 20.0
 supervisor has 5 s: that for the end of a process."""
 
 
-class Replaced(BaseException):
+class ThreadReplaced(BaseException):
     """Ends a thread that hung: another one has its work."""
 
 
@@ -49,7 +49,7 @@ class Watchdog:
         self._clock = clock
         self.rule = RestartRule()
         self.hung_seconds = HUNG_SECONDS
-        self.armed = False
+        self.is_armed = False
         """False: the first fault is the last one, and a thread may take as long as it wants."""
         self.restarts = 0
         self._faults: list[float] = []
@@ -61,7 +61,7 @@ class Watchdog:
         """What ended the thread."""
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._thread = self._made(loop)
+        self._thread = self._make_thread(loop)
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -72,7 +72,7 @@ class Watchdog:
     def beat(self) -> None:
         """A sign of life of the loop. Raises Replaced in a thread that is not the loop's any more."""
         if threading.current_thread() is not self._thread:
-            raise Replaced
+            raise ThreadReplaced
         self._beats += 1
 
     def stop(self, ask: Callable[[], None]) -> None:
@@ -87,13 +87,13 @@ class Watchdog:
 
     # ---- internal
 
-    def _made(self, run: Callable[[], None]) -> threading.Thread:
+    def _make_thread(self, run: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=self._run, args=(run,), name="supervisor", daemon=True)
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
             run()
-        except Replaced:
+        except ThreadReplaced:
             LOG.warning("a thread of the supervisor that had hung has ended")
         except BaseException as error:
             if threading.current_thread() is self._thread:
@@ -101,50 +101,51 @@ class Watchdog:
                 self._wake.set()
 
     def _watch(self) -> None:
-        beats, still, alive = self._beats, 0, self._clock()
+        beats, idle_turns, alive = self._beats, 0, self._clock()
         while not self._stopping.is_set():
             self._wake.wait(TURN)
             self._wake.clear()
             if self._beats == beats:
-                still += 1
+                idle_turns += 1
             else:
-                beats, still, alive = self._beats, 0, self._clock()
+                beats, idle_turns, alive = self._beats, 0, self._clock()
             if self._stopping.is_set():
                 return
             if self._error is not None or not self._thread.is_alive():
                 error, self._error = self._error, None
-                goes_on = self._after(f"its thread died: {type(error).__name__}: {error}", error)
-            elif self.armed and still * TURN >= self.hung_seconds:
+                has_restarted = self._restart_loop(f"its thread died: {type(error).__name__}: {error}", error)
+            elif self.is_armed and idle_turns * TURN >= self.hung_seconds:
                 self._hung += self._clock() - alive
-                goes_on = self._after(f"its thread hangs {self._where()}", None)
+                has_restarted = self._restart_loop(f"its thread hangs {self._locate_hang()}", None)
             else:
                 continue
-            if not goes_on:
+            if not has_restarted:
                 return
-            beats, still, alive = self._beats, 0, self._clock()
+            beats, idle_turns, alive = self._beats, 0, self._clock()
 
-    def _after(self, what: str, error: BaseException | None) -> bool:
+    def _restart_loop(self, reason: str, error: BaseException | None) -> bool:
         """Starts another thread, if the rule allows one. Returns whether it does."""
         now = self._clock() - self._hung
         self._faults = [fault for fault in self._faults if now - fault < self.rule.window] + [now]
         delay = self.rule.delay(len(self._faults))
-        old, self._thread = self._thread, self._made(self._again)
+        # From here on `beat` raises in the old thread, if that ever runs again.
+        old, self._thread = self._thread, self._make_thread(self._resume_loop)
         _end(old)
-        if delay is None or not self.armed:
-            self._give_up(what)
+        if delay is None or not self.is_armed:
+            self._give_up(reason)
             return False
-        self._fault(what, error)
+        self._fault(reason, error)
         self._wake.wait(delay)  # only `stop` sets it now
         if not self._stopping.is_set():
             self.restarts += 1
             self._thread.start()
         return True
 
-    def _again(self) -> None:
+    def _resume_loop(self) -> None:
         self._resume()
         self._loop()
 
-    def _where(self) -> str:
+    def _locate_hang(self) -> str:
         """The line at which the thread hangs, in words. The log gets the whole stack."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame)
@@ -155,4 +156,6 @@ class Watchdog:
 def _end(thread: threading.Thread) -> None:
     """Ends a thread as soon as it runs Python code again. It may have ended already."""
     if thread.is_alive() and thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Replaced))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(ThreadReplaced)
+        )

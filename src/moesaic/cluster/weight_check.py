@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from moesaic.cluster.member import Member
-from moesaic.cluster.publishing import Held
+from moesaic.cluster.publishing import ExpertsByLayer
 from moesaic.core import messages
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
@@ -26,26 +26,26 @@ from moesaic.models.fingerprint import ExpertDigests
 SECONDS = 60.0
 """Maximum seconds that a server which has loaded its experts waits for their digests."""
 
-Told = dict[int, dict[int, str]]
+DigestsByLayer = dict[int, dict[int, str]]
 """Layer -> expert -> digest."""
 
 
 @dataclass
-class _Checked:
+class _CheckedServer:
     """What is known of one process that joined."""
 
     equal: set[tuple[int, int]] = field(default_factory=set)
     """(layer, expert) pairs whose bytes are those of the checkpoint here."""
     waiting: messages.Holds | None = None
-    """Its last Holds, which is not passed on yet."""
-    since: float = 0.0
+    """The last Holds of the server, which is not passed on yet."""
+    receipt_time: float = 0.0
     """When `waiting` came."""
 
 
 class WeightCheck:
     """The checks of one cluster. Only the supervisor's thread uses it.
 
-    later: runs a function in that thread.
+    run_later: runs a function in that thread.
     accept: called with the Holds message of a server whose experts were compared.
     refuse: called with a server and the reason why it must leave.
     """
@@ -53,7 +53,7 @@ class WeightCheck:
     def __init__(
         self,
         path: Path,
-        later: Callable[[Callable[[], None]], None],
+        run_later: Callable[[Callable[[], None]], None],
         accept: Callable[[Member, messages.Holds], None],
         refuse: Callable[[Member, str], None],
         clock: Callable[[], float],
@@ -62,91 +62,95 @@ class WeightCheck:
         self._path = path
         self._weights = ""
         """Fingerprint of the checkpoint, once the layout is known."""
-        self._later = later
+        self._run_later = run_later
         self._accept = accept
         self._refuse = refuse
         self._clock = clock
-        self._known: dict[tuple[int, int], _Checked] = {}
-        """By the member's number and incarnation."""
-        self._received: queue.SimpleQueue[tuple[Member, int, Told] | None] = queue.SimpleQueue()
+        self._servers: dict[tuple[int, int], _CheckedServer] = {}
+        """(number, incarnation) of a member -> what is known of its process."""
+        self._digest_queue: queue.SimpleQueue[tuple[Member, int, DigestsByLayer] | None] = queue.SimpleQueue()
 
-    def lay_out(self, layout: ExpertLayout) -> None:
+    def set_layout(self, layout: ExpertLayout) -> None:
         """Starts the thread that reads the experts of `layout` when a server has sent digests."""
         self._weights = layout.weights
         arguments = ExpertDigests(self._path, layout), layout
         threading.Thread(target=self._run, args=arguments, name="digesting", daemon=True).start()
 
-    def holds(self, member: Member, message: messages.Holds) -> None:
+    def record_holds(self, member: Member, message: messages.Holds) -> None:
         """Keeps the Holds of a server that joined until its experts were compared. Passes on all others."""
-        if not member.joined:
+        if not member.has_tcp_connection:
             self._accept(member, message)
             return
         if message.weights != self._weights:
             self._refuse(member, "its checkpoint has another fingerprint than this cluster's")
             return
-        checked = self._of(member)
-        checked.waiting, checked.since = message, self._clock()
+        server = self._find_server(member)
+        server.waiting, server.receipt_time = message, self._clock()
 
-    def digests(self, member: Member, message: messages.Digests) -> None:
+    def record_digests(self, member: Member, message: messages.Digests) -> None:
         """Compares a server's digests, in the background."""
-        self._received.put((member, member.incarnation, message.experts))
+        self._digest_queue.put((member, member.incarnation, message.experts))
 
-    def tick(self, member: Member, held: Callable[[], Held]) -> None:
+    def tick(self, member: Member, list_experts: Callable[[], ExpertsByLayer]) -> None:
         """Passes on the Holds of a server once the experts that it holds were compared, or SECONDS later.
 
-        held: returns these experts.
+        list_experts: returns these experts.
         """
-        checked = self._known.get((member.number, member.incarnation), _Checked())
-        message = checked.waiting
+        server = self._servers.get((member.number, member.incarnation), _CheckedServer())
+        message = server.waiting
         if message is None or message.version != member.last_hold:
             return
-        pairs = {(layer, expert) for layer, experts in held().items() for expert in experts}
-        if pairs <= checked.equal or self._clock() - checked.since > SECONDS:
-            checked.waiting = None
+        pairs = {(layer, expert) for layer, experts in list_experts().items() for expert in experts}
+        if pairs <= server.equal or self._clock() - server.receipt_time > SECONDS:
+            server.waiting = None
             self._accept(member, message)
 
     def keep(self, members: Iterable[Member]) -> None:
         """Forgets all servers but these."""
-        there = {(member.number, member.incarnation) for member in members}
-        for gone in self._known.keys() - there:
-            del self._known[gone]
+        keys = {(member.number, member.incarnation) for member in members}
+        for key in self._servers.keys() - keys:
+            del self._servers[key]
 
     def close(self) -> None:
         """Ends the thread."""
-        self._received.put(None)
+        self._digest_queue.put(None)
 
-    def _of(self, member: Member) -> _Checked:
-        return self._known.setdefault((member.number, member.incarnation), _Checked())
+    def _find_server(self, member: Member) -> _CheckedServer:
+        return self._servers.setdefault((member.number, member.incarnation), _CheckedServer())
 
     def _run(self, digests: ExpertDigests, layout: ExpertLayout) -> None:
-        while (received := self._received.get()) is not None:
-            member, incarnation, told = received
-            equal, other = _compare(told, digests, layout)
-            self._later(partial(self._compared, member, incarnation, equal, other))
-            if self._received.empty():
+        while (item := self._digest_queue.get()) is not None:
+            member, incarnation, sent_digests = item
+            equal, difference = _compare(sent_digests, digests, layout)
+            self._run_later(partial(self._record_comparison, member, incarnation, equal, difference))
+            if self._digest_queue.empty():
                 digests.save()
 
-    def _compared(self, member: Member, incarnation: int, equal: set[tuple[int, int]], other: str) -> None:
+    def _record_comparison(
+        self, member: Member, incarnation: int, equal: set[tuple[int, int]], difference: str
+    ) -> None:
         if member.incarnation != incarnation or member.child is None:
             return
-        self._of(member).equal |= equal
-        if other:
-            self._refuse(member, other)
+        self._find_server(member).equal |= equal
+        if difference:
+            self._refuse(member, difference)
 
 
-def _compare(told: Told, digests: ExpertDigests, layout: ExpertLayout) -> tuple[set[tuple[int, int]], str]:
+def _compare(
+    sent_digests: DigestsByLayer, own_digests: ExpertDigests, layout: ExpertLayout
+) -> tuple[set[tuple[int, int]], str]:
     """The pairs that are equal, and what is not, in words."""
     equal: set[tuple[int, int]] = set()
-    for layer, experts in told.items():
+    for layer, experts in sent_digests.items():
         for expert, digest in experts.items():
             if layer not in layout.prefixes or not 0 <= expert < layout.num_experts:
                 return equal, f"the checkpoint has no expert {expert} of layer {layer}"
             try:
-                own = digests.digest_of(layer, expert)
+                own_digest = own_digests.digest_of(layer, expert)
             except CheckpointError as error:
                 return equal, f"expert {expert} of layer {layer} cannot be compared: {error}"
-            if digest != own:
-                why = "its bytes are not those of this cluster's checkpoint"
-                return equal, f"expert {expert} of layer {layer}: {why}"
+            if digest != own_digest:
+                reason = "its bytes are not those of this cluster's checkpoint"
+                return equal, f"expert {expert} of layer {layer}: {reason}"
             equal.add((layer, expert))
     return equal, ""

@@ -67,7 +67,7 @@ def measured(options: KernelsBench) -> Report:
     sizes = Sizes(
         *(model, _types(options, model, kernels), "float32" if model.number > 2 else "bfloat16"),
         *(options.kv_cache_dtype, options.rows, options.context),
-        beyond=BEYOND if gpu else memory.beyond_caches(available_memory()),
+        min_weight_bytes=BEYOND if gpu else memory.choose_matrix_bytes(available_memory()),
         device=device,
     )
     threads = options.threads or cores()
@@ -109,7 +109,7 @@ def as_text(report: Report) -> str:
     last: tuple[str, str] | None = None
     for one in report.found:
         call, work = one.call, one.call.work
-        name = (call.operation, call.stored)
+        name = (call.operation, call.stored_type)
         told.add_row(
             *(name if name != last else ("", "")),
             *(str(call.rows), "" if call.context is None else str(call.context)),
@@ -134,7 +134,11 @@ def _computing(roofs: Roofs, kernels: str) -> str:
     """The roof of computing, and how it was measured."""
     if not kernels.startswith("native"):
         return f"torch multiplies large matrices at {roofs.flops / 1e9:.0f} GFLOP/s."
-    own = "" if roofs.own is None else f", and at {roofs.own / 1e9:.0f} as {kernels} does with its own types"
+    own = (
+        ""
+        if roofs.own_flops is None
+        else f", and at {roofs.own_flops / 1e9:.0f} as {kernels} does with its own types"
+    )
     return (
         f"Numbers in registers are multiplied and added at {roofs.flops / 1e9:.0f} GFLOP/s in float32{own}."
     )
@@ -143,7 +147,7 @@ def _computing(roofs: Roofs, kernels: str) -> str:
 def report_json(report: Report) -> dict[str, Any]:
     """The report as JSON: times in microseconds, speeds in GB/s and GFLOP/s."""
     options, roofs = report.options, report.roofs
-    own = {} if roofs.own is None else {"own_gflop_per_s": roofs.own / 1e9}
+    own = {} if roofs.own_flops is None else {"own_gflop_per_s": roofs.own_flops / 1e9}
     return {
         "model": options.model,
         "gpu" if options.device == "cuda" else "cpu": report.processor,
@@ -153,7 +157,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "operations": [
             {
                 "operation": one.call.operation,
-                "type": one.call.stored,
+                "type": one.call.stored_type,
                 "rows": one.call.rows,
                 "context": one.call.context,
                 "microseconds": 1e6 * one.seconds,

@@ -18,8 +18,9 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from moesaic import __version__
-from moesaic.commands import descriptors, streams
+from moesaic.commands import descriptors
 from moesaic.commands.client_options import Chat, Top
+from moesaic.commands.descriptors import replace_closed_streams, replace_stream
 from moesaic.commands.flags import FLAT, ConfigFile, Debug, Output
 from moesaic.commands.groups import bench, cluster, hardware, profile
 from moesaic.commands.model_options import Doctor, Verify
@@ -295,7 +296,7 @@ def verify(options: Annotated[Verify, FLAT], *, output: Annotated[Output, FLAT] 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line. Returns the exit code: 0, 1 if it failed, 2 if a setting is wrong."""
     given = [SHORT.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
-    streams.replace_closed()
+    replace_closed_streams()
     everything = HELP_ALL in given
     app.help_formatter = GroupedFlags(SHORT, everything)
     given = ["--help" if word == HELP_ALL else word for word in given]
@@ -325,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(descriptors.exhausted(), 1, given)
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        streams.replace("stdout")  # what the old one still holds would fail again at exit
+        replace_stream("stdout")  # what the old one still holds would fail again at exit
         return _fail(f"cannot write: {error.strerror}", 1, given)
 
 

@@ -1,10 +1,16 @@
-"""The limit on file descriptors: raised as far as it goes, and checked before anything needs one."""
+"""File descriptors of the process: their limit, and standard streams that are closed.
+
+The limit is raised as far as it goes, and checked before anything needs a descriptor.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
+import sys
+from pathlib import Path
 
 from moesaic.core.errors import ConfigError
 
@@ -37,3 +43,18 @@ def exhausted() -> str:
     """The line for a process that has run out of descriptors."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"too many open files; the limit of this process is {limit}: raise it with ulimit -n"
+
+
+def replace_closed_streams() -> None:
+    """Replace standard streams that were closed at the start, as by `>&-`.
+
+    Otherwise a socket could get stdout's file number. Libraries also expect a file.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            replace_stream(name)
+
+
+def replace_stream(name: str) -> None:
+    """Replace stream `name` by a file that discards everything."""
+    setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open until the end

@@ -35,13 +35,13 @@ from moesaic.models.checkpoint import Claims, IndexClaims
 from moesaic.models.files import FoundModel
 from moesaic.models.spec import ModelSpec
 from moesaic.planning import drafts, outlook
-from moesaic.planning.outlook import Memory, Streamed
+from moesaic.planning.outlook import Memory, StreamedJob
 from moesaic.planning.sizes import (
     ROW_BYTES,
-    converted,
+    convert_sizes,
     has_weights,
     in_format,
-    of_checkpoint,
+    read_checkpoint_sizes,
     without_quantization,
 )
 from moesaic.runtime.cache_size import AUTO_SHARE, AUTO_SHARE_CUDA
@@ -232,7 +232,7 @@ class _Command:
         length = "" if shorter is None else f" --max-model-len {shorter}"
         return f"{program()} serve {self._model}{self._revision}{length}"
 
-    def stream(self, plan: Streamed) -> str:
+    def stream(self, plan: StreamedJob) -> str:
         model = f"--model {self._model}{self._revision}"
         return f"{program()} run-batch -i in.jsonl -o out.jsonl {model} --fast-memory {plan.fast_memory}"
 
@@ -247,7 +247,7 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
     known = stored if stored in NUMBER_BYTES else COMPRESSED
     model = _in_memory(sizes, loads(stored), here, command.found)
     fits = []
-    for one in outlook.formats(sizes, known, stored):
+    for one in outlook.list_formats(sizes, known, stored):
         loaded = loads(one.name)
         exact = one.name == stored == loaded and model.conversion is not None
         one = outlook.format_of(model, one.name) if exact else one
@@ -260,13 +260,19 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
     report = replace(report, assumed=[] if here.hardware is None else assumed(model, here.hardware))
     if report.stored.download is not None and report.stored.download > disk:
         return replace(report, disk=disk)
-    if own.good:
+    if own.can_serve:
         counts = (1, SchedulerConfig.max_num_seqs)
-        fast = [] if here.hardware is None else outlook.speeds(model, here.hardware, number, context, counts)
+        fast = (
+            []
+            if here.hardware is None
+            else outlook.predict_speeds(model, here.hardware, number, context, counts)
+        )
         shorter = None if own.longest == context else own.longest
         report = _with_drafts(report, model, here, number, context)
         return replace(report, command=command.serve(shorter), speeds=fast)
-    return _too_large(report, here, own.loaded, command, partial(outlook.streamed, model, context=context))
+    return _too_large(
+        report, here, own.loaded_type, command, partial(outlook.plan_streamed_job, model, context=context)
+    )
 
 
 def _with_drafts(
@@ -274,9 +280,11 @@ def _with_drafts(
 ) -> ModelReport:
     """The report with the acceptance from which drafted tokens pay. number: bytes of a cached number."""
     if here.hardware is None:
-        return replace(report, drafts=drafts.drafts(drafts.by_bytes(model)), drafts_by="bytes of weights")
-    price = drafts.by_machine(model, here.hardware, number, context)
-    return replace(report, drafts=drafts.drafts(price), drafts_by="the machine's figures")
+        return replace(
+            report, drafts=drafts.list_drafts(drafts.price_by_bytes(model)), drafts_by="bytes of weights"
+        )
+    price = drafts.price_by_machine(model, here.hardware, number, context)
+    return replace(report, drafts=drafts.list_drafts(price), drafts_by="the machine's figures")
 
 
 def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: FoundModel) -> ModelSizes:
@@ -286,14 +294,16 @@ def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: FoundModel) ->
         return in_format(sizes, loaded, gpu=True)
     with contextlib.suppress(MoesaicError):  # already a line of the report
         if directory is not None and has_weights(directory):
-            model = of_checkpoint(directory, sizes.name, table.pick("cpu"))
+            model = read_checkpoint_sizes(directory, sizes.name, table.pick("cpu"))
             if model.conversion == "columns":  # in_format says the type that they get in memory
                 plain, staging = in_format(sizes, loaded, gpu=False), model.staging
                 return replace(plain, conversion="columns", read=model.read, staging=staging)
             if model.conversion is not None:
                 return replace(model, computed=ROW_BYTES)
     return (
-        converted(sizes, loaded, found.read()) if loaded in QUANTIZED else in_format(sizes, loaded, gpu=False)
+        convert_sizes(sizes, loaded, found.read())
+        if loaded in QUANTIZED
+        else in_format(sizes, loaded, gpu=False)
     )
 
 
@@ -302,7 +312,7 @@ def _too_large(
     here: Here,
     loaded: str,
     command: _Command,
-    plan: Callable[[Hardware, float], Streamed | None],
+    plan: Callable[[Hardware, float], StreamedJob | None],
 ) -> ModelReport:
     """The report on a model that does not fit: with --fast-memory, if its experts can be streamed."""
     if here.hardware is None:

@@ -23,7 +23,7 @@ from moesaic.kernels import table
 from moesaic.models.files import gguf_at, is_gguf
 from moesaic.planning.hardware import file
 from moesaic.planning.hardware.measure import FULL, SHORT, Converting, Effort, Measuring
-from moesaic.planning.sizes import by_config, has_weights, of_checkpoint
+from moesaic.planning.sizes import has_weights, read_checkpoint_sizes, read_config_sizes
 from moesaic.runtime import offloaded
 
 
@@ -85,15 +85,17 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
     try:
         path = gguf_at(path) or path
         model = (
-            of_checkpoint(path, str(path), table.pick("cpu"))
+            read_checkpoint_sizes(path, str(path), table.pick("cpu"))
             if is_gguf(path)
-            else by_config(json_module.loads((path / "config.json").read_text(encoding="utf-8")), str(path))
+            else read_config_sizes(
+                json_module.loads((path / "config.json").read_text(encoding="utf-8")), str(path)
+            )
         )
     except (OSError, ValueError, MoesaicError):
         return effort
     packed = COMPRESSED if model.compressed else model.quantized
     packed = packed if packed is not None and is_packed(packed) else None
-    sizes = effort.products.of_experts(model.hidden, model.expert_width, round(model.top_k), packed)
+    sizes = effort.products.with_experts(model.hidden, model.expert_width, round(model.top_k), packed)
     converting = None
     with contextlib.suppress(MoesaicError):  # a checkpoint that cannot be streamed
         converting = offloaded.conversion(ModelConfig(str(path), device="cpu")) if has_weights(path) else None

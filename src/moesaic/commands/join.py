@@ -1,4 +1,7 @@
-"""`moesaic join`: a process of this host becomes a part of a running cluster."""
+"""`moesaic join`: a process of this host becomes a part of a running cluster.
+
+Question: What does SIGTERM do?
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,6 @@ def run(options: Join, as_json: bool) -> int:
     )
     enlisting.check_addresses(joining)
     if options.role == "expert-server":
-        return join(partial(server.keeping_experts(), joining, secret), joined, lost)
+        return join(partial(server.serve_with_kept_experts(), joining, secret), joined, lost)
     with child.KeptChild() as serve_once:
         return join(partial(serve_once, joining, secret), joined, lost)

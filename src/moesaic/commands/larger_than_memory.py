@@ -12,7 +12,7 @@ from moesaic.config import ClusterConfig, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
 from moesaic.models import files
-from moesaic.planning.serving import expected, plan_server
+from moesaic.planning.serving import estimate_job, plan_server
 from moesaic.runtime.model_loading import gpus_of
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.trace.options import RecordConfig
@@ -37,7 +37,7 @@ def planned_server(
     console = Console(stderr=True)
     with console.status("pricing policies"):
         planned = plan_server(worker, offload, machine, gpus)
-    text = offload_report.plan_text(planned, expected(worker))
+    text = offload_report.plan_text(planned, estimate_job(worker))
     console.print(text, soft_wrap=True, highlight=False, markup=False)
     return planned.worker
 

@@ -92,7 +92,7 @@ def examine() -> Machine:
         cpu=cpu_name(cpuinfo),
         cores=cores(),
         cores_online=os.cpu_count() or 1,
-        numa_nodes=max(1, len(numa.nodes(allowed_cpus()))),
+        numa_nodes=max(1, len(numa.list_nodes(allowed_cpus()))),
         cpu_quota=cpu_quota(_CGROUP),
         instruction_sets=instruction_sets(cpuinfo),
         memory_total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

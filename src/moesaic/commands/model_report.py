@@ -16,7 +16,7 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.models.config import shorten
 from moesaic.models.spec import ModelSpec
 from moesaic.planning.drafts import Drafts
-from moesaic.planning.outlook import REQUESTS, Fit, Speed, Streamed, lengths
+from moesaic.planning.outlook import REQUESTS, Fit, Speed, StreamedJob, choose_lengths
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ModelReport:
     """From which acceptance drafted tokens pay."""
     drafts_by: str | None = None
     """What the steps of `drafts` are priced by."""
-    streamed: Streamed | None = None
+    streamed: StreamedJob | None = None
     """How the model runs with --fast-memory. None: it fits, or does not run."""
     unpredicted: str | None = None
     """Why the sizes of a supported model are not known."""
@@ -110,11 +110,11 @@ class ModelReport:
 def _fit_json(one: Fit) -> dict[str, Any]:
     return {
         "experts_as": one.format.name,
-        "loaded_as": one.loaded,
-        "experts": one.format.experts,
-        "other": one.format.other,
-        "weights": one.format.weights,
-        "fits": one.good,
+        "loaded_as": one.loaded_type,
+        "experts": one.format.expert_bytes,
+        "other": one.format.other_bytes,
+        "weights": one.format.weight_bytes,
+        "fits": one.can_serve,
         "kv_cache": one.cache,
         "kv_cache_tokens": one.tokens,
         "longest_request": one.longest,
@@ -141,7 +141,7 @@ def notes(report: ModelReport) -> Iterator[str]:
             "does not fit in memory: experts are read while others are computed (--fast-memory, "
             "which moesaic serve takes too)"
         )
-        better = next((one for one in report.fits if one.good), None)
+        better = next((one for one in report.fits if one.can_serve), None)
         if better is not None:
             yield f"with its experts in {better.format.name} it would fit"
     if report.speeds or report.streamed is not None:
@@ -197,15 +197,15 @@ def _formats(report: ModelReport) -> Table:
     table.add_column("fits here")
     for one in report.fits:
         own = " (this one)" if one.format.name == report.stored.type and not report.problems else ""
-        sizes = (one.format.experts, one.format.other, one.format.weights)
-        cache = in_bytes(one.cache) if one.good else ""
+        sizes = (one.format.expert_bytes, one.format.other_bytes, one.format.weight_bytes)
+        cache = in_bytes(one.cache) if one.can_serve else ""
         table.add_row(f"{one.format.name}{own}", *map(in_bytes, sizes), cache, _fits(one, report.context))
     return table
 
 
 def _fits(one: Fit, context: int | None) -> str:
-    other = "" if one.loaded == one.format.name else f", loaded as {one.loaded}"
-    if not one.good:
+    other = "" if one.loaded_type == one.format.name else f", loaded as {one.loaded_type}"
+    if not one.can_serve:
         return f"no{other}"
     whole = context is None or one.longest == context
     return f"yes{other}" if whole else f"up to {one.longest} tokens a request{other}"
@@ -221,7 +221,7 @@ def _here(report: ModelReport) -> dict[str, str]:
     if report.streamed is not None:
         rows["speed"] = f"{report.streamed.price.throughput:.1f} tokens/s for a file of {REQUESTS} requests"
     if report.speeds or report.streamed:
-        prompt, generate = lengths(report.context or 0)
+        prompt, generate = choose_lengths(report.context or 0)
         rows["predicted for"] = f"{prompt} prompt tokens and {generate} generated tokens a request"
     return rows
 

@@ -14,7 +14,7 @@ from moesaic.commands.units import in_bytes
 from moesaic.core.metrics import PassStats
 from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import GIB
-from moesaic.planning import Job, Planned
+from moesaic.planning import Job, WorkerPlan
 from moesaic.policy.offloading.policies import Policy
 
 PHASES = ("prefill", "decode")
@@ -59,13 +59,13 @@ class PhaseReport:
         }
 
 
-def phases(planned: Planned, passes: Sequence[PassStats]) -> list[PhaseReport]:
+def phases(planned: WorkerPlan, passes: Sequence[PassStats]) -> list[PhaseReport]:
     """The figures of prefill and decode. A phase without passes is left out."""
     parts = [(name, [one for one in passes if one.prefill is (name == "prefill")]) for name in PHASES]
     return [_phase(planned, name, mine) for name, mine in parts if mine]
 
 
-def _phase(planned: Planned, name: str, passes: Sequence[PassStats]) -> PhaseReport:
+def _phase(planned: WorkerPlan, name: str, passes: Sequence[PassStats]) -> PhaseReport:
     loaded, busy = sum(one.loaded for one in passes), sum(one.busy.get("down", 0.0) for one in passes)
     link = loaded / busy if loaded and busy and _over_disk(planned) else None
     return PhaseReport(
@@ -73,8 +73,8 @@ def _phase(planned: Planned, name: str, passes: Sequence[PassStats]) -> PhaseRep
         passes=sum(one.passes for one in passes),
         tokens=sum(one.rows for one in passes),
         padding=sum(one.padding_rows for one in passes),
-        predicted=sum(planned.predicted(one) for one in passes),
-        at_link=sum(planned.predicted(one, link) for one in passes),
+        predicted=sum(planned.predict_seconds(one) for one in passes),
+        at_link=sum(planned.predict_seconds(one, link) for one in passes),
         measured=sum(one.seconds for one in passes),
         link_busy=busy,
         loaded=loaded,
@@ -82,11 +82,11 @@ def _phase(planned: Planned, name: str, passes: Sequence[PassStats]) -> PhaseRep
     )
 
 
-def _over_disk(planned: Planned) -> bool:
+def _over_disk(planned: WorkerPlan) -> bool:
     return planned.hardware.slow.processor is None
 
 
-def plan_text(planned: Planned, job: Job) -> str:
+def plan_text(planned: WorkerPlan, job: Job) -> str:
     """The plan in three lines: policy, memory and predicted throughput; then what it assumes."""
     over_disk = _over_disk(planned)
     policy, price, ranks = planned.price.policy, planned.price, planned.worker.parallel.tensor_parallel_size
@@ -97,8 +97,8 @@ def plan_text(planned: Planned, job: Job) -> str:
     prefetched = f", up to {policy.likely_experts} of them prefetched" if policy.likely_experts else ""
     rest = f"{away} of each layer's {planned.model.experts} experts {verb} {slow}{prefetched}"
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    padded = "" if job.padded is None else f", prompts padded to {job.padded}"
-    prefill = price.prefill_throughput * job.prompt / job.computed
+    padded = "" if job.padded_length is None else f", prompts padded to {job.padded_length}"
+    prefill = price.prefill_throughput * job.prompt / job.computed_tokens
     notes = "".join(f"\n{note}" for note in assumed(planned.model, planned.hardware))
     held = ", ".join(f"{name} {in_bytes(size)}" for name, size in price.fast.items() if size >= 1 << 20)
     return (

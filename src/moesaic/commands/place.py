@@ -116,7 +116,7 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
         topology.check_ranks(options.ranks)
     with progress(Console(stderr=True), clock, "steps/s") as show:
         if options.model is not None:
-            from moesaic.jobs.profiling.nearest import with_nearest
+            from moesaic.jobs.profiling.importing import with_nearest
 
             profile = with_nearest(profile, options.file, options.model, partial(show, "nearest tokens"))
         report = place(profile, options, _Solving(options, show, clock, topology))

@@ -23,8 +23,13 @@ from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.kernels import table
 from moesaic.models.files import gguf_at, is_gguf
-from moesaic.papers import report as papers
-from moesaic.planning.sizes import by_config, decompressed, has_weights, of_checkpoint, over_ram
+from moesaic.planning.sizes import (
+    decompress_sizes,
+    has_weights,
+    over_ram,
+    read_checkpoint_sizes,
+    read_config_sizes,
+)
 from moesaic.policy.offloading import advice, planner
 from moesaic.policy.offloading.policies import Workload
 
@@ -38,11 +43,6 @@ def run(options: Plan, json: bool) -> int:
     if options.cluster is not None:
         return plan_deployment.run(options, find_model, json)
     waiting = Console(stderr=True)
-    if options.paper:
-        with waiting.status("reproducing the published policies"):
-            paper = papers.reproduce()
-        print(papers.as_json(paper) if json else papers.as_text(paper))
-        return 0
     here = _measured_now(options)
     with waiting.status("pricing policies"):
         report = plan(options, here)
@@ -81,7 +81,7 @@ def plan(options: Plan, here: Hardware | None = None) -> Report:
 def _of_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list[str]]:
     """The sizes of a model as the machine's fast level computes it, and what the plan assumes."""
     if hardware.slow.processor is not None and model.compressed:
-        model = decompressed(model)
+        model = decompress_sizes(model)
     if hardware.slow.processor is None or model.conversion is None:
         return model, assumed(model, hardware)
     model = over_ram(model)
@@ -113,7 +113,7 @@ def find_model(name: str) -> ModelSizes:
     if path.is_dir() or is_gguf(path):
         path = gguf_at(path) or path
     if is_gguf(path):
-        return of_checkpoint(path, name, table.pick("cpu"))
+        return read_checkpoint_sizes(path, name, table.pick("cpu"))
     file = path / "config.json" if path.is_dir() else path
     try:
         raw: Any = json_module.loads(file.read_text(encoding="utf-8"))
@@ -125,8 +125,8 @@ def find_model(name: str) -> ModelSizes:
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: not a JSON object")
     if path.is_dir() and has_weights(path):
-        return of_checkpoint(path, name, table.pick("cpu"))
-    return by_config(raw, name)
+        return read_checkpoint_sizes(path, name, table.pick("cpu"))
+    return read_config_sizes(raw, name)
 
 
 def find_hardware(name: str) -> Hardware:

@@ -34,7 +34,7 @@ def search(options: Plan, find_model: Callable[[str], ModelSizes], clock: Clock)
     """The best deployments for these settings."""
     assert options.model is not None and options.cluster is not None and options.workload is not None
     machines, requests = spec.load(options.cluster), demand.load(options.workload)
-    objectives = demand.objectives(options.slo)
+    objectives = demand.parse_objectives(options.slo)
     model = find_model(options.model)
     if not model.moe_layers:
         raise ConfigError.field("MODEL", options.model, "a model with routed experts")

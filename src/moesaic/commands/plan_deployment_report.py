@@ -15,7 +15,7 @@ from moesaic.commands.processes import in_text
 from moesaic.commands.tables import numbers
 from moesaic.cost.sizes import KNOWN
 from moesaic.planning.deployment.search import Deployments
-from moesaic.planning.deployment.serving import commands, notes, per_host
+from moesaic.planning.deployment.serving import list_commands, list_host_commands, list_notes
 from moesaic.planning.deployment.trials import Trial
 from moesaic.planning.sim.figures import Spread
 
@@ -29,12 +29,12 @@ def as_json(plan: Deployments, options: Plan) -> str:
             "workload": plan.demand.describe(),
             "objectives": asdict(plan.objectives),
             "seed": options.seed,
-            "deployments": [_entry(plan, trial, options) for trial in plan.best(options.top)],
+            "deployments": [_entry(plan, trial, options) for trial in plan.best_trials(options.top)],
             "ideas": [asdict(verdict) | {"verdict": verdict.line()} for verdict in plan.verdicts],
-            "layouts": plan.layouts,
-            "fitting_layouts": plan.fitting,
+            "layouts": plan.num_layouts,
+            "fitting_layouts": plan.num_fitting_layouts,
             "simulated": len(plan.trials),
-            "complete": plan.complete,
+            "complete": plan.is_complete,
             "events": plan.events,
             "assumed": _assumed(plan, options),
         }
@@ -49,9 +49,9 @@ def _entry(plan: Deployments, trial: Trial, options: Plan) -> Mapping[str, Any]:
         "how": candidate.describe(),
         "devices": candidate.layout.devices,
         "hosts": candidate.layout.hosts,
-        "commands": commands(plan, candidate, str(options.model)),
-        "per_host": dict(per_host(plan, candidate, str(options.model))),
-        "notes": notes(plan, candidate),
+        "commands": list_commands(plan, candidate, str(options.model)),
+        "per_host": dict(list_host_commands(plan, candidate, str(options.model))),
+        "notes": list_notes(plan, candidate),
         "throughput": figures.throughput,
         "good_tokens": trial.good_tokens,
         "goodput": figures.goodput,
@@ -60,7 +60,7 @@ def _entry(plan: Deployments, trial: Trial, options: Plan) -> Mapping[str, Any]:
         "itl": asdict(figures.itl),
         "utilisation": {"attention": _attention(trial), "experts": _experts(trial)},
         "price_per_hour": trial.price,
-        "price_per_million_tokens": trial.per_million,
+        "price_per_million_tokens": trial.price_per_million,
         "simulated_seconds": figures.seconds,
         "simulated_layers": trial.layers,
         "completed_requests": figures.completed,
@@ -69,21 +69,21 @@ def _entry(plan: Deployments, trial: Trial, options: Plan) -> Mapping[str, Any]:
 
 
 def _attention(trial: Trial) -> float:
-    return trial.busy("device" if trial.candidate.layout.beside else "worker")
+    return trial.busy_share("device" if trial.candidate.layout.is_colocated else "worker")
 
 
 def _experts(trial: Trial) -> float:
-    return trial.busy("device" if trial.candidate.layout.beside else "server")
+    return trial.busy_share("device" if trial.candidate.layout.is_colocated else "server")
 
 
 def as_text(plan: Deployments, options: Plan) -> str:
     """The plan for people: a table of the best deployments, their commands, and the five ideas."""
-    shown = plan.best(options.top)
+    shown = plan.best_trials(options.top)
     parts = [_title(plan), in_text(_table(plan, shown))]
     for number, trial in enumerate(shown, 1):
         parts.append("\n".join(_commands(plan, trial, number, str(options.model))))
     parts.append("\n".join(["The five ideas, switched on and off in the first deployment:", *_ideas(plan)]))
-    said = dict.fromkeys(note for trial in shown for note in notes(plan, trial.candidate))
+    said = dict.fromkeys(note for trial in shown for note in list_notes(plan, trial.candidate))
     parts.append("\n".join([_search(plan), *_assumed(plan, options), *said]))
     return "\n\n".join(parts)
 
@@ -102,16 +102,20 @@ def _title(plan: Deployments) -> str:
 
 
 def _table(plan: Deployments, trials: list[Trial]) -> Table:
-    prices = ["per million"] if plan.spec.priced else []
+    prices = ["per million"] if plan.spec.has_prices else []
     columns = ("machines", "tokens/s", "good", "TTFT p50, p90", "ITL p50, p90, p99", "busy")
     table = numbers("The best deployments; times in ms", "", *columns, *prices)
     for number, trial in enumerate(trials, 1):
         figures, layout = trial.figures, trial.candidate.layout
         busy = f"{_attention(trial):.0%}"
-        if not layout.beside:
+        if not layout.is_colocated:
             busy += f", {_experts(trial):.0%}"
         good = "-" if figures.good_share is None else f"{figures.good_share:.0%}"
-        price = [] if not prices else ["-" if trial.per_million is None else f"{trial.per_million:,.2f}"]
+        price = (
+            []
+            if not prices
+            else ["-" if trial.price_per_million is None else f"{trial.price_per_million:,.2f}"]
+        )
         table.add_row(
             str(number),
             f"{layout.devices} x {layout.pool.name}",
@@ -133,7 +137,7 @@ def _commands(plan: Deployments, trial: Trial, number: int, model: str) -> list[
     candidate, figures = trial.candidate, trial.figures
     goodput = "" if figures.goodput is None else f"; {figures.goodput:,.2f} good requests/s"
     lines = [f"{number}. {candidate.layout.describe()}, {candidate.describe()}{goodput}"]
-    for host, found in per_host(plan, candidate, model):
+    for host, found in list_host_commands(plan, candidate, model):
         if candidate.layout.hosts > 1:
             lines.append(f"  on {host}:")
         for command, count in Counter(found).items():
@@ -146,15 +150,15 @@ def _ideas(plan: Deployments) -> list[str]:
 
 
 def _search(plan: Deployments) -> str:
-    whole = "" if plan.complete else ". The time budget ended the search; give more with --time-budget"
+    whole = "" if plan.is_complete else ". The time budget ended the search; give more with --time-budget"
     return (
-        f"Of {plan.layouts} layouts {plan.fitting} fit, and {len(plan.trials)} deployments were simulated "
-        f"({plan.events:,} events){whole}."
+        f"Of {plan.num_layouts} layouts {plan.num_fitting_layouts} fit, and {len(plan.trials)} deployments "
+        f"were simulated ({plan.events:,} events){whole}."
     )
 
 
 def _assumed(plan: Deployments, options: Plan) -> list[str]:
-    found = list(plan.spec.assumed)
+    found = list(plan.spec.assumptions)
     used = plan.trials[0]
     if used.candidate.layout.pool.curves is None:
         found.append(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
-
-from cyclopts import Parameter
+from typing import Literal
 
 from moesaic.config import parse_bytes
 from moesaic.core.errors import ConfigError
@@ -50,9 +48,6 @@ class Plan:
     policy: PolicyName = "moe-lightning"
     """Search for the policy. moe-lightning: search all variables of MoE-Lightning, and simulate each policy's
     tasks. flexgen: FlexGen's linear program."""
-    paper: Annotated[bool, Parameter(negative="")] = False
-    """Reproduce the published policies of MoE-Lightning, and of FlexGen on its machines. Print every
-    input."""
     plot: Path | None = None
     """Draw rooflines, throughput by memory and the map of policies into this SVG file."""
     cluster: str | None = None
@@ -83,11 +78,8 @@ class Plan:
         if self.gpus < 1:
             raise ConfigError.field("--gpus", self.gpus, "an integer of at least 1")
         self.slow_memory, self.slow_bandwidth  # noqa: B018  raises ConfigError for wrong sizes
-        if self.paper:
-            self._check_paper()
-            return
         for flag, value, allowed in (
-            ("MODEL", self.model, "a checkpoint, a config.json or a known name; --paper takes none"),
+            ("MODEL", self.model, "a checkpoint, a config.json or a known name"),
             ("--hardware", self.hardware, "a known machine, this or a .toml file; or --cluster in its place"),
         ):
             if value is None:
@@ -115,11 +107,6 @@ class Plan:
             raise ConfigError.field("--top", self.top, "an integer of at least 1")
         if self.seed < 0:
             raise ConfigError.field("--seed", self.seed, "an integer of at least 0")
-
-    def _check_paper(self) -> None:
-        given = (self.model, self.hardware, self.prompt_len, self.gen_len, self.plot)
-        if any(value is not None for value in given):
-            raise ConfigError("--paper: has its own models, machines and lengths; give no other flag with it")
 
     @property
     def slow_memory(self) -> float | None:

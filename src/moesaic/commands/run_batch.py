@@ -19,7 +19,7 @@ from moesaic.jobs.batch.options import RunBatch
 from moesaic.jobs.batch.output import answered
 from moesaic.jobs.batch.show import Summary, print_summary
 from moesaic.models import files
-from moesaic.planning import Planned, longest_request, plan
+from moesaic.planning import WorkerPlan, longest_request, plan
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace import logs
@@ -68,7 +68,7 @@ def run_remote(options: RunBatch, settings: Sequence[object], log_level: LogLeve
     return _finish(batch.run_remote(options, options.base_url, options.api_key), None, None, as_json)
 
 
-def _finish(summary: Summary, worker: WorkerConfig | None, planned: Planned | None, as_json: bool) -> int:
+def _finish(summary: Summary, worker: WorkerConfig | None, planned: WorkerPlan | None, as_json: bool) -> int:
     """Print the summary. Returns the exit code."""
     if as_json:
         print(json.dumps(summary.as_json() | _phases(planned, summary)))
@@ -83,7 +83,7 @@ def _finish(summary: Summary, worker: WorkerConfig | None, planned: Planned | No
     return summary.exit_code()
 
 
-def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) -> Planned | None:
+def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) -> WorkerPlan | None:
     """Plan the lines without results on this machine, and print the plan on stderr. None if there are none.
 
     Raises ConfigError for drafted tokens and for experts that cannot be streamed, before it measures or plans
@@ -105,7 +105,7 @@ def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) ->
     return planned
 
 
-def _phases(planned: Planned | None, summary: Summary) -> dict[str, object]:
+def _phases(planned: WorkerPlan | None, summary: Summary) -> dict[str, object]:
     if planned is None:
         return {}
     found = offload_report.phases(planned, summary.passes)

@@ -47,7 +47,7 @@ class Schedule:
 def find(gpu: str | None, threads: int) -> Schedule:
     """The schedule for MODEL on a GPU with this name, or measured on this machine's CPU.
 
-    A GPU that is not known has the curves of a CPU, as in `runtime.device_curves`.
+    A GPU that is not known has the curves of a CPU, as in `runtime.in_memory`.
     """
     expert = 3.0 * HIDDEN * WIDTH
     if gpu is None:

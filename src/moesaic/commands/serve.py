@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import multiprocessing
 import secrets
 import signal
@@ -14,8 +16,8 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from moesaic import __version__
-from moesaic.cluster.launch import Launched, launch
-from moesaic.commands import standing_by
+from moesaic.cluster.joining import standby
+from moesaic.cluster.launch import LaunchedEngine, check, launch
 from moesaic.commands.announce import Announcer
 from moesaic.commands.starting import without_plan
 from moesaic.commands.tracing import announced, announced_routing
@@ -33,15 +35,19 @@ from moesaic.core.messages import Message
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.text.parsers.table import check_parsers, formats_of
+from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace import logs
 from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
+from moesaic.transport.secret import read_secret
 
 if TYPE_CHECKING:
     from moesaic.server.async_engine import AsyncEngine
     from moesaic.server.guard import Access
     from moesaic.server.otlp import RequestSpans
     from moesaic.server.service import Service
+
+SLOW_IMPORTS = ("moesaic.server.app", "moesaic.server.run", "moesaic.server.async_engine")
 
 
 class Observed:
@@ -90,7 +96,7 @@ def run(
         config = _planned(config, cluster, offload, record)
     if processes is not None and processes.standby_for is not None:
         with _stoppable():
-            standing_by.stand_by(config, processes, server, record, as_json)
+            stand_by(config, processes, server, record, as_json)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
@@ -172,7 +178,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _serve(
-    launched: Launched,
+    launched: LaunchedEngine,
     listener: socket,
     names: tuple[str, ...],
     server: ServerConfig,
@@ -194,7 +200,7 @@ def _serve(
         Announcer(names[0], host, port, as_json, formats, reported(launched), new_key) as announcer,
     ):
         connection = Observed(launched.connection, announcer.observe)
-        engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
+        engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.describe_end)
         app = create_app(
             _service(engine, launched, names, server),
             access=_access(server, host, server.admin_key or new_key, launched),
@@ -208,12 +214,12 @@ def _serve(
             logged = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
             return serve(app, engine, listener, limits=limits, **logged)
         except EngineDeadError as error:
-            ended = launched.how_it_ended()
+            ended = launched.describe_end()
             raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
 
 
 def _service(
-    engine: AsyncEngine, launched: Launched, names: tuple[str, ...], server: ServerConfig
+    engine: AsyncEngine, launched: LaunchedEngine, names: tuple[str, ...], server: ServerConfig
 ) -> Service:
     """The served model, as the routes see it."""
     from moesaic.server.service import Service  # slow imports
@@ -254,7 +260,7 @@ def _spans(endpoint: str | None, model: str) -> AbstractContextManager[RequestSp
     return closing(RequestSpans(endpoint, model, __version__))
 
 
-def _access(server: ServerConfig, host: str, admin_key: str | None, launched: Launched) -> Access:
+def _access(server: ServerConfig, host: str, admin_key: str | None, launched: LaunchedEngine) -> Access:
     """Who may call what of a server that listens on `host`."""
     from moesaic.server.elastic import admin_paths  # slow imports
     from moesaic.server.guard import Access
@@ -264,6 +270,32 @@ def _access(server: ServerConfig, host: str, admin_key: str | None, launched: La
     return Access(server.api_key, admin_key, paths, Hosts.of(server.host, host, server.more_hosts))
 
 
-def reported(launched: Launched) -> Callable[[], ClusterStatus] | None:
+def reported(launched: LaunchedEngine) -> Callable[[], ClusterStatus] | None:
     """The function that reports the status of the processes. None if one worker process does everything."""
     return None if launched.supervisor is None else launched.supervisor.report
+
+
+def stand_by(
+    config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, record: RecordConfig, as_json: bool
+) -> None:
+    """Prepares what can be prepared, and returns when it is time to serve.
+
+    The port is not opened, so clients and load balancers see that nobody serves here. Raises ConfigError for
+    what would fail later: settings that a standby has not, an address that is used, a checkpoint or a secret
+    that is not there.
+    """
+    assert cluster.standby_for is not None and cluster.cluster_address is not None
+    path = check(config, cluster.resolved(), record)
+    secret = read_secret(Path(cluster.cluster_secret_file or ""), "--cluster-secret-file")
+    with closing(bind(server.host, server.port)):
+        pass
+    weights = standby.prepare(cluster.standby_for, cluster.cluster_address, path)
+    template = Path(server.chat_template) if server.chat_template else None
+    Tokenizer(path, template, special_tokens_in_content=server.allow_special_tokens_in_content).close()
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)
+
+    def say(text: str) -> None:
+        print(json.dumps({"event": "standby", "what": text}) if as_json else text, flush=True)
+
+    standby.watch(cluster.standby_for, secret, weights, say)

@@ -55,7 +55,7 @@ def without_plan(
 
 def on_nodes(cluster: ClusterConfig, device: Device) -> ClusterConfig:
     """`cluster` with an expert server on each NUMA node, where the CPUs of several compute."""
-    nodes = numa.here(cluster.numa)
+    nodes = numa.list_bindable_nodes(cluster.numa)
     gpu = device == "cuda" or (device == "auto" and NVIDIA.exists())
     found = cluster if gpu else cluster.on_nodes(len(nodes))
     if found is not cluster:

@@ -22,6 +22,7 @@ from moesaic.config.environment import (
 from moesaic.config.expert_server import ExpertServerConfig
 from moesaic.config.server import ConnectionConfig, LogConfig, ServerConfig, TraceConfig, resolve_server
 from moesaic.config.values import (
+    ON_GPUS,
     SMALL_MODEL,
     Align,
     CollectivesBackend,
@@ -52,6 +53,7 @@ from moesaic.config.worker import (
 )
 
 __all__ = [
+    "ON_GPUS",
     "SMALL_MODEL",
     "Align",
     "CacheConfig",

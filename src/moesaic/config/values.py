@@ -47,6 +47,8 @@ HostTransport = Literal["shm", "socket", "nixl", "cuda_ipc", "nvshmem"]
 one-sided writes between hosts, and shm or a socket on one host. cuda_ipc: one host only; shm, and rows stay
 on its GPUs. nvshmem: graphs of whole steps write between GPUs of all hosts, and all else goes as with shm, or
 with a socket."""
+ON_GPUS: tuple[HostTransport, ...] = ("cuda_ipc", "nvshmem")
+"""Those whose rows stay on GPUs."""
 KVRole = Literal["prefill", "decode"]
 """What an attention worker has to do with the KV of other workers."""
 Transport = Literal["auto", HostTransport]

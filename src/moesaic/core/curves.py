@@ -161,7 +161,8 @@ class Tables:
         unknown = [key for key in table if key not in allowed_values]
         if unknown:
             raise ConfigError(
-                f"{self.flag}: {self.name}: unknown {before}{unknown[0]}; allowed: {', '.join(allowed_values)}"
+                f"{self.flag}: {self.name}: unknown {before}{unknown[0]}; "
+                f"allowed: {', '.join(allowed_values)}"
             )
 
     def wrong(self, key: str, value: object, allowed: str) -> ConfigError:

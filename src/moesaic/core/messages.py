@@ -114,7 +114,7 @@ class Admitted:
     """Prompt tokens found in the prefix cache."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which `transport.codec` reports as damage."""
+        """Raises ValueError, which `transport.stream` reports as damage."""
         _check_parallel(self.request_ids, self.queue_seconds, self.cached_tokens)
 
 
@@ -142,7 +142,7 @@ class Tokens:
     """As `logprobs`."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which `transport.codec` reports as damage."""
+        """Raises ValueError, which `transport.stream` reports as damage."""
         optional = [one for one in (self.logprobs, self.routes) if one]
         _check_parallel(self.request_ids, self.token_ids, self.finish, *optional)
 

@@ -1,4 +1,7 @@
-"""`python -m moesaic.experts`: the process of one expert server, which the supervisor starts."""
+"""`python -m moesaic.experts`: the process of one expert server, which the supervisor starts.
+
+Question: What does SIGTERM do?
+"""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 
 from moesaic.config import ExpertServerConfig
+from moesaic.core.job_membership import JobMembership
 from moesaic.core.metrics import ResidencyStats
 from moesaic.experts.backend import ExpertBackend
-from moesaic.gpu.nvshmem.package import Membership
 
 LOG = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ class KeptExperts:
     def __init__(self) -> None:
         self.made = 0
         """Backends that were made, each of which loads its experts."""
-        self.nvshmem = Membership()
-        """Of this process in a job."""
+        self.membership = JobMembership()
+        """Of this process in a job of GPUs."""
         self._loaded: Loaded | None = None
         self._of: object = None
         """The settings and files that `_loaded` depends on."""

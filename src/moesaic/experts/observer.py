@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from moesaic.core.tokens import IntArray
 from moesaic.experts.backend import CallPairs
+from moesaic.trace.track import Track
 
 if TYPE_CHECKING:  # the client needs torch, which a server on the native kernels never imports
     from moesaic.experts.client import ExpertRequest, RequestHandle
@@ -87,3 +90,25 @@ class UnobservedServer:
     def queued(self, pairs: int) -> None: ...
 
     def computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None: ...
+
+
+class ServerTrace:
+    """A ServerObserver that writes into a track of a trace.
+
+    A span `layer l` says when the experts of layer l were computed for all pairs that waited there. Between
+    two spans the server is idle or receives calls. The counter `pairs waiting` says how many (row, expert)
+    pairs have arrived and do not run yet. It stays up while a server waits for every client (the barrier
+    schedule).
+    """
+
+    def __init__(self, track: Track) -> None:
+        self._track = track
+
+    def queued(self, pairs: int) -> None:
+        self._track.count("pairs waiting", pairs)
+
+    def computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None:
+        end = self._track.now()
+        experts = np.concatenate([part.experts for part in parts])
+        found = {"pairs": len(experts), "experts": len(np.unique(experts))}
+        self._track.span(f"layer {layer}", began, end, **found, clients=clients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,12 @@ import numpy.typing as npt
 from moesaic.core.experts import ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.experts import wire
 from moesaic.experts.client import RequestHandle
 from moesaic.gpu.ipc.device_heap import Place
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import Replicas, ReplicaStats
 from moesaic.transport.calls import Call, Caller
-
-if TYPE_CHECKING:
-    from moesaic.experts.relaying import RelayedCall
 
 
 @lru_cache(maxsize=64)
@@ -223,6 +221,79 @@ class OpenCall:
     def missing(self) -> IntArray:
         """The pairs without an answer, of a call under way."""
         return self.pairs if self._arrived is None else self.pairs[~self._arrived]
+
+
+@dataclass(eq=False)
+class RelayedPart:
+    """A part of a call that is under way."""
+
+    server: int
+    call: OpenCall
+    first: int
+    """Its first row in the whole answer."""
+    live: bool = True
+    """Whether its answer is awaited."""
+
+
+@dataclass(eq=False)
+class RelayedCall:
+    """A call with parts. `call` is that of the connection to the relay."""
+
+    relay: int
+    host: str
+    call: Call
+    hidden: FloatRows
+    """[m, h] the rows that were sent."""
+    release: Callable[[Call], None]
+    summed: bool
+    parts: list[RelayedPart]
+    closed: bool = False
+    """Whether the connection to the relay is closed."""
+    _came: int = 0
+    """Rows of the answer so far."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the request and the answer."""
+        return len(self.call.request) + self.call.rows * self.call.row_bytes
+
+    @property
+    def live(self) -> list[RelayedPart]:
+        """The parts whose answers are awaited."""
+        return [part for part in self.parts if part.live]
+
+    def end(self, call: OpenCall) -> None:
+        """This part is complete, or it is taken back."""
+        for part in self.parts:
+            part.live &= part.call is not call
+        if not self.live and not self.closed:
+            self.closed = True
+            self.release(self.call)
+
+    def arrived(self, indices: IntArray) -> list[tuple[RelayedPart, IntArray]]:
+        """The parts of which these rows of the whole answer are, with the rows of each. Sums come at once."""
+        self._came += len(indices)
+        if self.summed:
+            return [(part, indices) for part in self.live] if self._came == self.call.rows else []
+        found = []
+        for part in self.live:
+            rows = indices - part.first
+            rows = rows[(rows >= 0) & (rows < part.call.call.rows)]
+            if len(rows):
+                found.append((part, rows))
+        return found
+
+    def usable(self, part: RelayedPart, rows: IntArray) -> IntArray:
+        """Those of the part's rows that were computed. For sums: all or none."""
+        answer = np.frombuffer(part.call.call.answer, np.float32).reshape(-1, self.hidden.shape[1])
+        marked = answer.view(np.uint32)[rows, 0] == wire.NOT_COMPUTED
+        if marked.any():
+            marked[marked] = (answer.view(np.uint32)[rows[marked]] == wire.NOT_COMPUTED).all(axis=1)
+        if not self.summed:
+            usable: IntArray = rows[~marked]
+            return usable
+        wrong = ~np.isfinite(answer).all(axis=1) & np.isfinite(self.hidden).all(axis=1)
+        return rows[:0] if marked.any() or wrong.any() else rows
 
 
 class PartialSumCall(OpenCall):

@@ -14,11 +14,12 @@ from moesaic.experts.outstanding import (
     CallCounts,
     OpenCall,
     PartialSumCall,
+    RelayedPart,
     ServerConnection,
     Submission,
     every_pair,
 )
-from moesaic.experts.relaying import RelayedPart, Relaying, Shares
+from moesaic.experts.relaying import Relaying, Shares
 from moesaic.gpu.ipc.device_calls import DeviceCaller
 from moesaic.gpu.ipc.device_heap import Place
 from moesaic.policy.fleet.replicas import NOBODY, Replicas

@@ -9,15 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moesaic.config import ExpertServerConfig
-from moesaic.core import curves, messages, paced
+from moesaic.config import ON_GPUS, ExpertServerConfig
+from moesaic.core import curves, gpu_parts, messages, paced
 from moesaic.core.curves import DeviceCurves
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.core.job_membership import JobMembership
 from moesaic.core.metrics import ExpertServerStats, PaceStats, ResidencyStats
 from moesaic.core.stored import is_native
 from moesaic.cost.curves import of_device
@@ -25,12 +24,11 @@ from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
 from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.observer import ServerTrace
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.tracing import ServerTrace
-from moesaic.gpu.exchange.mailbox_answerer import MailboxAnswerer
-from moesaic.gpu.nvshmem.package import Membership
+from moesaic.experts.server_memory import HostMemory, JoinedJob, ServerTransport
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
 from moesaic.policy.scheduling.microqueue import QueuePolicy
@@ -40,13 +38,9 @@ from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, serv
 from moesaic.trace.track import Track
 from moesaic.transport.authentication import SentAway
 from moesaic.transport.calls import HEAP_BYTES
-from moesaic.transport.listening import Listener
+from moesaic.transport.listening import ONE_SIDED, Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
-
-if TYPE_CHECKING:
-    from moesaic.gpu.ipc.device_rows import ServerRows
-    from moesaic.gpu.nvshmem.job import NvshmemJob
 
 REPORT_SECONDS = 0.2
 ATTENTION = 4.0
@@ -84,11 +78,12 @@ def serve(
         backend.take(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
-    job = _job(config, kept.nvshmem)
-    listener, device_rows = _listener(config, secret, job)
+    transport = _transport(config, kept.membership)
+    job = transport.job
+    listener = Listener(config.address, secret, remote=config.remote_address, kinds=transport.kinds)
     service, clock = _scheduler(config, backend, first), time.monotonic
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
-    server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, device_rows)
+    server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, transport.memory)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, job)
     loader.change(first)
     ended = threading.Event()
@@ -111,7 +106,7 @@ def _serve(
     relay: Relay,
     secret: bytes,
     wakeup: Wakeup,
-    job: NvshmemJob | None,
+    job: JoinedJob | None,
 ) -> None:
     """Serve clients and follow the supervisor's messages, until Shutdown."""
     while True:
@@ -131,45 +126,16 @@ def _serve(
         server.turn(None, (wakeup.fileno(),))
 
 
-def _job(config: ExpertServerConfig, process: Membership) -> NvshmemJob | None:
-    """What joins an NVSHMEM job, with --transport nvshmem. process: what is known of this one."""
-    if config.transport != "nvshmem":
-        return None
-    import torch
-
-    from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
-    from moesaic.gpu.nvshmem import symmetric_heap
-    from moesaic.gpu.nvshmem.job import NvshmemJob
-
-    jobs = symmetric_heap.jobs(torch.device(config.device))
-    return NvshmemJob(jobs, config.layout, MOST_ROWS, process)
-
-
-def _listener(
-    config: ExpertServerConfig, secret: bytes, job: NvshmemJob | None
-) -> tuple[Listener, ServerRows | None]:
-    """The listener, and what computes rows that stay on GPUs. None: rows come by the host."""
-    remote = config.remote_address
-    if job is None and config.transport != "cuda_ipc":
-        return Listener(config.address, secret, remote=remote, one_sided=config.transport == "nixl"), None
-    import torch
-
-    from moesaic.gpu.ipc import device_sharing
-    from moesaic.gpu.ipc.device_rows import ServerRows
-    from moesaic.gpu.nvshmem.answerer import Inbox
-
-    device = torch.device(config.device)
-    if job is not None:
-        listener = Listener(config.address, secret, remote=remote, lifelines=Inbox(job).accept)
-        return listener, ServerRows(device)
-    opened = device_sharing.sharing(device).open
-    mailboxes = partial(MailboxAnswerer, open_memory=opened, hidden=config.layout.hidden)
-    return Listener(config.address, secret, open_memory=opened, mailboxes=mailboxes), ServerRows(device)
+def _transport(config: ExpertServerConfig, membership: JobMembership) -> ServerTransport:
+    """What the transport of this server decides. membership: of this process."""
+    if config.transport in ON_GPUS:
+        return gpu_parts.server_transport(config, membership)
+    return ServerTransport(HostMemory(config.layout.hidden), ONE_SIDED if config.transport == "nixl" else {})
 
 
 def _relay(config: ExpertServerConfig) -> Relay:
     """Passes parts of requests to other servers of this host."""
-    made, transport = Wakeup(), "shm" if config.transport in ("cuda_ipc", "nvshmem") else config.transport
+    made, transport = Wakeup(), "shm" if config.transport in ON_GPUS else config.transport
     return Relay(Connector(HEAP_BYTES, made, transport), made, config.layout.hidden)
 
 
@@ -280,10 +246,10 @@ class _ExpertLoader:
         config: ExpertServerConfig,
         stamp: str,
         digests: DigestQueue | None,
-        job: NvshmemJob | None = None,
+        job: JoinedJob | None = None,
     ) -> None:
         """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor.
-        job: with --transport nvshmem."""
+        job: one that this process may join."""
         self._supervisor = supervisor
         self._backend = backend
         self._endpoint = endpoint

@@ -4,6 +4,8 @@ One loop accepts clients and their calls, and the scheduler chooses which pairs 
 (`policy.scheduling.schedulers.expert_server`). The kernel runs them and writes each row into its call's
 answer. No state of a call is kept once it is answered, so a server that dies costs only time
 (Expert-as-a-Service, section 3).
+
+Question: Where is the main loop of an expert server?
 """
 
 from __future__ import annotations
@@ -11,28 +13,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.experts.backend import CallPairs, ExpertBackend
 from moesaic.experts.observer import ServerObserver, UnobservedServer
 from moesaic.experts.relay import Answering, Relay
+from moesaic.experts.server_memory import CallMemory, HostCallMemory, HostMemory, ServerMemory
 from moesaic.experts.workers import Workers
-from moesaic.gpu.ipc.device_calls import DeviceIncoming
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait, yield_core
 from moesaic.transport.wakeup import Wakeup
-
-if TYPE_CHECKING:
-    from moesaic.gpu.ipc.device_rows import ServerRows, SharedCall
 
 LOG = logging.getLogger(__name__)
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
@@ -61,15 +59,10 @@ class _Call:
 
     incoming: Answering
     request: wire.Request
-    answer: FloatRows
-    """[p, h] one row per pair, or [m, h] one row per row of the request when partial."""
+    memory: CallMemory
     end: Answerer
-    rows: FloatRows
-    """[p, h] output of the kernel: the answer itself, or the rows that are summed into it."""
     left: int
     """Pairs that were not computed yet."""
-    shared: SharedCall | None = None
-    """The call's rows, where they stay on GPUs. Then `answer` and `rows` are not used."""
 
 
 class ExpertServer:
@@ -84,13 +77,14 @@ class ExpertServer:
         clock: Callable[[], float],
         observer: ServerObserver | None = None,
         relay: Relay | None = None,
-        device_rows: ServerRows | None = None,
+        memory: ServerMemory | None = None,
     ) -> None:
         """relay: passes parts of requests on. None: they are not computed.
 
-        device_rows: computes calls whose rows stay on GPUs. None: the listener accepts no such connection.
+        memory: where the rows of calls are. None: in memory of this host.
         """
-        self._device_rows = device_rows
+        self._host_memory = HostMemory(layout.hidden)
+        self._memory: ServerMemory = self._host_memory if memory is None else memory
         self._relay = Relay(None, Wakeup(), layout.hidden) if relay is None else relay
         self._observer: ServerObserver = observer or UnobservedServer()
         self._layout = layout
@@ -165,44 +159,45 @@ class ExpertServer:
             self._forget(client)
 
     def _take(self, client: int, end: Answerer, incoming: Incoming) -> None:
-        layout = self._layout
-        there = incoming.shared if isinstance(incoming, DeviceIncoming) else None
-        on_device = None if there is None else len(there.rows) // (4 * layout.hidden)
-        request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden, on_device)
-        if there is not None and (len(there.rows) % (4 * layout.hidden) or request.parts or request.greeting):
-            raise DamagedMessage(
-                f"a request has {len(there.rows)} bytes of rows on a GPU, or parts beside them"
-            )
-        shape = (request.answer_rows, layout.hidden)
+        request = self._parsed(client, incoming)
+        if request.greeting:
+            self._greet(client, incoming)
+            return
+        answering: Answering = incoming
+        if request.parts:
+            answer = self._host_memory.answer(incoming, request)
+            answering = part = self._relay.take(incoming, request, answer)
+            request = part.request
+            memory: CallMemory = HostCallMemory.of(request, part.answer)
+        else:
+            memory = self._memory.open(incoming, request)
+        number, self._next_call = self._next_call, self._next_call + 1
+        self._calls[number] = _Call(answering, request, memory, end, len(request.experts))
+        self.served.calls += 1
+        if request.work is None:
+            self._queue(client, number, request)
+        else:
+            self._arrive(client, number, request)
+
+    def _parsed(self, client: int, incoming: Incoming) -> wire.Request:
+        """The request of a call. Raises DamagedMessage for one that this client must not send."""
+        request = self._memory.parse(incoming, self._num_layers, self._layout.num_experts)
         known = request.layer in self._index or request.work is not None or request.greeting
-        if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
+        fits = incoming.row_bytes == 4 * self._layout.hidden and incoming.rows == request.answer_rows
+        if not known or not fits:
             raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
-        shared = None
-        if isinstance(incoming, DeviceIncoming) and there is not None:
-            assert self._device_rows is not None
-            shared = self._device_rows.take(incoming, there, request, layout.hidden)
-        memory = incoming.answer if shared is None else np.empty(0, np.float32)
-        answer = np.ndarray(shape if shared is None else (0, layout.hidden), np.float32, memory)
         if self._workers.of_relay(client) and (request.parts or request.work is not None):
             raise DamagedMessage("a relay sent what only clients send")
-        if request.greeting:
-            self._workers.is_relay(client)
-            incoming.publish(np.zeros(1, dtype=np.int64))
-            self._open(self._barrier.left(client))
-            return
-        mine: Answering = incoming
-        if request.parts:
-            mine = part = self._relay.take(incoming, request, answer)
-            request, answer = part.request, part.answer
-        call, self._next_call = self._next_call, self._next_call + 1
-        pairs = len(request.experts)
-        whole = request.weights is None or shared is not None
-        rows = answer if whole else np.empty((pairs, layout.hidden), dtype=np.float32)
-        self._calls[call] = _Call(mine, request, answer, end, rows, pairs, shared)
-        self.served.calls += 1
-        if request.work is not None:
-            self._arrive(client, call, request)
-            return
+        return request
+
+    def _greet(self, client: int, incoming: Incoming) -> None:
+        """A client says that it is a relay, so that nobody waits for it at the barrier."""
+        self._workers.is_relay(client)
+        incoming.publish(np.zeros(1, dtype=np.int64))
+        self._open(self._barrier.left(client))
+
+    def _queue(self, client: int, call: int, request: wire.Request) -> None:
+        """The pairs of a call wait for their run. The barrier does not wait for a worker that computes."""
         own = self._workers.own_connection(client, request.worker)
         self._open([] if own is None else self._barrier.computes(own))
         caller = self._workers.caller(client, request.worker)
@@ -220,7 +215,7 @@ class ExpertServer:
 
     def _begin(self, call: int) -> None:
         """Answer a call that arrived at the barrier."""
-        wire.write_begun(self._calls[call].answer.data.cast("B"), self._barrier.step - 1)
+        wire.write_begun(self._calls[call].memory.answer.data.cast("B"), self._barrier.step - 1)
         self._answer(call, NO_PAIRS)
 
     def _forget(self, client: int) -> None:
@@ -249,8 +244,7 @@ class ExpertServer:
             if any(len(part.experts) for part in parts):
                 began = self._clock()
                 self._backend.run(run.layer, parts)
-                if self._device_rows is not None:
-                    self._device_rows.finish([(c.shared, at) for c, at in calls if c.shared is not None])
+                self._memory.finish([(call.memory, pairs) for call, pairs in calls])
                 self._observer.computed(run.layer, parts, len({id(call.end) for call, _ in calls}), began)
         except KeyError as missing:
             self._refuse(run, missing)
@@ -265,10 +259,8 @@ class ExpertServer:
         self._count(run.layer, ids, self._clock() - started)
 
     def _part(self, call: _Call, pairs: IntArray) -> CallPairs:
-        request, shared = call.request, call.shared
-        if shared is not None:
-            return CallPairs(shared.hidden, request.rows[pairs], request.experts[pairs], shared.rows, pairs)
-        return CallPairs(request.hidden, request.rows[pairs], request.experts[pairs], call.rows, pairs)
+        request, memory = call.request, call.memory
+        return CallPairs(memory.hidden, request.rows[pairs], request.experts[pairs], memory.rows, pairs)
 
     def _parts(self, run: Run) -> list[tuple[_Call, IntArray]]:
         return [(self._calls[number], pairs) for number, pairs in run.parts]
@@ -282,8 +274,7 @@ class ExpertServer:
         elif call.request.weights is None:
             call.incoming.publish(pairs)
         elif not call.left:
-            sums = _weighted(call) if call.shared is None else np.arange(len(call.shared.answer))
-            call.incoming.publish(sums)
+            call.incoming.publish(call.memory.sum_pairs())
         if not call.left:
             del self._calls[number]
 
@@ -309,13 +300,3 @@ class ExpertServer:
         self.served.runs += 1
         self.served.expert_runs += int(np.count_nonzero(counts))
         self.served.busy_seconds += seconds
-
-
-def _weighted(call: _Call) -> IntArray:
-    """Write the weighted sums of Expert-as-a-Service into the answer. Returns the [m] indices of its rows."""
-    rows, weights = call.request.rows, call.request.weights
-    assert weights is not None
-    call.answer[:] = 0
-    for these in call.request.turns:
-        call.answer[rows[these]] += weights[these, None] * call.rows[these]
-    return np.arange(len(call.answer))

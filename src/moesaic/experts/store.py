@@ -9,7 +9,7 @@ which the kernels read as rows.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,17 @@ import numpy.typing as npt
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS, ExpertLayout
 from moesaic.core.stored import of_matrices
-from moesaic.experts.slots import Bytes, Slots
 from moesaic.kernels.compressed_layout import decompress
 from moesaic.models.columns import as_rows, bias_rows, transpose_bytes
 from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
-from moesaic.models.pages import PAGE, prefer_huge
+from moesaic.models.pages import PAGE, align_size, huge_pages, prefer_huge
 from moesaic.models.quantization.scheme import Matrix
+
+Bytes = npt.NDArray[np.uint8]
+CHUNK = 64 << 20
+"""Bytes that are allocated at a time, or one slot if that is larger."""
 
 
 class Store:
@@ -197,3 +200,47 @@ def _converted(part: Bytes, kind: str, stored: str) -> Bytes:
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     rounded[np.isnan(wide)] = 0x7FC0
     return rounded.astype(np.uint16).view(np.uint8)
+
+
+class Slots:
+    """Slots that have room for the matrices of one expert each. A matrix may be smaller than its room.
+
+    They have the experts that are copied, not mapped from the checkpoint's files. All experts of a layout
+    have the same size. Slots that were given back are used again first. So memory grows only with the maximum
+    number of experts loaded at a time, however often experts move between servers.
+
+    >>> slots = Slots([3, 5])
+    >>> slot, parts = slots.copy([np.full(3, 7, np.uint8), np.full(5, 9, np.uint8)])
+    >>> parts[1].tolist()
+    [9, 9, 9, 9, 9]
+    >>> slots.give_back(slot)
+    >>> slots.copy(parts)[0] is slot
+    True
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """sizes: bytes of each matrix of an expert, or more."""
+        self._sizes = tuple(sizes)
+        self._slot = sum(map(align_size, sizes))
+        self._free: list[Bytes] = []
+
+    def copy(self, parts: Sequence[Bytes]) -> tuple[Bytes, list[Bytes]]:
+        """Copy the matrices into a slot. Returns the slot and its views of the matrices."""
+        if not self._free:
+            self._grow()
+        slot, copies, begin = self._free.pop(), [], 0
+        for part, size in zip(parts, self._sizes, strict=True):
+            copy = slot[begin : begin + len(part)]
+            copy[:] = part
+            copies.append(copy)
+            begin += align_size(size)
+        return slot, copies
+
+    def give_back(self, slot: Bytes) -> None:
+        """Return a slot that is not read any more."""
+        self._free.append(slot)
+
+    def _grow(self) -> None:
+        slots = max(1, CHUNK // self._slot)
+        memory = np.frombuffer(huge_pages(slots * self._slot), dtype=np.uint8)
+        self._free = [memory[i * self._slot : (i + 1) * self._slot] for i in reversed(range(slots))]

@@ -22,7 +22,7 @@ GROUP_SPREAD = 1.5
 """Maximum ratio of the longest to the shortest sequence of a decode group, in blocks. It bounds the
 padding."""
 STATE_TILE = 16
-"""Rows of a tile of `AttentionBatch.of_states`, where a sequence has several."""
+"""Rows of a tile of `AttentionBatch.state_sequences`, where a sequence has several."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """A step whose arrays are on the device already, and may change there.
 
-        state_sequences: where layers with states have other sequences than attention, which takes single rows.
+        state_sequences: where layers with states have other sequences than attention, which takes single
+        rows.
         """
         made = cls(batch, block_size, slots.device, slots)
         made.__dict__["on_device"] = sequences  # where `cached_property` looks first
@@ -153,7 +154,8 @@ class AttentionBatch:
         return StateSequences(sequences, self.tiles(1 if sequences.single else STATE_TILE))
 
     def tiles(self, max_rows: int) -> torch.Tensor:
-        """[t, 3] int32 (sequence, first row, end): the step in tiles of at most `max_rows` rows of a sequence."""
+        """[t, 3] int32 (sequence, first row, end): the step in tiles of at most `max_rows` rows of a
+        sequence."""
         if max_rows not in self._tiles:
             self._tiles[max_rows] = move_array(list_tiles(self.batch, max_rows), self.device)
         return self._tiles[max_rows]

@@ -5,6 +5,7 @@ Question: Which implementation does an operation have, and how is a kernel added
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,15 +19,35 @@ from moesaic.gpu.exchange.exchange_launches import ExchangeOperations
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
-from moesaic.kernels.reference import attention, collectives, delta, dense, experts, gate
+from moesaic.kernels.reference import attention, delta, dense, experts, gate
 from moesaic.kernels.states import LayerStates
 from moesaic.kernels.weights import ExpertWeights
 
 try:
-    from moesaic.kernels.native import _native, checks, lane, memory, ops, plain, recording
+    from moesaic.kernels.native import _native, checks, memory, ops, plain, recording
     from moesaic.kernels.native import delta as native_delta
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
+
+
+def permute_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Returns [n, h] rows[order], as a reduce-scatter sends them. rows: [n, h]; order: [n] int64."""
+    return rows.index_select(0, order)
+
+
+def restore_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The inverse of `permute_rows`, after an all-gather: row i goes to index order[i]."""
+    return torch.empty_like(rows).index_copy_(0, order, rows)
+
+
+def sum_ranks(addends: torch.Tensor, ranks: int, copies: int = 1) -> torch.Tensor:
+    """Returns [copies * m, ...]: the sum of the ranks' addends, in the order of the ranks, so many times.
+
+    addends: [ranks * m, ...] rank after rank. A copy goes to each rank in the exchange that follows. One rank
+    has nothing to add: its rows are copied.
+    """
+    total = functools.reduce(torch.add, addends.chunk(ranks) if ranks > 1 else [addends])
+    return torch.cat([total] * copies) if copies > 1 else total
 
 
 class Linear(Protocol):
@@ -135,6 +156,8 @@ class OperationRecorder(Protocol):
         ...
 
 
+MOST_RECORDED_ROWS = 256
+"""Steps of more rows are not recorded: their launches take less time than what they compute."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
 
@@ -198,9 +221,9 @@ class Kernels:
     """True if these kernels are chosen for weights in integers, whose rows they round."""
     can_skip_absent: bool = False
     """True if `experts` leaves rows of `out` as they are where an expert is not held. Otherwise it raises."""
-    permute_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = collectives.permute_rows
-    restore_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = collectives.restore_rows
-    sum_ranks: Callable[[torch.Tensor, int, int], torch.Tensor] = collectives.sum_ranks
+    permute_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = permute_rows
+    restore_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = restore_rows
+    sum_ranks: Callable[[torch.Tensor, int, int], torch.Tensor] = sum_ranks
     reuse_memory: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
@@ -369,11 +392,11 @@ def _native_threads(threads: int, pin: bool) -> None:
 
 @contextmanager
 def _one_core(cpu: int) -> Generator[None]:
-    lane.own_pool(1, [cpu])
+    plain.own_pool(1, [cpu])
     try:
         yield
     finally:
-        lane.shared_pool()
+        plain.shared_pool()
 
 
 def _recorder() -> OperationRecorder:

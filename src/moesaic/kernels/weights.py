@@ -18,7 +18,7 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 ALIGNMENT = 16
 """Bytes that a thread of a GPU loads at once."""
-PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+PARTS = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 """Fields of ExpertWeights, and lines of its table of pointers."""
 
 

@@ -18,13 +18,11 @@ from moesaic.models.columns import transpose
 from moesaic.models.config import shorten
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import SINGLE as SINGLE
-from moesaic.models.finite import first_not_finite
 from moesaic.models.gguf.blocks import BLOCKS
 from moesaic.models.gguf.header import is_gguf
 from moesaic.models.gguf.model import Model
 from moesaic.models.headers import COMPRESSED_ROWS
-from moesaic.models.memory import Copies
-from moesaic.models.pages import PAGE, drop_pages
+from moesaic.models.pages import PAGE, align_size, drop_pages, huge_pages
 from moesaic.models.quantization.parse import find, read_skipped_patterns, scheme_of
 from moesaic.models.quantization.scheme import Array, Matrix, Part, as_array
 from moesaic.models.tensor_files import Slice, TensorFile, open_tensor_file, shards
@@ -33,6 +31,16 @@ from moesaic.models.wrapped_names import IN_WRAPPED, file_prefix, plain_names
 Progress = Callable[[int, int], None]
 """Called with bytes read so far, and total bytes of all files."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, COMPRESSED_ROWS: torch.uint8}
+NUMBERS_AT_A_TIME = 1 << 18
+"""Numbers that are looked at together, so that they stay in the cache of the CPU."""
+_INFINITY = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+"""Data type -> integers of its width, and the bits of infinity."""
+BYTES_AT_A_TIME = 64 << 20
+"""Bytes that are mapped at a time. Pages that are not written use no memory."""
 
 
 class Checkpoint:
@@ -117,8 +125,8 @@ class Checkpoint:
         """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
         It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected or
-        it is returned `is_transposed`, as [columns, rows] of the part. A compressed or quantised tensor stays so
-        if dtype is uint8. Then it cannot be transposed, and a part must be one for which `Matrix.cuts` holds.
+        it is transposed to [columns, rows] of the part. A compressed or quantised tensor stays so if dtype is
+        uint8. Then it cannot be transposed, and a part must be one for which `Matrix.cuts` holds.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
@@ -234,7 +242,8 @@ class Checkpoint:
         return same
 
     def unread(self, unused_patterns: tuple[str, ...] = ()) -> list[str]:
-        """Returns tensors that were not claimed and that match none of the regular expressions `unused_patterns`."""
+        """Returns tensors that were not claimed and that match none of the regular expressions
+        `unused_patterns`."""
         left, unused_patterns = (
             sorted(self.names - self._claimed_names),
             (*unused_patterns, *self.skipped_patterns),
@@ -356,3 +365,51 @@ def _copy_transposed(matrix: torch.Tensor) -> torch.Tensor:
 def _page_in(tensor: torch.Tensor) -> None:
     """Reads every page of a mapped tensor, so that the first requests do not wait for page faults."""
     tensor.view(-1).view(torch.uint8)[::PAGE].sum()
+
+
+def first_not_finite(tensor: torch.Tensor) -> int | None:
+    """Returns the index in row-major order of the first NaN or infinite number, or None.
+
+    An exponent whose bits are all set means that a number is NaN or infinite. So the bits without the sign
+    are compared as integers, which takes one pass and no conversion.
+
+    >>> first_not_finite(torch.tensor([[0.0, 1.0], [float("nan"), -float("inf")]]))
+    2
+    """
+    if tensor.device.type != "cpu":
+        if torch.isfinite(tensor.sum(dtype=torch.float32)):
+            return None
+        broken = torch.nonzero(~torch.isfinite(tensor).view(-1))[:1].tolist()
+        return int(broken[0][0]) if broken else None
+    kind, infinity = _INFINITY[tensor.dtype]
+    bits = tensor.contiguous().view(-1).view(kind).numpy()
+    memory = np.empty(min(NUMBERS_AT_A_TIME, len(bits)), bits.dtype)
+    for begin in range(0, len(bits), NUMBERS_AT_A_TIME):
+        part = bits[begin : begin + NUMBERS_AT_A_TIME]
+        without_sign = np.bitwise_and(part, np.iinfo(bits.dtype).max, out=memory[: len(part)])
+        if without_sign.max() >= infinity:
+            return begin + int(np.argmax(without_sign >= infinity))
+    return None
+
+
+class Copies:
+    """Copies of tensors in this process's own memory, one after the other.
+
+    Their memory stays allocated while any of them exists.
+
+    >>> copies = Copies()
+    >>> one, other = copies.copy(torch.ones(3)), copies.copy(torch.zeros(5))
+    >>> one.tolist(), other.data_ptr() - one.data_ptr()
+    ([1.0, 1.0, 1.0], 64)
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a dense copy of the same shape."""
+        size = align_size(tensor.nbytes)
+        if size > len(self._free):
+            self._free = torch.frombuffer(huge_pages(max(size, BYTES_AT_A_TIME)), dtype=torch.uint8)
+        taken, self._free = self._free[: tensor.nbytes], self._free[size:]
+        return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -1,4 +1,5 @@
-"""Rewrites a checkpoint with compressed routed experts. `kernels/compressed_layout.py` describes the compression.
+"""Rewrites a checkpoint with compressed routed experts. `kernels/compressed_layout.py` describes the
+compression.
 
 Names, shards and all other tensors stay as they are. A compressed matrix has dtype U8 [rows, row_bytes].
 Experts of a fused tensor are written one by one, in the same shard.
@@ -228,7 +229,8 @@ def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
 def _shard(
     file: Path, shapes: dict[str, list[int]], fused_parts: dict[str, dict[str, fused_tensors.FusedPart]]
 ) -> _Shard:
-    """shapes: names of the experts' matrices -> their shapes. fused_parts: fused tensors -> matrices in them."""
+    """shapes: names of the experts' matrices -> their shapes. fused_parts: fused tensors -> matrices in
+    them."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         entries = json.loads(opened.read(length))

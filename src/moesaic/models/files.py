@@ -11,7 +11,7 @@ from typing import Any
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.text_config import text_of
-from moesaic.models import hub, lookalikes
+from moesaic.models import hub
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 from moesaic.models.gguf.header import is_gguf as is_gguf
 from moesaic.models.gguf.hub import HubFile, parse_hub_file
@@ -28,6 +28,9 @@ CONFIG_BYTES = 4 << 20
 """Largest config file that is read. Real ones have a few kilobytes."""
 INDEX_BYTES = 64 << 20
 """Largest index of tensors that is read. Those of the largest models have about 10 MB."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 1024
+"""Git LFS keeps its pointers smaller than this."""
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -97,8 +100,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _check_directory(path: Path, problem: str) -> Path:
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"model: {path}: {lookalikes.without_config(path) or problem}")
-    if (pointer := lookalikes.pointer_in(path)) is not None:
+        raise CheckpointError(f"model: {path}: {lookalike_without_config(path) or problem}")
+    if (pointer := lfs_pointer_in(path)) is not None:
         raise CheckpointError(f"model: {path}: {pointer}")
     return path
 
@@ -268,3 +271,39 @@ def _ids(value: object) -> set[int]:
     """Returns an id, a list of ids or None as a set."""
     items = value if isinstance(value, list) else [value]
     return {item for item in items if isinstance(item, int) and not isinstance(item, bool)}
+
+
+def lookalike_without_config(path: Path) -> str | None:
+    """What a directory without config.json is, or None if it is nothing known."""
+    adapter = path / "adapter_config.json"
+    if adapter.is_file():
+        return f"this is a LoRA adapter{_base_of(adapter)}; merge it into its model and give the merged model"
+    return None
+
+
+def lfs_pointer_in(path: Path) -> str | None:
+    """That a file in a model's directory is a pointer of Git LFS. None if there is none."""
+    for pattern in ("config.json", "*.safetensors", "tokenizer.json", "*.index.json"):
+        for file in sorted(path.glob(pattern)):
+            if _is_pointer(file):
+                return f"{file.name} is a Git LFS pointer, not the file itself: run git lfs pull there"
+    return None
+
+
+def _is_pointer(file: Path) -> bool:
+    try:
+        if file.stat().st_size > _POINTER_BYTES:
+            return False
+        with file.open("rb") as opened:
+            return opened.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+def _base_of(adapter: Path) -> str:
+    """The model that an adapter changes, in words."""
+    try:
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+    return f" of {base}" if isinstance(base, str) and base.isprintable() and 0 < len(base) < 200 else ""

@@ -15,9 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.models.gguf import beginning
 from moesaic.models.gguf.header import SUFFIX
-from moesaic.models.gguf.hub import HubFile
+from moesaic.models.gguf.hub import HubFile, read_header
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
 """Files to download from a hub: weights as safetensors, never pickles or code."""
@@ -31,7 +30,8 @@ SECONDS = 30.0
 def download(model: str, revision: str | None, allowed_names: str) -> Path:
     """The directory of a model with safetensors, downloaded unless the cache has it.
 
-    allowed_names: what the name of a model can be, for a message. Raises ConfigError in one line, as each function.
+    allowed_names: what the name of a model can be, for a message. Raises ConfigError in one line, as each
+    function.
     """
     from huggingface_hub import snapshot_download
 
@@ -151,7 +151,7 @@ def _header(repository: str, commit: str | None, name: str, folder: Path) -> int
     url, called = hf_hub_url(repository, name, revision=commit), f"{repository}:{name}"
     try:
         with translate_errors(called, commit, "", name):
-            header, size = beginning.read(partial(_range, url))
+            header, size = read_header(partial(_range, url))
     except ValueError as error:
         raise CheckpointError(f"{called}: {error}") from error
     path = folder / name

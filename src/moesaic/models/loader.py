@@ -172,7 +172,8 @@ class Loader:
     def input_projection(
         self, name: str, rows: int, columns: int, kept_rows: slice, bias: bool = False
     ) -> Projection:
-        """Returns the rows `kept_rows` of `name`.weight [rows, columns] and `name`.bias: those of some heads."""
+        """Returns the rows `kept_rows` of `name`.weight [rows, columns] and `name`.bias: those of some
+        heads."""
         vector = self.exact(f"{name}.bias", rows)[kept_rows] if bias else None
         return Projection(self.weight(name, rows, columns, kept_rows), vector)
 

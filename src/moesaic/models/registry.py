@@ -1,6 +1,7 @@
 """Loads a model from a directory. The checkpoint's model_type selects the model file.
 
 Question: Where are the config's sizes checked against the files?
+Question: How is a model loaded from a directory?
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models import fingerprint, loading_prediction
+from moesaic.models import fingerprint
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shorten
@@ -42,6 +43,8 @@ from moesaic.models.wrapped_names import IMAGES
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
+PREDICTION_LOADER = "prediction_layer"
+"""The function of a model file that loads this layer, in families that have one."""
 
 
 def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
@@ -98,7 +101,7 @@ def load(
     file, config = _parse(path)
     spec = shard.spec(config.spec)
     if predicting:
-        loading_prediction.check(path, file, spec)
+        check_prediction(path, file, spec)
     checkpoint = Checkpoint(path, progress, use_mmap)
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
@@ -111,9 +114,9 @@ def load(
         experts=_experts(file, config, loader, with_experts),
     )
     if predicting:
-        model = loading_prediction.add_prediction_layer(model, file, config, loader, with_experts)
+        model = with_prediction(model, file, config, loader, with_experts)
     images = IMAGES if checkpoint.is_wrapped else ()
-    checkpoint.refuse_unread((*file.UNUSED_TENSORS, *loading_prediction.tensor_patterns(spec), *images))
+    checkpoint.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec), *images))
     return model
 
 
@@ -193,7 +196,7 @@ def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) ->
     spec: ModelSpec = config.spec
     if claims is not None:
         _claim(file, config, claims)
-        claims.refuse_unread((*file.UNUSED_TENSORS, *loading_prediction.tensor_patterns(spec)))
+        claims.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec)))
     return spec
 
 
@@ -225,7 +228,8 @@ def quantised_type(raw: dict[str, Any]) -> str | None:
 
 
 def type_in_memory(file_type: str, device: str, kernels: Kernels) -> str:
-    """Type that `load` with dtype "auto" gives to matrices stored as `file_type`, a name of core/stored.py."""
+    """Type that `load` with dtype "auto" gives to matrices stored as `file_type`, a name of
+    core/stored.py."""
     number = _dtype_in_memory(DTYPES.get(file_type, torch.bfloat16), device, kernels)
     if of_matrices(file_type)[0] in QUANTIZED and (kernels.can_use_quantized or device.startswith("cpu")):
         return file_type if kernels.can_use_quantized else "float32"
@@ -249,7 +253,7 @@ def expert_layout(
     checkpoint = Checkpoint(path)
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     if predicting:
-        loading_prediction.check(path, file, spec)
+        check_prediction(path, file, spec)
     layers = (*spec.moe_layers, spec.num_layers) if predicting else spec.moe_layers
     names = {layer: file.expert_names(config, layer) for layer in layers}
     refuse_integer_kernels(path, loader, names)
@@ -286,7 +290,8 @@ def load_experts(
     use_mmap: bool = True,
     of_expert: Shard = WHOLE,
 ) -> dict[int, ExpertWeights]:
-    """Loads routed experts only, for an expert server. expert_ids: layer -> expert ids. dtype: that of a layout.
+    """Loads routed experts only, for an expert server. expert_ids: layer -> expert ids. dtype: that of a
+    layout.
 
     use_mmap: False copies them into memory of this process. of_expert: the part of each expert's width to
     load; compressed experts are then decompressed.
@@ -297,7 +302,7 @@ def load_experts(
     number = _dtype("auto" if is_packed(dtype) else dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, of_expert=of_expert)
     for layer in expert_ids:
-        if layer not in loading_prediction.routed_layers(file, config.spec):
+        if layer not in routed_layers(file, config.spec):
             raise CheckpointError(f"{path}: layer {layer} has no routed experts")
     return {
         layer: experts(loader, file.expert_names(config, layer), ids) for layer, ids in expert_ids.items()
@@ -396,3 +401,40 @@ def _experts(file: ModelFile, config: Config, loader: Loader, read: bool) -> dic
         else:
             claim_experts(loader.checkpoint, names)
     return held
+
+
+def check_prediction(path: Path, file: ModelFile, spec: ModelSpec) -> None:
+    """Raises ConfigError for a model without such a layer."""
+    if hasattr(file, PREDICTION_LOADER) and spec.extra_layers and not is_gguf(path):
+        return
+    families = ", ".join(name for name, one in MODELS.items() if hasattr(one, PREDICTION_LOADER))
+    allowed = f"ngram; mtp for safetensors of {families} whose num_nextn_predict_layers is not 0"
+    raise ConfigError.field("--speculative-config: method", "mtp", allowed)
+
+
+def prediction_tensors(spec: ModelSpec) -> list[str]:
+    """Patterns of the tensors of layers after the others. Those that are not read are no error."""
+    first = spec.num_layers
+    extra = range(first, first + spec.extra_layers)
+    return [rf"(model\.layers|blk)\.{layer}\..*" for layer in extra]
+
+
+def routed_layers(file: ModelFile, spec: ModelSpec) -> tuple[int, ...]:
+    """The layers of the files with routed experts that can be loaded: also that layer's."""
+    extra = (spec.num_layers,) if hasattr(file, PREDICTION_LOADER) and spec.extra_layers else ()
+    return (*spec.moe_layers, *extra)
+
+
+def with_prediction(
+    model: Model, file: ModelFile, config: Config, loader: Loader, with_experts: bool
+) -> Model:
+    """The model with that layer. with_experts: also with its routed experts."""
+    layer, held = model.spec.num_layers, model.experts
+    if with_experts:
+        held = {**held, layer: experts(loader, file.expert_names(config, layer), None)}
+    return replace(
+        model,
+        spec=replace(model.spec, predicting=1),
+        experts=held,
+        prediction=getattr(file, PREDICTION_LOADER)(config, loader),
+    )

@@ -14,7 +14,7 @@ class Arena:
 
     >>> arena = Arena(3 * 4096)
     >>> first, second = arena.take(5000), arena.take(4096)
-    >>> len(first), second.data_ptr() - first.data_ptr(), arena.used_bytes_bytes
+    >>> len(first), second.data_ptr() - first.data_ptr(), arena.used_bytes
     (5000, 8192, 12288)
 
     Raises ConfigError for a size below one page or beyond what the system can map.

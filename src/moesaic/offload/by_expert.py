@@ -79,9 +79,11 @@ class StreamedByExpert(StreamedExperts):
         return sum(self._reader.load(layer, expert, away[expert][count % 2]) for expert in wanted)
 
     def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int:
-        """Reads the expert `new_expert` to the place of `evicted_expert`, which stayed until now. Returns the bytes read.
+        """Reads the expert `new_expert` to the place of `evicted_expert`, which stayed until now. Returns the
+        bytes read.
 
-        From now on `new_expert` stays and `evicted_expert` is streamed. No other thread may compute this layer meanwhile.
+        From now on `new_expert` stays and `evicted_expert` is streamed. No other thread may compute this
+        layer meanwhile.
         """
         place = self._static_places[layer, evicted_expert]
         size = self._reader.load(layer, new_expert, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Block
 from moesaic.models.kvcache.paged_kv import PagedKV
+from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import KVLayout
 from moesaic.offload.link import Link
 from moesaic.offload.parts import MicroBatch
@@ -188,3 +190,37 @@ class MovingCache(CacheAttention):
         before = batch.context_lens - np.diff(batch.query_starts)
         place = self._block_size * np.arange(batch.block_tables.shape[1])
         return place < before[:, None], place < batch.context_lens[:, None]
+
+
+class HybridCache:
+    """The `Cache` of a model of which some layers keep states: these stay where they are.
+
+    Another cache has the layers with keys and values.
+    """
+
+    def __init__(
+        self, paged_cache: Cache, states: StateCache, state_layers: Collection[int], num_layers: int
+    ) -> None:
+        self._paged_cache, self._states = paged_cache, states
+        kv_layers = [layer for layer in range(num_layers) if layer not in state_layers]
+        self._paged_layers = {layer: index for index, layer in enumerate(kv_layers)}
+        self._state_layers = {layer: index for index, layer in enumerate(sorted(state_layers))}
+
+    def attention(self, batch: TokenBatch) -> AttentionBatch:
+        return self._paged_cache.attention(batch)
+
+    def load(self, layer: int, part: MicroBatch) -> None:
+        if layer in self._paged_layers:
+            self._paged_cache.load(self._paged_layers[layer], part)
+
+    def attend(self, layer: int, block: Block, part: MicroBatch) -> None:
+        if layer in self._paged_layers:
+            self._paged_cache.attend(self._paged_layers[layer], block, part)
+            return
+        assert part.projections is not None
+        states = self._states.layer(self._state_layers[layer])
+        part.attention_output = block.recurrence(part.projections, states, part.attention)
+
+    def save(self, layer: int, part: MicroBatch) -> None:
+        if layer in self._paged_layers:
+            self._paged_cache.save(self._paged_layers[layer], part)

@@ -164,7 +164,8 @@ class Operations:
     def _exchange_experts(
         self, layer: int, pairs: IntArray, chosen_experts: list[int], missing_experts: list[int]
     ) -> list[int]:
-        """Loads experts that stay from now on. Returns those of `missing_experts` that remain to be loaded."""
+        """Loads experts that stay from now on. Returns those of `missing_experts` that remain to be
+        loaded."""
         assert self._exchanges is not None
         self._hot.learn(layer, pairs)
         found = self._hot.exchanges(layer, self._static[layer], missing_experts, chosen_experts)

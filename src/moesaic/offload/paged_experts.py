@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from moesaic.core.experts import PARTS, ExpertLayout
-from moesaic.kernels.weights import ExpertWeights
+from moesaic.kernels import weights
+from moesaic.kernels.weights import DeviceTable, ExpertWeights
 from moesaic.models.conversion import conversion_of
 from moesaic.offload.by_expert import Expert, Reader, StreamedByExpert, memory_of
 from moesaic.offload.converted_experts import ConvertingReader, dense_expert, dense_size
 from moesaic.offload.device import DeviceLink, DeviceMemory, pinned_memory
 from moesaic.offload.link import Link
-from moesaic.offload.page_table import PageTable
 from moesaic.offload.weights import Files, Memory, Plan
 
 BUFFERS = 2
 """Experts in pinned memory: one is copied to the device while the next one is read."""
+
+
+class PageTable:
+    """For each expert of a layer the addresses of its matrices on the device, 0 while it is not there.
+
+    An expert is computed from where it lies, so its matrices are never copied together. The kernels of a step
+    read the table when they run. So it may only be changed in turn with them, on the same stream.
+    """
+
+    def __init__(self, num_experts: int, parts: int, device: torch.device) -> None:
+        """parts: tensors of an expert, 3 or all of `kernels.weights.PARTS`."""
+        assert parts in (3, len(weights.PARTS))
+        self._host_table = torch.zeros(parts, num_experts, dtype=torch.int64, pin_memory=True)
+        self._device_table = torch.zeros(parts, num_experts, dtype=torch.int64, device=device)
+        self._placed_experts: ExpertWeights | None = None
+        self._resident_experts: Collection[int] = ()
+        self._addresses = np.zeros((parts, num_experts), np.int64)
+        self._pages: DeviceTable | None = None
+        self._weights: ExpertWeights | None = None
+
+    def select_experts(
+        self, placed_experts: ExpertWeights, resident_experts: frozenset[int]
+    ) -> ExpertWeights:
+        """The experts `resident_experts`, with this table, which has them and no others from now on.
+
+        placed_experts: all experts that have a place, whether they are there now or not. The device's copy is
+        written only if something changed. By then the one before must have been made.
+        """
+        if (
+            self._weights is None
+            or placed_experts is not self._placed_experts
+            or resident_experts != self._resident_experts
+        ):
+            if placed_experts is not self._placed_experts or self._pages is None:
+                self._addresses[:] = placed_experts.addresses
+                self._pages = placed_experts.table_over(self._device_table)
+            mask = np.zeros(self._addresses.shape[1], bool)
+            mask[list(resident_experts)] = True
+            np.multiply(self._addresses, mask, out=self._host_table.numpy())
+            self._device_table.copy_(self._host_table, non_blocking=True)
+            self._placed_experts, self._resident_experts = placed_experts, resident_experts
+            self._weights = replace(placed_experts.select(resident_experts), page_table=self._pages)
+        return self._weights
 
 
 class PagedExperts(StreamedByExpert):

@@ -102,9 +102,9 @@ def divide_by_rows(
 ) -> list[tuple[TokenBatch, IntArray]]:
     """Divides a batch into micro-batches of consecutive rows, at most `largest` each and similar in size.
 
-    Returns each micro-batch with the positions of its rows in `batch`. whole_sequences: no sequence is cut, and a
-    sequence with more than `largest` rows is a micro-batch of its own. Otherwise sequences may be cut. Then
-    the micro-batches must be computed in order in each layer, because later rows attend to earlier ones.
+    Returns each micro-batch with the positions of its rows in `batch`. whole_sequences: no sequence is cut,
+    and a sequence with more than `largest` rows is a micro-batch of its own. Otherwise sequences may be cut.
+    Then the micro-batches must be computed in order in each layer, because later rows attend to earlier ones.
     """
     if whole_sequences:
         return [
@@ -123,7 +123,8 @@ def divide_by_context(
 
     It is for a cache that is loaded per micro-batch. Returns each micro-batch with the positions of its rows
     in `batch`. contexts: [s] tokens of each sequence, with those of this step. A sequence with more than
-    `largest` new rows is cut, unless `whole_sequences`. A piece with a longer context is a micro-batch of its own.
+    `largest` new rows is cut, unless `whole_sequences`. A piece with a longer context is a micro-batch of its
+    own.
     """
     cuts, held = [0], 0
     starts = batch.query_starts.tolist()

@@ -176,8 +176,8 @@ class Passes:
         times: tuple[Timeline, Timeline],
         loaded_bytes: int,
     ) -> None:
-        """step_batch: the part of the batch that the step contains. times: of the first layer's load, and of the
-        task list."""
+        """step_batch: the part of the batch that the step contains. times: of the first layer's load, and of
+        the task list."""
         key = batch.num_rows > batch.num_sequences, parts, batch.num_sequences
         context = int(step_batch.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))

@@ -81,8 +81,8 @@ class ExpertPool:
     def load_experts(self, layer: int, expert_ids: Collection[int]) -> ExpertWeights:
         """The experts of a layer that are in memory, after reading those of `expert_ids` that were not.
 
-        expert_ids: at most `places` experts. The coldest experts of all layers leave for them. An earlier answer
-        must not be computed from any more.
+        expert_ids: at most `places` experts. The coldest experts of all layers leave for them. An earlier
+        answer must not be computed from any more.
         """
         here = self._resident[layer]
         missing = [expert for expert in sorted(expert_ids) if expert not in here]

@@ -115,7 +115,8 @@ class LocalPostAttention:
             self.divide(part, part.gate_output.expert_ids.cpu(), sorted(self._static[task.layer]))
 
     def divide(self, part: MicroBatch, expert_ids: torch.Tensor, fast_experts: Sequence[int]) -> None:
-        """Leave the pairs of other experts than `fast_experts` to the slow processor. expert_ids: [n, k] on the CPU."""
+        """Leave the pairs of other experts than `fast_experts` to the slow processor. expert_ids: [n, k] on
+        the CPU."""
         part.slow_expert_ids = expert_ids
         part.slow_pairs = np.flatnonzero(~np.isin(expert_ids.numpy(), fast_experts))
         part.answers = self._answers(part)

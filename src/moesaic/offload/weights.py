@@ -58,10 +58,10 @@ class Room(Protocol):
 class StreamedExperts:
     """The routed experts of every layer, in the data type of the files, which the kernels compute from.
 
-    static: layer -> the experts that stay on the fast level. owned_experts: layer -> the experts of this process;
-    None means all. Owned experts that are not static are streamed. One thread may call `load_*`; any thread
-    may call `experts`. A layer's turn `count` is pass * layers of the model + layer. The layer uses slot
-    count % 2, so the next layer is loaded while this one is computed from.
+    static: layer -> the experts that stay on the fast level. owned_experts: layer -> the experts of this
+    process; None means all. Owned experts that are not static are streamed. One thread may call `load_*`; any
+    thread may call `experts`. A layer's turn `count` is pass * layers of the model + layer. The layer uses
+    slot count % 2, so the next layer is loaded while this one is computed from.
 
     arena: memory for the experts. direct: False reads through the page cache (see DirectFile). link: set if
     the slow level is this machine's memory; the files are then in memory and copied over this link.

@@ -9,7 +9,7 @@ from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.stored import OF_EXPERTS
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
-from moesaic.planning.plan import NEAR, OVER_DISK
+from moesaic.planning.plan import NEAR_SHARE, OVER_DISK
 from moesaic.planning.search import MIB, Job, JobSearch
 from moesaic.planning.sizes import in_format
 from moesaic.policy.offloading.planner import SEARCHED, PolicySearch, SearchLimits
@@ -30,21 +30,21 @@ class Format:
 
     name: str
     """Type of the routed experts; see `core.stored.OF_EXPERTS`."""
-    experts: float
+    expert_bytes: float
     """Bytes of all routed experts."""
-    other: float
+    other_bytes: float
     """Bytes of everything else: see `sizes.in_format`."""
 
     @property
-    def weights(self) -> float:
+    def weight_bytes(self) -> float:
         """Bytes of the whole model."""
-        return self.experts + self.other
+        return self.expert_bytes + self.other_bytes
 
 
-def formats(model: ModelSizes, *more: str) -> list[Format]:
-    """The model in every type that experts can have. more: further types of numbers, such as float16."""
-    every = dict.fromkeys((*OF_EXPERTS, *more))
-    return [format_of(in_format(model, name, gpu=False), name) for name in every]
+def list_formats(model: ModelSizes, *extra_types: str) -> list[Format]:
+    """List the model in every type that experts can have. extra_types: types of numbers such as float16."""
+    types = dict.fromkeys((*OF_EXPERTS, *extra_types))
+    return [format_of(in_format(model, name, gpu=False), name) for name in types]
 
 
 def format_of(model: ModelSizes, name: str) -> Format:
@@ -70,7 +70,7 @@ class Fit:
 
     format: Format
     """The format of the checkpoint."""
-    loaded: str
+    loaded_type: str
     """Type of the routed experts in memory, which is another one where the kernels cannot read the format."""
     left: float
     """Bytes that are left after the weights. It is negative if these do not fit."""
@@ -82,24 +82,32 @@ class Fit:
     """Maximum tokens of one request. It is the model's context, or less if the cache has no room for that."""
 
     @property
-    def good(self) -> bool:
+    def can_serve(self) -> bool:
         """Whether the model can be served."""
         return self.longest > 0
 
 
-def fit(model: ModelSizes, one: Format, loaded: str, memory: Memory, context: int) -> Fit:
+def fit(model: ModelSizes, checkpoint_format: Format, loaded_type: str, memory: Memory, context: int) -> Fit:
     """Fit one format into memory. model: as it is in memory. context: maximum tokens of a request."""
     left = memory.free - model.weights
     worker = WorkerConfig(ModelConfig(model.name))
     token = model.layers * model.cache(1, memory.cache_number)
     size, budget = worker.cache.block_size, memory.cache_share * left
+    # Layers with states need a seat for each running request, and pages for snapshots of prefixes.
     if model.page:
         seats, snapshots = worker.state_room(budget - context * token, model.page, model.seat)
         budget -= seats * model.seat + (1 + seats + snapshots) * model.page
     blocks = worker.automatic_blocks(max(0.0, budget), size * token, context)
     tokens = blocks * size
     longest = min(context, tokens)
-    return Fit(one, loaded, left, tokens * token, tokens, longest if longest >= min(SHORTEST, context) else 0)
+    return Fit(
+        checkpoint_format,
+        loaded_type,
+        left,
+        tokens * token,
+        tokens,
+        longest if longest >= min(SHORTEST, context) else 0,
+    )
 
 
 @dataclass(frozen=True)
@@ -114,31 +122,31 @@ class Speed:
     """Generated tokens/s of all requests together, while they generate."""
 
 
-def lengths(context: int) -> tuple[int, int]:
+def choose_lengths(context: int) -> tuple[int, int]:
     """Tokens of a prompt and of an answer for a prediction."""
     generate = max(2, min(GENERATE, context // 2))
     return max(1, min(PROMPT, context - generate)), generate
 
 
-def speeds(
+def predict_speeds(
     model: ModelSizes, hardware: Hardware, cache_number: float, context: int, counts: Sequence[int]
 ) -> list[Speed]:
     """Predict the speed with everything on the fast level, by the cost model of `moesaic plan`.
 
     counts: numbers of requests at once. A number for which memory is too small is left out.
     """
-    pricing = Pricing(model, hardware, Workload(*lengths(context), cache_number))
-    found = []
+    pricing = Pricing(model, hardware, Workload(*choose_lengths(context), cache_number))
+    predictions = []
     for count in counts:
         limits = SearchLimits(("cgopipe",), largest_batch=count, fast_only=True)
         price = PolicySearch(pricing, replace(limits, micro_batch=count, micro_batches=1)).best()
         if price is not None:
-            found.append(Speed(count, price.prefill_throughput, price.decode_throughput))
-    return found
+            predictions.append(Speed(count, price.prefill_throughput, price.decode_throughput))
+    return predictions
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedJob:
     """How a job runs whose experts do not all fit on the fast level."""
 
     fast_memory: str
@@ -146,18 +154,20 @@ class Streamed:
     price: Price
 
 
-def streamed(model: ModelSizes, hardware: Hardware, cache_number: float, context: int) -> Streamed | None:
+def plan_streamed_job(
+    model: ModelSizes, hardware: Hardware, cache_number: float, context: int
+) -> StreamedJob | None:
     """Plan a job of REQUESTS requests with --fast-memory. None: it does not fit either."""
     gpu = hardware.slow.processor is not None
-    prompt, generate = lengths(context)
+    prompt, generate = choose_lengths(context)
     limits = SearchLimits(
         SEARCHED if gpu else OVER_DISK,
         largest_batch=REQUESTS,
         requests=REQUESTS,
         whole_cache=True,
-        near=NEAR,
+        near=NEAR_SHARE,
     )
     room = int(hardware.fast.room) // MIB
     job = Job(REQUESTS, prompt, generate, prompt + generate)
-    found = JobSearch(model, hardware, job, cache_number, limits).within(room * MIB)
-    return None if found is None else Streamed("auto" if gpu else f"{room}MiB", found[1])
+    result = JobSearch(model, hardware, job, cache_number, limits).find_policy(room * MIB)
+    return None if result is None else StreamedJob("auto" if gpu else f"{room}MiB", result[1])

@@ -23,25 +23,25 @@ from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.shard import Shard
 from moesaic.planning.search import Job, JobSearch
-from moesaic.planning.sizes import ROW_BYTES, of_checkpoint
+from moesaic.planning.sizes import ROW_BYTES, read_checkpoint_sizes
 from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.planner import SEARCHED, SearchLimits
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 SAMPLING = 14
 """Maximum number of copies of a row's logits in memory while its token is sampled."""
-NEAR = 0.01
+NEAR_SHARE = 0.01
 """Policies count as equal if their speeds differ by less than this share. Many do when the disk is the
 limit."""
 OVER_DISK: tuple[Schedule, ...] = ("cgopipe", "on-demand")
 """Schedules that work with a disk as the slow level, in the order of the search."""
-COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "split", "s2", "s3")
+CPU_SCHEDULES: tuple[Schedule, ...] = ("in-place", "split", "s2", "s3")
 """Schedules in which the CPU computes."""
-GATED_FIRST: tuple[Schedule, ...] = ("on-demand", "in-place", "split")
+GATE_FIRST_SCHEDULES: tuple[Schedule, ...] = ("on-demand", "in-place", "split")
 """Schedules that compute a layer's gates before they load any of its experts."""
-EXCHANGING: tuple[Schedule, ...] = ("on-demand", "split")
+EXCHANGING_SCHEDULES: tuple[Schedule, ...] = ("on-demand", "split")
 """Schedules in which experts on a GPU that are chosen often take the places of others."""
-OF_A_GROUP: tuple[Schedule, ...] = ("cgopipe",)
+GROUP_SCHEDULES: tuple[Schedule, ...] = ("cgopipe",)
 """Schedules for a group of processes.
 
 The ranks exchange rows between gate and experts, so gate and experts have to be one task.
@@ -49,7 +49,7 @@ The ranks exchange rows between gate and experts, so gate and experts have to be
 
 
 @dataclass(frozen=True)
-class Planned:
+class WorkerPlan:
     """A policy and its inputs. For a group of processes they are those of each rank."""
 
     model: ModelSizes
@@ -59,7 +59,7 @@ class Planned:
     worker: WorkerConfig
     """Settings of the worker that runs the policy."""
 
-    def predicted(self, done: PassStats, link: float | None = None) -> float:
+    def predict_seconds(self, pass_stats: PassStats, link: float | None = None) -> float:
         """Seconds that these passes should have taken, by the roofline of their rows.
 
         Logits are not included.
@@ -67,23 +67,28 @@ class Planned:
         link: bytes/s that the slow level reached, if known. None: the plan's figure.
         """
         hardware = self.hardware if link is None else self.hardware.with_link(link)
-        sequences = done.passes * done.sequences
+        sequences = pass_stats.passes * pass_stats.sequences
         policy = replace(
             self.price.policy,
-            micro_batch=math.ceil(done.sequences / done.micro_batches),
-            micro_batches=done.micro_batches,
+            micro_batch=math.ceil(pass_stats.sequences / pass_stats.micro_batches),
+            micro_batches=pass_stats.micro_batches,
         )
-        rows, context = done.rows + done.padding_rows, done.context + done.padding_context
-        tokens = rows if done.prefill else context
+        rows, context = (
+            pass_stats.rows + pass_stats.padding_rows,
+            pass_stats.context + pass_stats.padding_context,
+        )
+        tokens = rows if pass_stats.prefill else context
         workload = replace(self.price.workload, prompt=max(1, round(tokens / sequences)), generate=1)
         pricing = Pricing(replace(self.model, vocab=0), hardware, workload)
-        phase = pricing.prefill(policy, done.micro_batches) if done.prefill else pricing.step(policy)
-        return done.passes * phase.seconds + done.cold * pricing.durations.first_layer(policy)
+        phase = (
+            pricing.prefill(policy, pass_stats.micro_batches) if pass_stats.prefill else pricing.step(policy)
+        )
+        return pass_stats.passes * phase.seconds + pass_stats.cold * pricing.durations.first_layer(policy)
 
 
 def plan(
     worker: WorkerConfig, options: OffloadConfig, job: Job, hardware: Hardware, gpus: int = 0
-) -> Planned:
+) -> WorkerPlan:
     """Plan a worker: RAM over the checkpoint's disk, or a GPU over RAM.
 
     gpus: number of GPUs for the ranks. 0: the fast level is RAM. Raises ConfigError for
@@ -104,16 +109,16 @@ def plan(
         hardware = share_of_rank(hardware, ranks, gpus)
     cap = _cap(options, hardware, gpu)
     search = JobSearch(model, hardware, job, _cache_number(worker, model, gpu), limits)
-    found = search.within(cap)
-    if found is None:
-        least = search.least(cap)
+    result = search.find_policy(cap)
+    if result is None:
+        least = search.find_least_cap(cap)
         if least is None:
-            raise ConfigError(search.why_not(cap))
+            raise ConfigError(search.explain_misfit(cap))
         allowed = f"at least {least}MiB for {search.model.name} and these requests"
         raise ConfigError.field("--fast-memory", options.fast_memory, allowed)
-    pricing, price, tokens = found
-    settings = _padded(_settings(worker, pricing, price, tokens), job.padded)
-    return Planned(search.model, pricing.hardware, price, settings)
+    pricing, price, tokens = result
+    settings = _add_padding(_settings(worker, pricing, price, tokens), job.padded_length)
+    return WorkerPlan(search.model, pricing.hardware, price, settings)
 
 
 def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
@@ -125,9 +130,9 @@ def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
     registry.read_spec(path, Shard(0, parallel.tensor_parallel_size))
     if parallel.placement is None:
         return math.ceil(model.experts / parallel.tensor_parallel_size)
-    routed = registry.routed_model(path)
+    routed_model = registry.routed_model(path)
     placement = Placement.read(parallel.placement, parallel.tensor_parallel_size)
-    placement.check(routed.model, routed.layers, routed.num_experts)
+    placement.check(routed_model.model, routed_model.layers, routed_model.num_experts)
     return max(len(experts) for servers in placement.held.values() for experts in servers.values())
 
 
@@ -136,8 +141,8 @@ def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> No
     if gpu == (hardware.slow.processor is not None):
         return
     levels = "GPU memory over RAM" if gpu else "RAM over a disk, which computes nothing"
-    known = "a known GPU, or " if gpu else ""
-    allowed = f"{known}a file of `moesaic hardware measure --device {'cuda' if gpu else 'cpu'}`: {levels}"
+    known_gpu = "a known GPU, or " if gpu else ""
+    allowed = f"{known_gpu}a file of `moesaic hardware measure --device {'cuda' if gpu else 'cpu'}`: {levels}"
     raise ConfigError.field("--hardware", options.hardware, allowed)
 
 
@@ -150,20 +155,20 @@ def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
         return int(hardware.fast.room)
     cap = parse_bytes("--fast-memory", options.fast_memory)
     if gpu and cap > hardware.fast.memory:
-        most = f"at most {hardware.fast.memory / GIB:.1f} GiB, the memory of {hardware.name}"
-        raise ConfigError.field("--fast-memory", options.fast_memory, most)
+        limit = f"at most {hardware.fast.memory / GIB:.1f} GiB, the memory of {hardware.name}"
+        raise ConfigError.field("--fast-memory", options.fast_memory, limit)
     return cap
 
 
 def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> None:
     """Raises ConfigError for flags that the plan sets, and for schedules that this machine or group lacks."""
-    if options.offload_schedule in COMPUTED_BESIDE and not gpu:
+    if options.offload_schedule in CPU_SCHEDULES and not gpu:
         allowed = "auto, cgopipe, on-demand, s4, serial over a disk, which computes nothing"
         raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
     if gpu and worker.cache.kv_cache_dtype == "float16":
         allowed = "auto, bfloat16, float32, int8 with --fast-memory on a GPU: the CPU reads it, too"
         raise ConfigError.field("--kv-cache-dtype", "float16", allowed)
-    if worker.parallel.tensor_parallel_size > 1 and options.offload_schedule in GATED_FIRST:
+    if worker.parallel.tensor_parallel_size > 1 and options.offload_schedule in GATE_FIRST_SCHEDULES:
         allowed = f"auto, cgopipe, {'s2, s3, ' * gpu}s4, serial with --tensor-parallel-size"
         raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
     scheduler, cache = worker.scheduler, worker.cache
@@ -186,24 +191,24 @@ def longest_request(worker: WorkerConfig) -> int:
 
     Raises ConfigError for a --max-model-len above the model's own.
     """
-    own = registry.read_spec(files.resolve(worker.model.model, worker.model.revision)).max_position
-    given = worker.model.max_model_len or own
-    if given > own:
-        raise ConfigError.field("--max-model-len", given, f"at most {own}, the model's own")
-    return given
+    model_limit = registry.read_spec(files.resolve(worker.model.model, worker.model.revision)).max_position
+    max_model_len = worker.model.max_model_len or model_limit
+    if max_model_len > model_limit:
+        raise ConfigError.field("--max-model-len", max_model_len, f"at most {model_limit}, the model's own")
+    return max_model_len
 
 
 def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLimits:
     size = options.micro_batch_size
-    searched = OF_A_GROUP if ranks > 1 else SEARCHED if gpu else OVER_DISK
+    schedules = GROUP_SCHEDULES if ranks > 1 else SEARCHED if gpu else OVER_DISK
     return SearchLimits(
-        schedules=searched if options.offload_schedule == "auto" else (options.offload_schedule,),
+        schedules=schedules if options.offload_schedule == "auto" else (options.offload_schedule,),
         largest_batch=job.requests,
         micro_batch=None if size is None else int(min(size, job.requests)),
         micro_batches=options.micro_batches,
         requests=job.requests,
         whole_cache=True,
-        near=NEAR,
+        near=NEAR_SHARE,
     )
 
 
@@ -225,7 +230,7 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
         slow_cache=policy.slow_cache,
         fast_residual=policy.fast_residual,
         logit_rows=max(1, int(price.fast["workspace"] / logits)),
-        hot=pricing.hardware.slow.processor is not None and policy.schedule in EXCHANGING,
+        hot=pricing.hardware.slow.processor is not None and policy.schedule in EXCHANGING_SCHEDULES,
         prices=pricing.durations.split_prices() if policy.schedule == "split" else None,
     )
     scheduler = replace(
@@ -235,13 +240,14 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
     )
     states = policy.batch * (pricing.model.seat + pricing.model.page) + pricing.model.page
     size = math.ceil(tokens / block) * block * round(token) + math.ceil(states)
+    # --kv-cache-memory is that of all ranks together, and the plan's sizes are those of one.
     size *= worker.parallel.tensor_parallel_size
     cache = replace(worker.cache, kv_cache_memory=str(size))
     model = replace(worker.model, max_model_len=min(longest_request(worker), tokens))
     return replace(worker, model=model, cache=cache, scheduler=scheduler, offload=offload)
 
 
-def _padded(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
+def _add_padding(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
     """The settings with padding to `longest`, if that is given.
 
     With padding, prompts are computed completely, without a shared prefix.
@@ -259,17 +265,17 @@ def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
-    tied = registry.has_tied_embeddings(
+    has_tied_embeddings = registry.has_tied_embeddings(
         path
     )  # first, since it checks the sizes that are read without a check
     device = "cuda" if gpu else "cpu"
     kernels = table.pick(device, worker.model.kernels)
-    model = of_checkpoint(path, worker.model.model, kernels, worker.model.dtype, device)
-    model = replace(model, computed=ROW_BYTES, tied=tied)
+    model = read_checkpoint_sizes(path, worker.model.model, kernels, worker.model.dtype, device)
+    model = replace(model, computed=ROW_BYTES, tied=has_tied_embeddings)
     if profile is not None:
-        known = Profile.load(Path(profile))
-        known.check(registry.routed_model(path).model, profile)
-        model = replace(model, routing=Routing.of(known, model.experts, model.top_k))
+        routing_profile = Profile.load(Path(profile))
+        routing_profile.check(registry.routed_model(path).model, profile)
+        model = replace(model, routing=Routing.of(routing_profile, model.experts, model.top_k))
     return model
 
 

@@ -16,7 +16,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Choice, Load
 from moesaic.cost.hardware import Hardware
 from moesaic.planning.outlook import GENERATE, PROMPT
-from moesaic.planning.plan import Planned, longest_request, plan
+from moesaic.planning.plan import WorkerPlan, longest_request, plan
 from moesaic.planning.search import Job
 from moesaic.policy.offloading.pipeline import SCHEDULES, Schedule
 from moesaic.policy.offloading.policies import Policy, Workload
@@ -25,13 +25,13 @@ from moesaic.policy.offloading.pricing import Pricing
 LONGEST = 2048
 """Tokens of the longest request for which there is room, unless --max-model-len is given. There may be room
 for a longer one."""
-REVISED: tuple[Schedule, ...] = ("cgopipe", "on-demand")
+LOAD_SCHEDULES: tuple[Schedule, ...] = ("cgopipe", "on-demand")
 """Schedules among which the load decides."""
 CONTEXTS = (256, 1024, 4096)
 """Mean contexts in tokens at which steps are priced, up to the longest request."""
 
 
-def expected(worker: WorkerConfig) -> Job:
+def estimate_job(worker: WorkerConfig) -> Job:
     """The requests for which a server is planned: --max-num-seqs of a typical length at the same time."""
     longest = longest_request(worker)
     if worker.model.max_model_len is None:
@@ -41,70 +41,87 @@ def expected(worker: WorkerConfig) -> Job:
     return Job(worker.scheduler.max_num_seqs, prompt, generate, longest)
 
 
-def plan_server(worker: WorkerConfig, options: OffloadConfig, hardware: Hardware, gpus: int = 0) -> Planned:
+def plan_server(
+    worker: WorkerConfig, options: OffloadConfig, hardware: Hardware, gpus: int = 0
+) -> WorkerPlan:
     """Plan a server. Over a disk, experts that are chosen often stay, and the plan is revised by the load.
 
     Raises the errors of `plan`, and ConfigError for --pad.
     """
     if options.pad:
         raise ConfigError.field("--pad", "true", "false in serve, which does not know the longest prompt")
-    job = expected(worker)
+    job = estimate_job(worker)
     seats = replace(worker.scheduler, max_num_seqs=SchedulerConfig.max_num_seqs)
-    planned = plan(replace(worker, scheduler=seats), options, job, hardware, gpus)
-    offload = planned.worker.offload
+    worker_plan = plan(replace(worker, scheduler=seats), options, job, hardware, gpus)
+    offload = worker_plan.worker.offload
     assert offload is not None
     if gpus or worker.parallel.tensor_parallel_size > 1:
-        return planned
-    loads = _loads(planned)
-    offload = replace(offload, hot=True, loads=loads, choices=_choices(planned, options, loads))
-    return replace(planned, worker=replace(planned.worker, offload=offload))
+        return worker_plan
+    loads = _loads(worker_plan)
+    offload = replace(offload, hot=True, loads=loads, choices=_choices(worker_plan, options, loads))
+    return replace(worker_plan, worker=replace(worker_plan.worker, offload=offload))
 
 
-def _loads(planned: Planned) -> tuple[Load, ...]:
-    most, longest = planned.price.policy.batch, planned.worker.model.max_model_len
+def _loads(worker_plan: WorkerPlan) -> tuple[Load, ...]:
+    max_requests, longest = worker_plan.price.policy.batch, worker_plan.worker.model.max_model_len
     assert longest is not None
-    counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
-    contexts = [one for one in CONTEXTS if one < longest] or [longest]
+    counts = [2**power for power in range(max_requests.bit_length()) if 2**power < max_requests] + [
+        max_requests
+    ]
+    contexts = [length for length in CONTEXTS if length < longest] or [longest]
     return tuple(Load(count, context) for count in counts for context in contexts)
 
 
-def _choices(planned: Planned, options: OffloadConfig, loads: tuple[Load, ...]) -> tuple[Choice, ...]:
+def _choices(worker_plan: WorkerPlan, options: OffloadConfig, loads: tuple[Load, ...]) -> tuple[Choice, ...]:
     """The policies of which each is the fastest at one of the loads, with prices at all of them."""
     best: dict[tuple[str, int, int], Policy] = {}
     for load in loads:
-        pricing = _pricing(planned, load)
-        policies = list(_candidates(planned, options, pricing, load))
-        found = min(policies, key=lambda policy: pricing.step(policy).seconds)
-        best[found.schedule, found.micro_batch, found.likely_experts] = found
+        pricing = _pricing(worker_plan, load)
+        policies = list(_candidates(worker_plan, options, pricing, load))
+        fastest = min(policies, key=lambda policy: pricing.step(policy).seconds)
+        best[fastest.schedule, fastest.micro_batch, fastest.likely_experts] = fastest
     return tuple(
-        Choice(*key, tuple(_pricing(planned, load).step(_at(policy, load)).seconds for load in loads))
+        Choice(
+            *key,
+            tuple(_pricing(worker_plan, load).step(_fit_to_load(policy, load)).seconds for load in loads),
+        )
         for key, policy in best.items()
     )
 
 
-def _candidates(planned: Planned, options: OffloadConfig, pricing: Pricing, load: Load) -> Iterator[Policy]:
+def _candidates(
+    worker_plan: WorkerPlan, options: OffloadConfig, pricing: Pricing, load: Load
+) -> Iterator[Policy]:
     """Policies that fit into the memory as it is divided."""
-    base, given = planned.price.policy, options.offload_schedule
-    schedules = REVISED if given == "auto" else tuple(one for one in SCHEDULES if one == given)
+    base, schedule_name = worker_plan.price.policy, options.offload_schedule
+    schedules = (
+        LOAD_SCHEDULES
+        if schedule_name == "auto"
+        else tuple(name for name in SCHEDULES if name == schedule_name)
+    )
     sizes = [2**power for power in range(base.batch.bit_length())]
     if options.micro_batch_size is not None:
         sizes = [base.micro_batch]
     elif options.micro_batches is not None:
         sizes = [-(-load.requests // options.micro_batches)]
-    most = max(base.micro_batch, pricing.footprint.prefill_requests(base) * planned.price.workload.prompt)
+    max_rows = max(
+        base.micro_batch, pricing.footprint.prefill_requests(base) * worker_plan.price.workload.prompt
+    )
     for schedule in schedules:
         for size in sizes:
-            if size <= most:
-                policy = _at(replace(base, schedule=schedule, micro_batch=size, likely_experts=0), load)
-                guessed = pricing.durations.likely_experts(policy) if schedule == "on-demand" else 0
-                yield replace(policy, likely_experts=guessed)
+            if size <= max_rows:
+                policy = _fit_to_load(
+                    replace(base, schedule=schedule, micro_batch=size, likely_experts=0), load
+                )
+                likely_experts = pricing.durations.likely_experts(policy) if schedule == "on-demand" else 0
+                yield replace(policy, likely_experts=likely_experts)
 
 
-def _at(policy: Policy, load: Load) -> Policy:
+def _fit_to_load(policy: Policy, load: Load) -> Policy:
     """The policy with as many micro-batches as the load has."""
     return replace(policy, micro_batches=-(-load.requests // policy.micro_batch))
 
 
-def _pricing(planned: Planned, load: Load) -> Pricing:
-    workload = Workload(load.context, 1, planned.price.workload.cache_number)
-    return Pricing(replace(planned.model, vocab=0), planned.hardware, workload)
+def _pricing(worker_plan: WorkerPlan, load: Load) -> Pricing:
+    workload = Workload(load.context, 1, worker_plan.price.workload.cache_number)
+    return Pricing(replace(worker_plan.model, vocab=0), worker_plan.hardware, workload)

@@ -31,35 +31,35 @@ def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def by_config(raw: Mapping[str, Any], name: str) -> ModelSizes:
+def read_config_sizes(raw: Mapping[str, Any], name: str) -> ModelSizes:
     """The sizes in a parsed config.json alone.
 
     Raises CheckpointError for what `cost.reading.read` refuses, and for an unknown quantisation.
     """
-    stored = registry.quantised_type(dict(raw))
-    if stored is None:
+    expert_type = registry.quantised_type(dict(raw))
+    if expert_type is None:
         return read(raw, name)
-    return converted(read(without_quantization(raw), name), stored, raw)
+    return convert_sizes(read(without_quantization(raw), name), expert_type, raw)
 
 
-def converted(model: ModelSizes, stored: str, raw: Mapping[str, Any]) -> ModelSizes:
-    """The sizes on a CPU with quantised experts that become `stored`, where the files are not here.
+def convert_sizes(model: ModelSizes, expert_type: str, raw: Mapping[str, Any]) -> ModelSizes:
+    """The sizes on a CPU with quantised experts that become `expert_type`, where the files are not here.
 
     raw: the parsed config.json, which says what files have of an expert.
     """
-    found = in_format(model, stored, gpu=False)
-    scratch = scratch_of(stored, found.hidden * found.expert_width)
-    size = read_by_config(raw, found.hidden, found.expert_width)
-    read = None if size is None else float(size) + 4.0 * found.expert_biases
-    return replace(found, conversion=stored, read=read, staging=(read or found.expert_bytes) + scratch)
+    sizes = in_format(model, expert_type, gpu=False)
+    scratch = scratch_of(expert_type, sizes.hidden * sizes.expert_width)
+    size = read_by_config(raw, sizes.hidden, sizes.expert_width)
+    read = None if size is None else float(size) + 4.0 * sizes.expert_biases
+    return replace(sizes, conversion=expert_type, read=read, staging=(read or sizes.expert_bytes) + scratch)
 
 
-def decompressed(model: ModelSizes) -> ModelSizes:
+def decompress_sizes(model: ModelSizes) -> ModelSizes:
     """The sizes where compressed experts are decompressed on their way to the fast level."""
     return replace(model, compressed=False, conversion=DECOMPRESSED)
 
 
-def of_checkpoint(
+def read_checkpoint_sizes(
     path: Path, name: str, kernels: Kernels, dtype: str = "auto", device: str = "cpu"
 ) -> ModelSizes:
     """The sizes of a checkpoint. The files say what quantised experts and those in columns take.
@@ -67,22 +67,24 @@ def of_checkpoint(
     device: of the fast level, "cpu" or "cuda"; `kernels` are its kernels.
     """
     raw = files.read_config(path)
-    model = by_config(raw, name)
-    quantised = registry.quantised_type(raw) is not None
-    if not (quantised or model.compressed) and raw.get("model_type") not in IN_COLUMNS:
+    model = read_config_sizes(raw, name)
+    is_quantized = registry.quantised_type(raw) is not None
+    if not (is_quantized or model.compressed) and raw.get("model_type") not in IN_COLUMNS:
         return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
     layout = registry.expert_layout(path, kernels, device, dtype)
-    if quantised:
+    if is_quantized:
         model = replace(in_format(model, layout.largest, gpu=False), tied=registry.has_tied_embeddings(path))
-        outside = registry.bytes_outside_experts(path, kernels, dtype, device)
-        model = replace(model, number=outside / model.outside, quantized=layout.largest)
+        other_bytes = registry.bytes_outside_experts(path, kernels, dtype, device)
+        model = replace(model, number=other_bytes / model.outside, quantized=layout.largest)
     elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
     model = replace(model, compressed=layout.dtype == COMPRESSED)
-    found = conversion_of(Headers(path), layout)
-    if found is None:
+    conversion = conversion_of(Headers(path), layout)
+    if conversion is None:
         return model
-    model = replace(model, conversion=found.name, read=float(found.read), staging=float(found.staging))
+    model = replace(
+        model, conversion=conversion.name, read=float(conversion.read), staging=float(conversion.staging)
+    )
     return model if device == "cpu" else over_ram(model)
 
 
@@ -121,8 +123,12 @@ def _number(model: ModelSizes, name: str) -> float:
     kind, plain = of_matrices(name)[0], NUMBER_BYTES["bfloat16"]
     if kind not in QUANTIZED or name == "mxfp4":
         return float(NUMBER_BYTES.get(name, plain))
-    one, wide = model.attention, model.gates
-    if isinstance(one, Latent):
-        wide += model.layers * one.heads * (one.straight + one.value) * one.rank
-    stored = row_bytes(kind, BLOCK) / BLOCK * (model.outside - wide - model.embeddings)
-    return (stored + NUMBER_BYTES["float32"] * wide + plain * model.embeddings) / model.outside
+    attention, num_float32 = model.attention, model.gates
+    if isinstance(attention, Latent):
+        num_float32 += (
+            model.layers * attention.heads * (attention.straight + attention.value) * attention.rank
+        )
+    quantized_bytes = row_bytes(kind, BLOCK) / BLOCK * (model.outside - num_float32 - model.embeddings)
+    return (
+        quantized_bytes + NUMBER_BYTES["float32"] * num_float32 + plain * model.embeddings
+    ) / model.outside

@@ -1,4 +1,7 @@
-"""`python -m moesaic.runtime`: the process of one attention worker, started by the supervisor."""
+"""`python -m moesaic.runtime`: the process of one attention worker, started by the supervisor.
+
+Question: What does SIGTERM do?
+"""
 
 from __future__ import annotations
 

@@ -1,26 +1,30 @@
 """The parts of a worker whose model is in memory. Its routed experts are in this process or on servers.
 
-Question: Where is a schedule (`--schedule`) written, and where is it built?
+Question: How is a schedule (`--schedule`) added, and where is it built?
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from moesaic.config import WorkerConfig
-from moesaic.core import paced
+from moesaic.core import curves, paced
+from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Layout
 from moesaic.core.metrics import ExpertStats
+from moesaic.core.tokens import TokenBatch
+from moesaic.cost.curves import of_device
+from moesaic.experts import measuring
 from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connector import Connector, as_it_is
-from moesaic.experts.pacing import Pacing
+from moesaic.experts.pacing import Pace, Pacing
 from moesaic.experts.remote import RemoteExperts
 from moesaic.gpu.exchange.exchanged_step import ExchangedRunner
 from moesaic.gpu.exchange.full_graphs import Asked, check_full_graphs, full_graphs
@@ -30,7 +34,7 @@ from moesaic.gpu.ipc.device_rows import WorkerRows
 from moesaic.models.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.minimum_batch import Decisions
+from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
@@ -39,7 +43,6 @@ from moesaic.policy.scheduling.schedulers.server_setup import IN_ROUNDS, SEPARAT
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import block_pool, cache_size_of
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.device_curves import curves_of
 from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.model_loading import (
     LoadedModel,
@@ -53,9 +56,15 @@ from moesaic.runtime.predicting import LayerPredictor
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
-from moesaic.runtime.step.paced import PacedRunner
 from moesaic.runtime.step.recorded import RecordedRunner
-from moesaic.runtime.step.running_step import Combine, SegmentRunner, StepRunner
+from moesaic.runtime.step.running_step import (
+    Combine,
+    RunningStep,
+    SegmentRunner,
+    StepGenerator,
+    StepResult,
+    StepRunner,
+)
 from moesaic.runtime.step.stages import BlockStages, SharedHeads
 from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.tracing import observer_of
@@ -282,3 +291,75 @@ def _device_rows(config: WorkerConfig, device: torch.device) -> WorkerRows | Non
         allowed = f"auto, shm, socket with --device {device.type}"
         raise ConfigError.field("--transport", "cuda_ipc", allowed)
     return WorkerRows(device, device_sharing.sharing(device))
+
+
+def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -> DeviceCurves:
+    """The curves of the modelled device, of the file that is given, or of the device that computes.
+
+    A worker decides by them which of its rows run alone (`policy.scheduling.minimum_batch`). A GPU that is
+    not known has those of a CPU, but shares nothing.
+    """
+    if config.paced is not None:
+        return paced.read(Path(config.paced)).curves
+    if config.policy_file is not None:
+        return curves.read(Path(config.policy_file))
+    model, size = loaded.model, torch.empty(0, dtype=loaded.dtype).element_size()
+    others = replace(model, experts={}).num_bytes / size / model.spec.num_layers
+    expert = 3.0 * layout.hidden * layout.width
+    if loaded.device.type != "cuda":
+        return cpu_curves(expert, others, loaded.threads, _ratio(loaded))
+    known = of_device(torch.cuda.get_device_name(loaded.device), expert, others, size)
+    return known or replace(cpu_curves(expert, others), shared=False)
+
+
+def _ratio(loaded: LoadedModel) -> float | None:
+    """Rows for which the LM head is computed for as long as its weights are read."""
+    model = loaded.model
+
+    def run(rows: int) -> None:
+        with torch.inference_mode():
+            model.logits(torch.full((rows, model.spec.hidden_size), 0.01, device=loaded.device))
+
+    sizes = tuple(model.head.shape)
+    known = {"kernels": loaded.kernels.name, "threads": loaded.threads, "sizes": sizes}
+    return measuring.ratio(run, {**known, "type": str(loaded.dtype)})
+
+
+@dataclass(frozen=True)
+class PacedRunner:
+    """A `SegmentRunner` that holds each segment of a step until the modelled device would have finished.
+
+    It is a test instrument (`core.paced`).
+    """
+
+    runner: SegmentRunner
+    curve: Curve
+    pace: Pace
+
+    def begin(self, batch: TokenBatch) -> RunningStep:
+        """See `SegmentRunner`."""
+        return self._held(self.runner.begin(batch), batch)
+
+    def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
+        """See `SegmentRunner`."""
+        return self._held(self.runner.begin_at_segment(segment, batch, hidden), batch)
+
+    def _held(self, step: RunningStep, batch: TokenBatch) -> RunningStep:
+        seconds = self.curve.seconds(batch.num_rows)
+        return step.around(lambda generator: _holding(generator, seconds, self.pace))
+
+
+def _holding(generator: StepGenerator, seconds: float, pace: Pace) -> StepGenerator:
+    """The same step. Before each request, and before the result, `seconds` of the modelled device pass."""
+    answer: torch.Tensor | None = None
+    while True:
+        began = pace.now
+        try:
+            request = generator.send(answer)
+        except StopIteration as end:
+            pace.hold(began, seconds)
+            result: StepResult = end.value
+            return result
+        pace.hold(began, seconds)
+        yield request
+        answer = yield generator.send(None)

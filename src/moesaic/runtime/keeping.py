@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from moesaic.gpu.nvshmem.package import Membership
+from moesaic.core.job_membership import JobMembership
 from moesaic.runtime.machine import trim_freed_memory
 from moesaic.runtime.model_loading import LoadedModel
 
@@ -24,8 +24,8 @@ class KeptModel:
     def __init__(self) -> None:
         self.made = 0
         """Models that were loaded."""
-        self.nvshmem = Membership()
-        """Of this process in an NVSHMEM job."""
+        self.membership = JobMembership()
+        """Of this process in a job of GPUs."""
         self._loaded: LoadedModel | None = None
         self._of: object = None
         """The settings and files that `_loaded` depends on."""

@@ -23,8 +23,7 @@ from moesaic.models import files
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
 from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory
-from moesaic.models.kvcache.paged_kv import PagedKV
-from moesaic.models.kvcache.split import SplitKV
+from moesaic.models.kvcache.paged_kv import PagedKV, SplitKV
 from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import ModelSpec
 from moesaic.offload.arena import Arena

@@ -22,8 +22,7 @@ from moesaic.models.conversion import conversion_of, sizes_of
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, Headers
 from moesaic.models.spec import ModelSpec
 from moesaic.offload import converted_experts
-from moesaic.offload.caches import Cache, MovingCache, ResidentCache
-from moesaic.offload.hybrid import HybridCache
+from moesaic.offload.caches import Cache, HybridCache, MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
 from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padding

@@ -1,4 +1,7 @@
-"""The life of an attention worker's process: loading, serving, the end."""
+"""The life of an attention worker's process: loading, serving, the end.
+
+Question: How does the process of an attention worker start and end?
+"""
 
 from __future__ import annotations
 

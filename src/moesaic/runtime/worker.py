@@ -1,4 +1,7 @@
-"""A worker's loop: an event arrives, the scheduler returns actions, the executor carries them out."""
+"""A worker's loop: an event arrives, the scheduler returns actions, the executor carries them out.
+
+Question: Where is the main loop of an attention worker?
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fastapi import Depends
 
 from moesaic.config import CorsConfig
-from moesaic.server import chat, completions, docs_page, elastic, models, status, tokens, watching, web_page
+from moesaic.server import chat, completions, docs_page, elastic, status, tokens, watching, web_page
 from moesaic.server.anthropic import routes as anthropic
 from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.cors import Cors
@@ -53,8 +53,8 @@ def create_app(
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]
-    modules = (completions, chat, openai_responses, anthropic, tokens, models, elastic, watching)
-    routers = [module.router for module in modules]
+    modules = (completions, chat, openai_responses, anthropic, tokens, elastic, watching)
+    routers = [*(module.router for module in modules), status.models_router]
     for router in [*routers, tokens.info_router] if tokenizer_info else routers:
         app.include_router(router, dependencies=key_needed)
     app.include_router(status.router)

@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions"""
+"""POST /v1/chat/completions
+
+Question: What answers /v1/chat/completions?
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from moesaic.core.errors import RequestError
+from moesaic.core.reasoning import ReasoningBudget
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob, TokenRoute
 from moesaic.server.answers import Answer, Reading
 from moesaic.server.async_engine import Stream
@@ -27,7 +31,6 @@ from moesaic.server.prompts import (
     require_few_entries,
     require_few_scores,
 )
-from moesaic.server.reasoning import with_budget
 from moesaic.server.requests import ChatRequest, ToolChoice
 from moesaic.server.responses import (
     ChatChoice,
@@ -46,6 +49,7 @@ from moesaic.server.tools import callable_tools, with_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
+FIELD = "thinking_token_budget"
 
 
 @router.post(
@@ -289,3 +293,26 @@ class Reply:
         if self._body.streams_usage:
             chunk.usage = usage
         return chunk
+
+
+def with_budget(
+    params: SamplingParams, body: ChatRequest, reading: Reading, service: Service
+) -> SamplingParams:
+    """`params` with the budget of the reasoning, if the request has one.
+
+    Raises RequestError for a model whose reasoning is not told apart, and for one that may not end it.
+    """
+    wanted = body.thinking_token_budget
+    if wanted is None or wanted < 0:
+        return params
+    span = reading.formats.span(reading.tools, reading.inside)
+    if span is None:
+        what = "reasoning is not told apart in the answers of this model"
+        allowed = "a server with --reasoning-parser NAME, or -1"
+        raise RequestError(f"{FIELD}: got {wanted}, but {what}; allowed: {allowed}", FIELD)
+    end = tuple(service.tokenizer.encode(span.endings[0], add_special_tokens=False))
+    if params.allowed_token_ids is not None and not set(end) <= set(params.allowed_token_ids):
+        what = f"with {FIELD} they need the tokens {list(end)}, which end the reasoning"
+        raise RequestError(f"allowed_token_ids: {what}", "allowed_token_ids")
+    budget = ReasoningBudget(wanted, span.opening, span.endings, end, span.inside, span.anywhere)
+    return replace(params, reasoning=budget)

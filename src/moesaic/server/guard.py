@@ -2,7 +2,7 @@
 
 That happens before any route sees the request.
 
-Question: Who may call what: keys, hosts, sizes, body times?
+Question: Who may call the API: keys, hosts, sizes and times of bodies?
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A web page can make its own name resolve to 127.0.0.1 (DNS rebinding), and then call a server on its reader's
 machine as if it were its own. The header Host still has the page's name.
 
-Question: Who may call what: keys, hosts, sizes, body times?
+Question: Who may call the API: keys, hosts, sizes and times of bodies?
 """
 
 from __future__ import annotations

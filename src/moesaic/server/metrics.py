@@ -12,11 +12,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from moesaic.core.metrics import BlockStats, GroupStats, SpeculationStats, StateStats, TransferStats
+from moesaic.core.metrics import (
+    BlockStats,
+    ExpertStats,
+    GroupStats,
+    SpeculationStats,
+    StateStats,
+    TransferStats,
+)
 from moesaic.core.request import FinishReason
 from moesaic.core.speculation import COUNTS, break_even
 from moesaic.engine import EngineStats
-from moesaic.server import offload_metrics
 from moesaic.server.meter import Distribution, Meter
 
 OWN = "moesaic:"
@@ -37,6 +43,7 @@ OF_VLLM = frozenset(
 """Metrics that mean the same as those of this name in vLLM."""
 
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+LABELS = ("model_name",)
 
 
 class EngineCollector(Collector):
@@ -86,7 +93,7 @@ class EngineCollector(Collector):
         yield from self._speculation(worker.speculation)
         yield from self._group(worker.experts.group)
         yield from self._transfers(worker.transfers)
-        yield from offload_metrics.families(worker.experts, self._model_name)
+        yield from offload_families(worker.experts, self._model_name)
         yield from self._distributions(meter)
 
     def _distributions(self, meter: Meter) -> Iterator[HistogramMetricFamily]:
@@ -237,3 +244,37 @@ def registry_of(collector: EngineCollector) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return registry
+
+
+def offload_families(
+    stats: ExpertStats, model_name: str
+) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    """Metrics of what --fast-memory reads, what it finds in memory, and how decode steps are computed now.
+
+    They are 0 where all of a model is in memory.
+    """
+    found, plan = stats.residency, stats.plan
+    text = "Bytes of experts by the level that had them: read from slow, or in fast memory when chosen."
+    family = CounterMetricFamily("moesaic:expert_bytes", text, labels=[*LABELS, "level"])
+    family.add_metric([model_name, "slow"], found.loaded_bytes)
+    family.add_metric([model_name, "fast"], found.held_bytes)
+    yield family
+    for name, text, value in (
+        ("chosen_experts", "Experts that steps chose, where experts are loaded by choice.", found.chosen),
+        ("chosen_experts_in_memory", "Experts of chosen_experts that were in fast memory.", found.hits),
+        ("expert_exchanges", "Experts that took the place of one chosen less often.", found.exchanges),
+        ("plan_revisions", "Times that --fast-memory was planned anew for another load.", plan.revisions),
+    ):
+        counter = CounterMetricFamily(f"moesaic:{name}", text, labels=LABELS)
+        counter.add_metric([model_name], value)
+        yield counter
+    text = "Decode steps by how they load experts: those that were chosen, or all in pages."
+    family = CounterMetricFamily("moesaic:offloaded_decode_steps", text, labels=[*LABELS, "schedule"])
+    family.add_metric([model_name, "on-demand"], plan.on_demand)
+    family.add_metric([model_name, "paged"], plan.paged)
+    yield family
+    gauge = GaugeMetricFamily(
+        "moesaic:micro_batch_size", "Requests of a micro-batch of --fast-memory.", labels=LABELS
+    )
+    gauge.add_metric([model_name], plan.micro_batch)
+    yield gauge

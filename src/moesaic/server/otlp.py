@@ -3,7 +3,7 @@
 Names of spans and attributes are those of vLLM and of OpenTelemetry's conventions for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai). No span contains text of a prompt or of an answer.
 
-Question: What has the OpenTelemetry span of a request, and who sends it?
+Question: What is in the OpenTelemetry span of a request, and who sends it?
 """
 
 from __future__ import annotations

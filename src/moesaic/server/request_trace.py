@@ -2,7 +2,7 @@
 
 The numbers are those that metrics need anyway: a trace costs nothing for each token.
 
-Question: What has the OpenTelemetry span of a request, and who sends it?
+Question: What is in the OpenTelemetry span of a request, and who sends it?
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes that report the server's state and need no key: /health, /ping, /metrics, /version."""
+"""Routes that report the server's state and need no key, such as /health and /metrics, and /v1/models."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from moesaic.server.documentation import errors
-from moesaic.server.responses import Health, Version
-from moesaic.server.service import Serving
+from moesaic.server.responses import Health, ModelCard, ModelList, Version
+from moesaic.server.service import Service, Serving
 
 router = APIRouter()
+models_router = APIRouter()
 
 
 @router.get("/health", responses=errors(503))
@@ -36,4 +37,29 @@ async def metrics(request: Request) -> Response:
     """The metrics in Prometheus' text format."""
     return Response(
         generate_latest(request.app.state.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+    )
+
+
+@models_router.get("/v1/models", responses=errors(401, 503))
+async def list_models(service: Serving) -> ModelList:
+    """The served model, once for each of its names."""
+    return ModelList(object="list", data=[_card(service, name) for name in service.names])
+
+
+@models_router.get("/v1/models/{model_id:path}", responses=errors(401, 404, 503))
+async def get_model(model_id: str, service: Serving) -> ModelCard:
+    """The served model, if `model_id` is one of its names."""
+    card = _card(service, model_id)
+    service.require_model(model_id)
+    return card
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    info = service.engine.require_serving()
+    return ModelCard(
+        id=name,
+        object="model",
+        created=int(service.started),
+        owned_by="moesaic",
+        max_model_len=info.max_model_len,
     )

@@ -1,6 +1,7 @@
 """Decodes token ids into text while they are generated.
 
 Question: Which special tokens stay in an answer's text?
+Question: How are an answer's tokens turned into text while they stream?
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 For each stop string it knows the longest beginning with which the text ends (Knuth, Morris, Pratt 1977). So a
 character costs the same however much text is held back, and nothing is compared twice.
+
+Question: Who looks for stop strings?
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
 from moesaic.models.gguf.header import is_gguf
 from moesaic.text import gguf_tokenizer, tiktoken_model
-from moesaic.text.templates import content, continuation, named_templates
+from moesaic.text.templates import content
 from moesaic.text.templates.pool import Renderers
 from moesaic.text.templates.renderer import Limits
 from moesaic.text.tiktoken_model import byte_level_alphabet as byte_level_alphabet
@@ -26,6 +26,7 @@ REPLACEMENT = "\ufffd"
 ALLOW = "--allow-special-tokens-in-content"
 MOST_SETTINGS = 16 << 20
 """Largest tokenizer_config.json in bytes. Real ones have less than one MB, with thousands of added tokens."""
+DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
 
 
 class Tokenizer:
@@ -221,7 +222,7 @@ class Tokenizer:
         for name in variables:
             if name in own:
                 raise RequestError(f"chat_template_kwargs: {name!r} cannot be set", "chat_template_kwargs")
-        messages = continuation.marked(plain) if continue_final_message else plain
+        messages = content.mark_end(plain) if continue_final_message else plain
         try:
             # transformers always sets tools and documents
             text = self._template.render(
@@ -231,7 +232,7 @@ class Tokenizer:
             does = f"refuses them: {error}" if error.refused else str(error)
             code = "context_length_exceeded" if error.too_long and most is not None else None
             raise RequestError(f"messages: the chat template {does}", "messages", code) from error
-        return continuation.cut_at_mark(text) if continue_final_message else text
+        return content.cut_at_mark(text) if continue_final_message else text
 
     def _unwritten(self, ids: Sequence[int], text: str) -> str | None:
         """A special token in `ids` that is not written in `text`, or None.
@@ -314,7 +315,7 @@ class Tokenizer:
         """The source of the chat template, or None, and where it was found."""
         source: Any = self.settings.get("chat_template")
         if isinstance(source, list):
-            source = named_templates.joined(source)
+            source = join_named_templates(source)
         file = override or path / "chat_template.jinja"
         if override is not None and not file.is_file():
             raise ConfigError.field("--chat-template", str(file), "a file with a Jinja template")
@@ -391,3 +392,57 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file}: not a JSON object")
     return settings
+
+
+def join_named_templates(listed: Sequence[Any]) -> Any:
+    """The template that chooses among `listed`, which are {"name", "template"}. None if neither is there.
+
+    Without `tool_use`, or without `default`, it is the other one. One that is no text is returned as it is.
+    """
+    named = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
+    default, tools = named.get(DEFAULT_TEMPLATE), named.get(TOOLS_TEMPLATE)
+    if default is None or tools is None:
+        return default if tools is None else tools
+    if not isinstance(default, str) or not isinstance(tools, str):
+        return default if isinstance(tools, str) else tools
+    # "+" keeps the white space that Jinja would drop around these tags. It drops a newline at the end.
+    first, second = tools.removesuffix("\n"), default.removesuffix("\n")
+    return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
+
+
+class BadWords:
+    """The token sequences of texts. It remembers the last texts, which all prompts of a call share."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._words: tuple[str, ...] = ()
+        self._sequences: tuple[tuple[int, ...], ...] = ()
+
+    def sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """One or two sequences for each text: as it stands at the beginning of an answer and after a space.
+
+        The second one counts only if it has another first token and as many tokens. Raises RequestError for a
+        text without tokens.
+        """
+        if tuple(words) != self._words:
+            found = [sequence for word in words for sequence in self._of(word)]
+            self._words, self._sequences = tuple(words), tuple(dict.fromkeys(found))
+        return self._sequences
+
+    def _of(self, word: str) -> list[tuple[int, ...]]:
+        text = word.lstrip()
+        plain = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        if not plain:
+            raise RequestError(f"bad_words: got {word!r}; allowed: texts of at least one token", "bad_words")
+        spaced = tuple(self._tokenizer.encode(" " + text, add_special_tokens=False))
+        return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]
+
+
+def check_some_token_is_left(
+    sequences: Sequence[Sequence[int]], allowed: Sequence[int] | None, vocab_size: int
+) -> None:
+    """Raises RequestError if the sequences of one token forbid every allowed token."""
+    banned = {sequence[0] for sequence in sequences if len(sequence) == 1}
+    if banned and (banned.issuperset(allowed) if allowed is not None else len(banned) >= vocab_size):
+        what = "every token" if allowed is None else "every token of allowed_token_ids"
+        raise RequestError(f"bad_words: got words that forbid {what}; allowed: fewer", "bad_words")

@@ -1,6 +1,8 @@
 """Log lines: time, level, process, the request that they belong to, message.
 
 Example: "2026-11-25 20:32:31.123 WARNING attention worker 4711 [chat-17]: request 3 ended: ...".
+
+Question: Where are log lines formatted?
 """
 
 from __future__ import annotations

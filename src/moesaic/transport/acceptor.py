@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -17,7 +18,6 @@ from typing import Generic, TypeVar
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
-from moesaic.transport.line_limit import LineLimit
 
 _log = logging.getLogger(__name__)
 
@@ -161,3 +161,47 @@ def _shut(sock: socket.socket) -> None:
     """Shut the socket down, which wakes the thread that reads from it."""
     with contextlib.suppress(OSError):  # the peer closed first
         sock.shutdown(socket.SHUT_RDWR)
+
+
+class LineLimit:
+    """Returns the lines to log: the first at once, then at most one in `seconds`, which counts the others.
+
+    So a port scan does not fill the log. `now` is always the time in seconds on one monotonic clock.
+
+    >>> limit = LineLimit(seconds=10.0)
+    >>> limit.add("refused A", now=0.0)
+    'refused A'
+    >>> limit.add("refused B", now=1.0)
+    >>> limit.add("refused C", now=2.0)
+    >>> limit.due(now=10.0)
+    'refused C (the last of 2 such lines in 10 s)'
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._logged = -math.inf
+        """Time of the last line."""
+        self._held, self._count = "", 0
+        """The latest line that was not logged, and how many there are."""
+
+    def add(self, line: str, now: float) -> str | None:
+        """Add a line. Returns what to log now, or None."""
+        if not self._count and now - self._logged >= self._seconds:
+            self._logged = now
+            return line
+        self._held, self._count = line, self._count + 1
+        return self.due(now)
+
+    def due(self, now: float) -> str | None:
+        """The line for those that were held back, once it is time for it. None otherwise."""
+        return self.rest(now) if now - self._logged >= self._seconds else None
+
+    def rest(self, now: float) -> str | None:
+        """The line for those that were held back. None if there are none."""
+        count, passed = self._count, now - self._logged
+        if not count:
+            return None
+        self._logged, self._count = now, 0
+        if count == 1:
+            return self._held
+        return f"{self._held} (the last of {count} such lines in {math.ceil(passed)} s)"

@@ -1,6 +1,6 @@
 """Connects and listens: makes a Caller or an Answerer from an address and a secret.
 
-Question: Which transport does an address stand for, and where is a new one connected?
+Question: How is a transport added, and which one does an address stand for?
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.gpu.exchange.lifeline import Lifeline
-from moesaic.gpu.exchange.mailbox import MailboxClient, MailboxServer, accept_mailbox, confirm, make_mailbox
-from moesaic.gpu.ipc.device_calls import DeviceAnswerer
-from moesaic.gpu.ipc.device_heap import SharedMemory
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import (
+    SHARED,
     Deadline,
     Terms,
     check_secret,
@@ -30,14 +29,14 @@ from moesaic.transport.authentication import (
     prove_as_server,
     read_exactly,
 )
-from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, MIN_HEAP, Answerer, Caller
+from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
 from moesaic.transport.host import advertised, this_host
 from moesaic.transport.host_watch import watch
 from moesaic.transport.nixl_link import check_installed
 from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller, meet
-from moesaic.transport.sealed_socket import Wire, wire
+from moesaic.transport.sealed_socket import wire
+from moesaic.transport.sealing import Keys
 from moesaic.transport.sockets import StreamAnswerer, StreamCaller
-from moesaic.transport.words import Word, hear, say
 
 try:
     from moesaic.transport import shm
@@ -49,13 +48,33 @@ HANDSHAKE_SECONDS = 10.0
 MAX_PENDING = 256
 """Maximum number of handshakes at the same time."""
 _OK = b"+"
-Mailboxes = Callable[[MailboxServer], Answerer]
-"""Opens the memory that a client names. May raise MoesaicError, which refuses the client."""
-Lifelines = Callable[[Word], tuple[Word, Callable[[Lifeline], Answerer]]]
-"""Takes what a client said of itself. Returns what the server says, and what makes its end. May raise
-MoesaicError, which refuses the client."""
-SHARED = ("shm", "cuda_ipc")
-"""Kinds of connections that share memory of the host."""
+
+
+@dataclass(frozen=True)
+class ProvenPeer:
+    """The other end of a connection, which has proved that it knows the secret."""
+
+    sock: socket.socket
+    terms: Terms
+    """What the client asks for."""
+    keys: Keys
+    """The keys of the own end."""
+    deadline: Deadline
+    """The time by which the connection must be made."""
+
+
+Accept = Callable[[ProvenPeer], Answerer]
+"""Makes the server's end of a connection of one kind. May raise MoesaicError or OSError, which refuses the
+client."""
+
+
+class Closable(Protocol):
+    """A client's end of a connection."""
+
+    def close(self) -> None: ...
+
+
+ClientEnd = TypeVar("ClientEnd", bound=Closable)
 
 
 def connect(
@@ -68,8 +87,8 @@ def connect(
     """Connect to the Listener at `address`.
 
     kind: "shm" shares memory and needs a Unix address, "stream" copies through the socket. Over TCP that is
-    encrypted. "nixl" writes into the other's memory, which is not encrypted. "cuda_ipc" is as "shm", for a
-    `device_calls.DeviceCaller`. The Listener has to allow these two.
+    encrypted. "nixl" writes into the other's memory, which is not encrypted. Each other kind of `SHARED` is
+    as "shm", for a caller that wraps it. The Listener has to allow all but the first two.
     heap_bytes: maximum bytes of all open calls of this connection.
     timeout: seconds for connecting and the handshake together.
 
@@ -85,85 +104,53 @@ def connect(
         raise ConfigError.field("kind", kind, "stream: the compiled module moesaic.transport._shm is missing")
     if kind == "nixl":
         check_installed()
-    deadline, sock = Deadline(timeout), _dialed(where, timeout)
-    try:
-        keys = prove_as_client(sock, secret, terms, deadline)
-        if kind in SHARED:
-            return _share(sock, heap_bytes, deadline)
-        watch(sock)
-        if kind == "nixl":
-            deadline.apply(sock)
-            sealed = wire(sock, keys)
-            return OneSidedCaller(sealed, meet(sealed, heap_bytes, True, deadline))
-        return StreamCaller(wire(sock, keys), heap_bytes)
-    except (OSError, ConnectionLost) as error:
-        sock.close()
-        raise ConnectionLost(f"no connection to {address}: {error}") from None
+    return dial(address, secret, terms, _CALLERS[kind], timeout)
 
 
-def connect_mailbox(
-    address: str, secret: bytes, request_bytes: int, names: bytes, timeout: float = HANDSHAKE_SECONDS
-) -> MailboxClient:
-    """A mailbox at the Listener at `address`, a Unix address. request_bytes, names: see `make_mailbox`.
+def dial(
+    address: str,
+    secret: bytes,
+    terms: Terms,
+    make_end: Callable[[ProvenPeer], ClientEnd],
+    timeout: float = HANDSHAKE_SECONDS,
+) -> ClientEnd:
+    """Connect to the Listener at `address`, and make the client's end of a connection of any kind.
 
-    Raises as `connect`.
-    """
-    where = addresses.parse(address)
-    if not where.path:
-        raise ConfigError.field("address", address, "unix: for a mailbox")
-    deadline, sock = Deadline(timeout), _dialed(where, timeout)
-    try:
-        prove_as_client(sock, secret, Terms("mailbox", max(MIN_HEAP, request_bytes)), deadline)
-        return make_mailbox(sock, request_bytes, names, deadline)
-    except (OSError, ConnectionLost) as error:
-        sock.close()
-        raise ConnectionLost(f"no connection to {address}: {error}") from None
-
-
-def connect_lifeline(address: str, secret: bytes, who: Word, timeout: float = HANDSHAKE_SECONDS) -> Lifeline:
-    """A lifeline to the Listener at `address`. who: what this client says of itself.
-
-    Raises as `connect`, also where the server refuses who this is.
+    Raises ConnectionLost as `connect` does, and what `make_end` raises.
     """
     where = addresses.parse(address)
     check_secret(secret)
-    deadline, sock = Deadline(timeout), _dialed(where, timeout)
+    deadline = Deadline(timeout)
     try:
-        sealed = wire(sock, prove_as_client(sock, secret, Terms("nvshmem", MIN_HEAP), deadline))
-        watch(sock)
-        deadline.apply(sock)
-        say(sealed, **who)
-        return Lifeline(sock, sealed, hear(sealed))
+        sock = addresses.dial(where, timeout)
+    except OSError as error:
+        raise ConnectionLost(f"no connection to {where}: {error.strerror or error}") from None
+    try:
+        return make_end(ProvenPeer(sock, terms, prove_as_client(sock, secret, terms, deadline), deadline))
     except (OSError, ConnectionLost) as error:
         sock.close()
         raise ConnectionLost(f"no connection to {address}: {error}") from None
 
 
-def _dialed(where: addresses.Address, timeout: float) -> socket.socket:
-    """A socket to an address. Raises ConnectionLost."""
-    try:
-        return addresses.dial(where, timeout)
-    except OSError as error:
-        raise ConnectionLost(f"no connection to {where}: {error.strerror or error}") from None
-
-
 def kind_of(transport: str, address: str) -> str:
-    """The `kind` for `connect`. transport: shm, socket, nixl, cuda_ipc or nvshmem. The last one is for
-    requests of graphs, and the others go as with shm.
+    """The `kind` for `connect`. transport: see `HostTransport`.
+
+    A transport for the requests of graphs only sends all others as shm does.
 
     >>> kind_of("nixl", "tcp:10.0.0.2:80"), kind_of("shm", "tcp:10.0.0.2:80")
     ('nixl', 'stream')
     """
     if not address.startswith("unix:"):
         return "nixl" if transport == "nixl" else "stream"
-    if transport == "cuda_ipc":
-        return "cuda_ipc"
+    if transport in SHARED and transport != "shm":
+        return transport
     return "stream" if transport == "socket" or shm is None else "shm"
 
 
-def _share(sock: socket.socket, heap_bytes: int, deadline: Deadline) -> Caller:
+def _share_memory(server: ProvenPeer) -> Caller:
     """Create the segment, send it to the server, and wait until the server has it."""
-    mapping, descriptor = shm.make_segment(heap_bytes)
+    sock, deadline = server.sock, server.deadline
+    mapping, descriptor = shm.make_segment(server.terms.heap_bytes)
     try:
         caller = shm.ShmCaller(sock, mapping)  # writes the header before the server looks
         deadline.apply(sock)
@@ -175,14 +162,72 @@ def _share(sock: socket.socket, heap_bytes: int, deadline: Deadline) -> Caller:
         os.close(descriptor)
 
 
+def _call_by_stream(server: ProvenPeer) -> Caller:
+    watch(server.sock)
+    return StreamCaller(wire(server.sock, server.keys), server.terms.heap_bytes)
+
+
+def _call_one_sided(server: ProvenPeer) -> Caller:
+    watch(server.sock)
+    server.deadline.apply(server.sock)
+    sealed = wire(server.sock, server.keys)
+    return OneSidedCaller(sealed, meet(sealed, server.terms.heap_bytes, True, server.deadline))
+
+
+_CALLERS: dict[str, Callable[[ProvenPeer], Caller]] = {
+    **dict.fromkeys(SHARED, _share_memory),
+    "stream": _call_by_stream,
+    "nixl": _call_one_sided,
+}
+"""Kind -> what makes the client's end of a connection for calls."""
+
+
+def accept_shared_memory(client: ProvenPeer) -> ShmAnswerer:
+    """An Answerer on the memory that the client sends."""
+    if shm is None:
+        raise ConnectionLost("a client asked for shared memory, and moesaic.transport._shm is missing")
+    sock = client.sock
+    client.deadline.apply(sock)
+    data, descriptors, _, _ = socket.recv_fds(sock, len(_OK), 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if data != _OK or len(descriptors) != 1:
+            raise ConnectionLost("the client sent no memory")
+        answerer = shm.ShmAnswerer(sock, descriptors[0], client.terms.heap_bytes)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    client.deadline.apply(sock)
+    sock.sendall(_OK)
+    sock.setblocking(False)
+    return answerer
+
+
+def _answer_by_stream(client: ProvenPeer) -> Answerer:
+    watch(client.sock)
+    return StreamAnswerer(wire(client.sock, client.keys), client.terms.heap_bytes)
+
+
+def _answer_one_sided(client: ProvenPeer) -> Answerer:
+    watch(client.sock)
+    client.deadline.apply(client.sock)
+    sealed = wire(client.sock, client.keys)
+    return OneSidedAnswerer(sealed, meet(sealed, client.terms.heap_bytes, False, client.deadline))
+
+
+_ALWAYS: Mapping[str, Accept] = {"shm": accept_shared_memory, "stream": _answer_by_stream}
+"""The kinds of connections that every Listener accepts."""
+ONE_SIDED: Mapping[str, Accept] = {"nixl": _answer_one_sided}
+"""The kind whose client writes into memory of the server, which is not encrypted."""
+
+
 class Listener:
     """Accepts and authenticates connections in the background. `accepted` returns those that passed.
 
     A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
     delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts.
-    one_sided: accept clients that ask for "nixl". open_memory: accept those that ask for "cuda_ipc", and open
-    memory of their GPUs by its name. mailboxes: accept mailboxes, and make their ends. lifelines: accept
-    those that ask for "nvshmem". Raises ConfigError if it cannot listen at an address.
+    kinds: the kinds of connections that it accepts beside "shm" and "stream", such as ONE_SIDED.
+
+    Raises ConfigError if it cannot listen at an address.
     """
 
     def __init__(
@@ -192,14 +237,10 @@ class Listener:
         handshake_seconds: float = HANDSHAKE_SECONDS,
         max_heap_bytes: int = MAX_HEAP,
         remote: str | None = None,
-        one_sided: bool = False,
-        open_memory: Callable[[bytes], SharedMemory] | None = None,
-        mailboxes: Mailboxes | None = None,
-        lifelines: Lifelines | None = None,
+        kinds: Mapping[str, Accept] | None = None,
     ) -> None:
         check_secret(secret)
-        self._one_sided, self._open_memory = one_sided, open_memory
-        self._mailboxes, self._lifelines = mailboxes, lifelines
+        self._kinds = {**_ALWAYS, **(kinds or {})}
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
         listening, where = addresses.bind(addresses.parse(address))
         with contextlib.ExitStack() as undo:
@@ -261,58 +302,6 @@ class Listener:
         terms, keys = prove_as_server(sock, self._secret, deadline)
         if terms.heap_bytes > self._max_heap:
             raise ConfigError.field("heap_bytes", terms.heap_bytes, f"at most {self._max_heap}")
-        if terms.kind == "shm":
-            return self._mapped(sock, terms, deadline)
-        if terms.kind == "cuda_ipc":
-            if self._open_memory is None:
-                raise ConnectionLost("a client asked for memory of GPUs, which is not allowed here")
-            return DeviceAnswerer(self._mapped(sock, terms, deadline), self._open_memory)
-        if terms.kind == "mailbox":
-            return self._mailbox(sock, deadline)
-        if terms.kind == "nixl" and not self._one_sided:
-            raise ConnectionLost("a client asked for one-sided writes, which are not allowed here")
-        watch(sock)
-        if terms.kind == "nvshmem":
-            return self._lifeline(sock, wire(sock, keys), deadline)
-        if terms.kind == "nixl":
-            deadline.apply(sock)
-            sealed = wire(sock, keys)
-            return OneSidedAnswerer(sealed, meet(sealed, terms.heap_bytes, False, deadline))
-        return StreamAnswerer(wire(sock, keys), terms.heap_bytes)
-
-    def _mailbox(self, sock: socket.socket, deadline: Deadline) -> Answerer:
-        if self._mailboxes is None or sock.family != socket.AF_UNIX:
-            raise ConnectionLost("a client asked for a mailbox, which is not possible here")
-        answerer = self._mailboxes(accept_mailbox(sock, deadline))
-        try:
-            confirm(sock, deadline)
-        except OSError:
-            answerer.close()
-            raise
-        return answerer
-
-    def _lifeline(self, sock: socket.socket, sealed: Wire, deadline: Deadline) -> Answerer:
-        if self._lifelines is None:
-            raise ConnectionLost("a client asked for NVSHMEM, which is not possible here")
-        deadline.apply(sock)
-        own, made = self._lifelines(client := hear(sealed))
-        say(sealed, **own)
-        return made(Lifeline(sock, sealed, client))
-
-    def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> ShmAnswerer:
-        """An Answerer on the memory that the client sends."""
-        if shm is None:
-            raise ConnectionLost("a client asked for shared memory, and moesaic.transport._shm is missing")
-        deadline.apply(sock)
-        data, descriptors, _, _ = socket.recv_fds(sock, len(_OK), 1, socket.MSG_CMSG_CLOEXEC)
-        try:
-            if data != _OK or len(descriptors) != 1:
-                raise ConnectionLost("the client sent no memory")
-            answerer = shm.ShmAnswerer(sock, descriptors[0], terms.heap_bytes)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        deadline.apply(sock)
-        sock.sendall(_OK)
-        sock.setblocking(False)
-        return answerer
+        if terms.kind not in self._kinds:
+            raise ConnectionLost(f"a client asked for a connection of kind {terms.kind}, not allowed here")
+        return self._kinds[terms.kind](ProvenPeer(sock, terms, keys, deadline))

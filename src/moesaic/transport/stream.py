@@ -20,12 +20,15 @@ import socket
 import struct
 import threading
 import time
+import typing
 from collections import deque
 from collections.abc import Callable
 
-from moesaic.core.errors import ConnectionLost
+import msgspec
+
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.messages import Alive, Message
-from moesaic.transport import codec
 from moesaic.transport.sealed_socket import Wire
 
 _LENGTH = struct.Struct("<Q")
@@ -35,6 +38,10 @@ MAX_UNSENT = 1 << 28
 """Bytes in the outbox above which a peer that reads nothing counts as gone."""
 HEARTBEAT_SECONDS = 0.2
 """Seconds between two signs of life on connections that have them."""
+_TYPES: tuple[type[Message], ...] = typing.get_args(messages.Message)
+_CODE = {kind: bytes([index]) for index, kind in enumerate(_TYPES)}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _TYPES]
 
 
 class StreamConnection:
@@ -82,7 +89,7 @@ class StreamConnection:
 
         A second thread sends what the socket does not accept at once, also when the process ends.
         """
-        payload = codec.encode(message)
+        payload = encode(message)
         frame = memoryview(_LENGTH.pack(len(payload)) + payload)
         with self._sending:
             if self._send_failed is not None:
@@ -184,7 +191,7 @@ class StreamConnection:
                 (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
                 if length > MAX_FRAME:
                     raise ConnectionLost(f"the peer announced a frame of {length} bytes")
-                message = codec.decode(self._read_exactly(length))
+                message = decode(self._read_exactly(length))
                 if self._silent_limit is None or not isinstance(message, Alive):
                     self._put(message)
         except ConnectionLost as lost:
@@ -245,3 +252,26 @@ def _timeout(seconds: float) -> bytes:
 def stream_pair() -> tuple[socket.socket, socket.socket]:
     """A connected pair of Unix sockets: one for this process, the other for a child process."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def encode(message: Message) -> bytes:
+    """The payload of the frame that carries `message`: one byte for the type, then MessagePack.
+
+    It uses no pickle, so no received code runs.
+    """
+    return _CODE[type(message)] + _ENCODER.encode(message)
+
+
+def decode(payload: bytes | memoryview) -> Message:
+    """The message in a payload.
+
+    Raises ConnectionLost when it is no valid message: the peer is not moesaic.
+    """
+    code = payload[0] if len(payload) else len(_TYPES)
+    if code >= len(_TYPES):
+        raise ConnectionLost(f"the peer sent an unknown message type {code}")
+    try:
+        return _DECODERS[code].decode(payload[1:])
+    except (msgspec.MsgspecError, MoesaicError, ValueError) as error:
+        name = _TYPES[code].__name__
+        raise ConnectionLost(f"the peer sent a damaged {name} message: {error}") from error

@@ -51,7 +51,7 @@ def answering(peers: list[RemoteProcess]) -> Callable[[RemoteProcess], None]:
     """What `moesaic serve` does with a standby."""
 
     def welcome(process: RemoteProcess) -> None:
-        assert process.standby
+        assert process.is_standby
         with suppress(ConnectionLost):  # of one that ends meanwhile
             process.connection.send(messages.Enlisted("m", layout().weights, ""))
         peers.append(process)

@@ -26,9 +26,11 @@ from moesaic.gpu.exchange.mailbox import (
     MailboxClient,
     MailboxServer,
     accept_mailbox,
+    connect_mailbox,
+    mailbox_kind,
 )
 from moesaic.transport.authentication import Deadline
-from moesaic.transport.listening import Listener, connect_mailbox
+from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait
 
 SECRET = b"a secret of the tests"
@@ -47,7 +49,7 @@ class Opened:
 
 @pytest.fixture
 def ends(tmp_path: Path) -> Iterator[tuple[MailboxClient, MailboxServer]]:
-    listener = Listener(f"unix:{tmp_path}/s", SECRET, mailboxes=Opened)  # type: ignore[arg-type]
+    listener = Listener(f"unix:{tmp_path}/s", SECRET, kinds=mailbox_kind(Opened))  # type: ignore[arg-type]
     client = connect_mailbox(listener.address, SECRET, 5000, NAMES)
     [answerer] = until(listener.accepted)
     yield client, answerer.end  # type: ignore[attr-defined]

@@ -16,7 +16,14 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.experts import wire
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.torch_backend import TorchBackend
-from moesaic.gpu.exchange.mailbox import HEAD, REQUEST, MailboxClient, MailboxServer
+from moesaic.gpu.exchange.mailbox import (
+    HEAD,
+    REQUEST,
+    MailboxClient,
+    MailboxServer,
+    connect_mailbox,
+    mailbox_kind,
+)
 from moesaic.gpu.exchange.mailbox_answerer import MailboxAnswerer
 from moesaic.gpu.exchange.server_mailbox import RowMemory
 from moesaic.gpu.ipc.device_rows import ServerRows
@@ -24,7 +31,7 @@ from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
 from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
-from moesaic.transport.listening import Listener, connect_mailbox
+from moesaic.transport.listening import Listener
 
 # a backend on a CPU looks at arrays that are read-only
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -73,12 +80,10 @@ class Place:
         self.answers = answers.tensor.view(torch.float32)
         arithmetic = TorchBackend(path, self.layout, "cpu", "reference", 1)
         arithmetic.take({layer: range(EXPERTS - 1) for layer in self.layout.layers})
-        listener = Listener(f"unix:{folder}/s", SECRET, mailboxes=self.opened)
+        listener = Listener(f"unix:{folder}/s", SECRET, kinds=mailbox_kind(self.opened))
         service = ExpertServerScheduler(self.layout.layers, MostTokensFirst(), Enough())
-        rows = ServerRows(torch.device("cpu"))
-        self.server = ExpertServer(
-            self.layout, arithmetic, listener, service, time.monotonic, device_rows=rows
-        )
+        rows = ServerRows(torch.device("cpu"), width)
+        self.server = ExpertServer(self.layout, arithmetic, listener, service, time.monotonic, memory=rows)
         self.address, self.number = listener.address, 0
         self.clients: list[MailboxClient] = []
 

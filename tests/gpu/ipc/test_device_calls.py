@@ -23,6 +23,7 @@ from moesaic.gpu.ipc.device_calls import (
     DeviceCall,
     DeviceCaller,
     DeviceIncoming,
+    device_kind,
 )
 from moesaic.gpu.ipc.device_heap import ALIGNED, DeviceHeap
 from moesaic.transport.calls import Incoming
@@ -67,7 +68,7 @@ class Pair:
     """Both ends of a connection."""
 
     def __init__(self, gpu: Gpu, folder: Path) -> None:
-        listener = Listener(f"unix:{folder}/s", SECRET, open_memory=gpu.open)
+        listener = Listener(f"unix:{folder}/s", SECRET, kinds=device_kind(gpu.open))
         try:
             caller = connect(listener.address, SECRET, "cuda_ipc", HEAP)
             found = accepted(listener)

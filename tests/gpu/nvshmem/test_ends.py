@@ -14,12 +14,13 @@ import torch
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import JoinNvshmem
 from moesaic.experts import wire
+from moesaic.gpu.exchange.lifeline import connect_lifeline, lifeline_kind
 from moesaic.gpu.nvshmem import answerer as nvshmem_answerer
 from moesaic.gpu.nvshmem.answerer import Inbox, NvshmemAnswerer
 from moesaic.gpu.nvshmem.job import Channels, Joined, NvshmemJob
 from moesaic.gpu.nvshmem.nvshmem_mailbox import NvshmemDialer, NvshmemMailbox
 from moesaic.transport import host_watch
-from moesaic.transport.listening import Listener, connect_lifeline
+from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait
 
 SECRET = b"a secret of the tests"
@@ -76,7 +77,7 @@ class Place:
         self.heaps = [Heap(pe, heaps) for pe in range(WORKERS + 1)]
         self.joined = [Joined(*each) for each in zip(self.heaps, [WHERE] * 3, self.places, strict=True)]
         self.inbox = Inbox(self._job(WORKERS))
-        self.listener = Listener(address, SECRET, lifelines=self.inbox.accept)
+        self.listener = Listener(address, SECRET, kinds=lifeline_kind(self.inbox.accept))
         self.dialers = [NvshmemDialer(self._job(pe), Sharing(), torch.device("cpu"), HIDDEN) for pe in (0, 1)]  # type: ignore[arg-type]
         self.number, self._ends = 0, list[NvshmemMailbox | NvshmemAnswerer]()
 

@@ -35,7 +35,7 @@ class Process:
         self.connection = Line()
         self.pid: int | None = 1
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         return "ended"
 
     def kill(self) -> None:
@@ -93,10 +93,10 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 def test_workers_come_first_then_servers_and_each_is_told_once(scene: Scene) -> None:
     members = scene.members
-    scene.serve(*members.all[:-1])
+    scene.serve(*members.all_members[:-1])
     scene.places.look()
-    assert not any(map(scene.told, members.all)), "one of them loads"
-    scene.serve(members.all[-1])
+    assert not any(map(scene.told, members.all_members)), "one of them loads"
+    scene.serve(members.all_members[-1])
     for _ in range(2):
         scene.places.look()
     place = JoinNvshmem(b"made by attention worker 0", 0, workers=2, servers=3)
@@ -107,16 +107,16 @@ def test_workers_come_first_then_servers_and_each_is_told_once(scene: Scene) -> 
 
 @pytest.mark.parametrize("scene", [(replace(CLUSTER, transport="auto"),)], indirect=True)
 def test_without_nvshmem_nobody_is_told(scene: Scene) -> None:
-    scene.serve(*scene.members.all)
+    scene.serve(*scene.members.all_members)
     scene.places.look()
-    assert not any(map(scene.told, scene.members.all))
+    assert not any(map(scene.told, scene.members.all_members))
 
 
 @pytest.mark.parametrize("scene", [(replace(CLUSTER, nvshmem_pes=7),)], indirect=True)
 def test_processes_of_other_hosts_are_in_it_once_they_serve(scene: Scene) -> None:
     """A server and a worker that join."""
     members = scene.members
-    scene.serve(*members.all)
+    scene.serve(*members.all_members)
     server = members.add(Role.SERVER, on_trial=True)
     scene.begin(server)
     scene.places.look()
@@ -126,7 +126,7 @@ def test_processes_of_other_hosts_are_in_it_once_they_serve(scene: Scene) -> Non
     scene.serve(worker)
     server.on_trial = False
     scene.places.look()
-    assert not any(map(scene.told, members.all)), "the worker may still be removed"
+    assert not any(map(scene.told, members.all_members)), "the worker may still be removed"
     worker.on_trial = False
     scene.places.look()
     assert scene.pes(*members.workers, *members.servers) == [*range(7)]
@@ -135,10 +135,10 @@ def test_processes_of_other_hosts_are_in_it_once_they_serve(scene: Scene) -> Non
 def test_who_comes_later_is_in_no_job(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """A process that was restarted, and one that was added."""
     members = scene.members
-    scene.serve(*members.all)
+    scene.serve(*members.all_members)
     scene.places.look()
     again, added = members.servers[1], members.add(Role.WORKER)
-    again.died("killed", 0.0, RestartRule())
+    again.record_death("killed", 0.0, RestartRule())
     scene.begin(again)
     scene.begin(added)
     scene.places.look()
@@ -159,7 +159,7 @@ def test_the_job_is_that_of_the_processes_that_can_join_one(
     """The others were in one of an earlier cluster."""
     members = scene.members
     old = members.workers[0], members.servers[2]
-    scene.serve(*members.all)
+    scene.serve(*members.all_members)
     scene.serve(*old, able=False)
     for _ in range(2):
         scene.places.look()
@@ -176,18 +176,18 @@ def test_without_a_worker_and_a_server_there_is_no_job(
     who: str, scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     members = scene.members
-    scene.serve(*members.all)
-    scene.serve(*(one for one in members.all if one.role.value == who), able=False)
+    scene.serve(*members.all_members)
+    scene.serve(*(one for one in members.all_members if one.role.value == who), able=False)
     for _ in range(2):
         scene.places.look()
-    assert not any(map(scene.told, members.all))
+    assert not any(map(scene.told, members.all_members))
     assert caplog.messages == [f"no {who} can join an NVSHMEM job: decode steps are computed in parts"]
 
 
 def test_another_thread_of_the_supervisor_goes_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one ends when it tells the second process. Meanwhile the last one is restarted."""
     members = scene.members
-    scene.serve(*members.all)
+    scene.serve(*members.all_members)
     send, gone = Line.send, scene.lines[5]
 
     def once(line: Line, message: messages.Message) -> None:
@@ -200,7 +200,7 @@ def test_another_thread_of_the_supervisor_goes_on(scene: Scene, monkeypatch: pyt
     with pytest.raises(SystemExit):
         scene.places.look()
     last = members.servers[2]
-    last.died("killed", 0.0, RestartRule())
+    last.record_death("killed", 0.0, RestartRule())
     scene.begin(last)
     for _ in range(2):
         scene.places.look()
@@ -210,15 +210,15 @@ def test_another_thread_of_the_supervisor_goes_on(scene: Scene, monkeypatch: pyt
 class Launched:
     """A launcher of processes that do nothing. The test says what they send."""
 
-    elsewhere = False
+    is_remote = False
 
     def __init__(self) -> None:
         self.near: dict[str, LocalConnection] = {}
 
-    def worker(self, member: Member, config: WorkerConfig) -> Process:
+    def start_worker(self, member: Member, config: WorkerConfig) -> Process:
         return self._start(member)
 
-    def server(self, member: Member, config: ExpertServerConfig) -> Process:
+    def start_server(self, member: Member, config: ExpertServerConfig) -> Process:
         return self._start(member)
 
     def _start(self, member: Member) -> Process:
@@ -226,7 +226,7 @@ class Launched:
         process.connection = far  # type: ignore[assignment]
         return process
 
-    def ask(self, wanted: object) -> None: ...
+    def request_hosts(self, wanted: object) -> None: ...
 
     def stop(self) -> None: ...
 

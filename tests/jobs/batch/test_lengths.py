@@ -50,7 +50,7 @@ def test_worked_example(tokenizer: Tokenizer, written: Any) -> None:
     )
     assert survey(path, tokenizer, LIMIT) == Job(requests=6, prompt=23, generate=26, longest=70)
     # padded: to 30 tokens, and 40 may follow
-    padded = Job(requests=6, prompt=23, generate=26, longest=70, padded=30)
+    padded = Job(requests=6, prompt=23, generate=26, longest=70, padded_length=30)
     assert survey(path, tokenizer, LIMIT, pad=True) == padded
     assert math.ceil((10 + 20 + 30 + 30) / 4) == 23 and math.ceil((5 + COMPLETION + 40 + 40) / 4) == 26
 
@@ -129,4 +129,4 @@ def test_the_longest_is_found_behind_those_that_are_counted(
     path = written(*short[:12], line("last", **last), *short[12:])
     assert survey(path, tokenizer, LIMIT) == Job(21, 10, 1, 609)
     prompt, answer = max(10, len(last["prompt"])), last["max_tokens"]
-    assert survey(path, tokenizer, LIMIT, pad=True) == Job(21, 10, 1, prompt + answer, padded=prompt)
+    assert survey(path, tokenizer, LIMIT, pad=True) == Job(21, 10, 1, prompt + answer, padded_length=prompt)

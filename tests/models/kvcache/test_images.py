@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.models.kvcache.test_paged import DTYPES, GROUPED, LATENT, paged
+from tests.models.kvcache.test_paged_kv import DTYPES, GROUPED, LATENT, paged
 
 from moesaic.kernels.states import StateSizes
 from moesaic.models.kvcache.memory import HybridMemory

@@ -106,7 +106,7 @@ def test_memory_is_taken_at_once_if_it_is_asked_for() -> None:
 
 def test_memory_is_taken_as_blocks_are_written() -> None:
     """In a process of its own: the allocator of this one may give memory that it had before."""
-    code = "from tests.models.kvcache.test_paged import large, shares; print(max(shares(large(False))))"
+    code = "from tests.models.kvcache.test_paged_kv import large, shares; print(max(shares(large(False))))"
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1 / 4

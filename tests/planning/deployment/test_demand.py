@@ -52,12 +52,12 @@ def test_wrong_files(name: str, text: str, expected: str, tmp_path: Path) -> Non
 
 
 def test_objectives() -> None:
-    both = demand.objectives("ttft=2s, itl=50ms")
+    both = demand.parse_objectives("ttft=2s, itl=50ms")
     assert (both.ttft_ms, both.itl_ms) == (2000, 50)
-    assert demand.objectives("itl=0.5s").itl_ms == 500 and demand.objectives(None).ttft_ms is None
+    assert demand.parse_objectives("itl=0.5s").itl_ms == 500 and demand.parse_objectives(None).ttft_ms is None
 
 
 @pytest.mark.parametrize("given", ["", "ttft", "ttft=2", "tpot=2s", "itl=2ms,itl=3ms", "itl=0ms"])
 def test_wrong_objectives(given: str) -> None:
     with pytest.raises(ConfigError, match="--slo: got .*; allowed: ttft=TIME, itl=TIME or both"):
-        demand.objectives(given)
+        demand.parse_objectives(given)

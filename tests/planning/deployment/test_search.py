@@ -22,7 +22,7 @@ from tests.support.small_scenario import EXPERTS, LAYERS, MODEL, TOP_K
 @pytest.mark.slow
 def test_the_best_comes_first_and_a_seed_repeats_it() -> None:
     first, again = small_plan.search().run(), small_plan.search().run()
-    assert first.complete and first.fitting == first.layouts
+    assert first.is_complete and first.num_fitting_layouts == first.num_layouts
     assert [one.candidate for one in first.trials] == [one.candidate for one in again.trials]
     assert [one.figures.throughput for one in first.trials] == [
         one.figures.throughput for one in again.trials
@@ -32,11 +32,11 @@ def test_the_best_comes_first_and_a_seed_repeats_it() -> None:
     assert all(one.good_tokens <= best.good_tokens / (1 - EQUAL) for one in first.trials)
     schedules = {one.candidate.schedule for one in first.trials}
     assert schedules == {"lockstep", "async"}
-    assert any(one.candidate.inflight == 2 for one in first.trials)
-    assert any(one.candidate.redundant for one in first.trials)
-    layouts = [one.candidate.layout for one in first.best(3)]
+    assert any(one.candidate.inflight_batches == 2 for one in first.trials)
+    assert any(one.candidate.redundant_experts for one in first.trials)
+    layouts = [one.candidate.layout for one in first.best_trials(3)]
     assert len(set(layouts)) == len(layouts) <= 3 and layouts[0] == best.candidate.layout
-    assert best.per_million == pytest.approx(3.6 / 3600 / best.figures.throughput * 1e6)
+    assert best.price_per_million == pytest.approx(3.6 / 3600 / best.figures.throughput * 1e6)
     assert small_plan.search(seed=2).run().trials[0].figures.throughput != best.figures.throughput
 
 
@@ -51,7 +51,7 @@ def test_few_devices_are_preferred_where_they_are_enough() -> None:
 @pytest.mark.slow
 def test_a_short_budget_ends_the_search() -> None:
     found = small_plan.search(seconds=2.0, tick=0.01).run()
-    assert not found.complete and len(found.trials) > 0
+    assert not found.is_complete and len(found.trials) > 0
     assert any(one.worth is None and "--time-budget" in one.line() for one in found.verdicts)
     with pytest.raises(ConfigError, match="--time-budget: got 0.2; allowed: more seconds"):
         small_plan.search(seconds=0.2, tick=0.01).run()
@@ -74,13 +74,15 @@ def test_an_estimate_by_hand() -> None:
     shares = small_shares()
     work = small_plan.search(workload=small_plan.WORK | {"prefill": False})
     estimates = Estimates(MODEL, work.demand, shares, None)
-    pool = replace(small_plan.machines().pools[0], inside=small_plan.machines().pools[0].curves.link)  # type: ignore[union-attr]
+    pool = replace(small_plan.machines().pools[0], intra_host_link=small_plan.machines().pools[0].curves.link)  # type: ignore[union-attr]
     layout = Layout(pool, 1, 1, 2)
-    found = estimates.seconds(layout, devices.of_layout(MODEL, layout, pool.inside, 10), 8)
+    found = estimates.seconds(
+        layout, devices.build_layout_devices(MODEL, layout, pool.intra_host_link, 10), 8
+    )
     chosen = 4 * (1 - 0.75**8)
     assert found == pytest.approx(1e-3 * LAYERS * (2 + 0.2 + 1.024 + 0.512 + 1 + 0.25 * chosen))
     shares[:, 0] = 10.0
-    assert Estimates(MODEL, work.demand, routes.normal(shares), None).fullest(2) == pytest.approx(
+    assert Estimates(MODEL, work.demand, routes.normalize(shares), None).fullest_share(2) == pytest.approx(
         (10 + 3 / 8) / (10 + 7 / 8)
     )
 
@@ -95,16 +97,16 @@ def simulated(
 ) -> trials.Trial:
     work = small_plan.WORK | {"rate": 6.0}
     search = small_plan.search(model=replace(MODEL, layers=16, moe_layers=16), workload=work)
-    search._estimated()
+    search._estimate_layouts()
     monkeypatch.setattr(trials, "LAYERS", (layers,))
     monkeypatch.setattr(trials, "EVENTS", 1e12)
     monkeypatch.setattr(trials, "REQUESTS", 100)
     pool = search.spec.pools[0]
-    estimate = search._estimates_of(Layout(pool, 2, 1, 1))
+    estimate = search._estimate_layout(Layout(pool, 2, 1, 1))
     assert estimate is not None
     simulator = Simulator(search.model, search.spec, search.demand, search.objectives, 1, floor=floor)
     one = Candidate(estimate.layout, 16, 64, 10_000, schedule=schedule)  # type: ignore[arg-type]
-    return simulator.trial(one, estimate)
+    return simulator.simulate(one, estimate)
 
 
 @pytest.mark.slow
@@ -143,7 +145,7 @@ def test_several_kinds_of_machines_are_compared() -> None:
             fast.curves, attention=fast.curves.attention.times(9), experts=fast.curves.experts.times(9)
         ),
     )
-    both = spec.ClusterSpec((slow, fast), small_plan.machines().between)
+    both = spec.ClusterSpec((slow, fast), small_plan.machines().inter_host_link)
     assert small_plan.search(spec=both).run().trials[0].candidate.layout.pool is fast
 
 
@@ -167,5 +169,5 @@ def test_with_a_profile_solved_placements_are_tried(tmp_path: Path) -> None:
     assert any(one.candidate.solver == "eplb" for one in plan.trials)
     assert all(one.layers == LAYERS for one in plan.trials), "a profile has the shares of each layer"
     solved = next(one.candidate for one in plan.trials if one.candidate.solver)
-    assert any("moesaic place profile.npz --ranks" in note for note in serving.notes(plan, solved))
-    assert "--placement placement.json" in serving.commands(plan, solved, "demo")[0]
+    assert any("moesaic place profile.npz --ranks" in note for note in serving.list_notes(plan, solved))
+    assert "--placement placement.json" in serving.list_commands(plan, solved, "demo")[0]

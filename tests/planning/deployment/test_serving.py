@@ -20,8 +20,8 @@ LAYOUTS = (
     Layout(POOL, 1, 1, 3),
     Layout(POOL, 1, 2, 6),
     Layout(POOL, 3, 1, 1),
-    Layout(POOL, 4, 1, 4, beside=True),
-    Layout(POOL, 1, 1, 1, beside=True),
+    Layout(POOL, 4, 1, 4, is_colocated=True),
+    Layout(POOL, 1, 1, 1, is_colocated=True),
 )
 
 
@@ -40,7 +40,7 @@ def test_every_command_is_understood(layout: Layout, slo: str | None) -> None:
         ("async", 1, 1, 2),
     ):
         one = Candidate(layout, 64, 512, 1000, schedule, inflight, replicas, redundant)  # type: ignore[arg-type]
-        commands = serving.commands(found, one, "a model")
+        commands = serving.list_commands(found, one, "a model")
         for command in commands[:2]:
             name, *words = shlex.split(command)
             assert name == "moesaic"
@@ -49,7 +49,7 @@ def test_every_command_is_understood(layout: Layout, slo: str | None) -> None:
         assert bound.arguments["model"].model == "a model"
         assert bound.arguments["scheduler"].max_num_seqs == 64
         cluster: ClusterConfig = bound.arguments.get("cluster", ClusterConfig()).resolved()
-        if serving.alone(one):
+        if serving.is_single_process(one):
             assert not cluster.apart
             continue
         assert cluster.attention_workers == layout.workers
@@ -61,7 +61,9 @@ def test_every_command_is_understood(layout: Layout, slo: str | None) -> None:
 
 def test_a_cluster_of_two_hosts_has_commands_for_both() -> None:
     one = Candidate(LAYOUTS[1], 64, 512, 1000)
-    serve, *joins = serving.commands(plan(None), one, "demo")
+    serve, *joins = serving.list_commands(plan(None), one, "demo")
     assert "--tensor-parallel-size 2" in serve and "--cluster-address tcp:FIRST_HOST:7000" in serve
     assert joins == ["moesaic join FIRST_HOST:7000 --secret-file cluster.secret"] * 4
-    assert any("give each its own CUDA_VISIBLE_DEVICES" in note for note in serving.notes(plan(None), one))
+    assert any(
+        "give each its own CUDA_VISIBLE_DEVICES" in note for note in serving.list_notes(plan(None), one)
+    )

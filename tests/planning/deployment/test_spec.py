@@ -35,24 +35,27 @@ def test_a_file(tmp_path: Path) -> None:
     path.write_text(FILE, encoding="utf-8")
     found = spec.load(str(path))
     first, second = found.pools
-    assert (first.name, first.hosts, first.per_host, first.devices) == ("h100", 2, 4, 8)
-    assert (second.name, second.hosts, second.per_host) == ("l4", 1, 1)
-    assert first.inside == LinkModel(2e-6, 300e9) and found.between == LinkModel(8e-6, 25e9)
-    assert first.price_per_hour == 12 and second.price_per_hour is None and not found.priced
-    assert first.on_gpu and found.assumed == ()
+    assert (first.name, first.hosts, first.devices_per_host, first.devices) == ("h100", 2, 4, 8)
+    assert (second.name, second.hosts, second.devices_per_host) == ("l4", 1, 1)
+    assert first.intra_host_link == LinkModel(2e-6, 300e9) and found.inter_host_link == LinkModel(8e-6, 25e9)
+    assert first.price_per_hour == 12 and second.price_per_hour is None and not found.has_prices
+    assert first.on_gpu and found.assumptions == ()
     assert found.describe() == "8 x h100 on 2 hosts or 1 x l4 on 1 host"
 
 
 def test_the_short_form_and_what_it_assumes() -> None:
     found = spec.load("16xH100, 2hosts, price=24.5")
     [pool] = found.pools
-    assert (pool.hosts, pool.per_host, pool.price_per_hour) == (2, 8, 24.5) and found.priced
-    assert pool.inside.bandwidth == 450e9 and found.between.bandwidth == spec.BETWEEN
-    assert found.assumed == (
+    assert (pool.hosts, pool.devices_per_host, pool.price_per_hour) == (2, 8, 24.5) and found.has_prices
+    assert (
+        pool.intra_host_link.bandwidth == 450e9
+        and found.inter_host_link.bandwidth == spec.INTER_HOST_BANDWIDTH
+    )
+    assert found.assumptions == (
         "Assumed: a h100 sends 450 GB/s inside of its host (links.inside_gb_per_s).",
         "Assumed: a device sends 12.5 GB/s to other hosts (links.gb_per_s).",
     )
-    assert spec.load("1xl4").assumed == ()
+    assert spec.load("1xl4").assumptions == ()
 
 
 def test_measured_curves_stand_beside_the_file(tmp_path: Path) -> None:

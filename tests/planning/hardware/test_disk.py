@@ -48,7 +48,7 @@ def test_a_directory_gets_a_file_and_keeps_none(tmp_path: Path) -> None:
     found = measured(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert found.file == f"a temporary file in {tmp_path}" and found.write is not None and found.write > 0
-    assert [(one.repeated, one.block, one.readers) for one in found.reads] == [
+    assert [(one.is_repeated, one.block, one.readers) for one in found.reads] == [
         (False, 8 * PAGE, 1),
         *((True, block, readers) for readers in (1, 2) for block in (PAGE, 8 * PAGE)),
     ]
@@ -102,9 +102,9 @@ def test_each_of_two_readers_takes_every_other_block(tmp_path: Path, monkeypatch
     asked: list[tuple[int, ...]] = []
 
     def read(
-        self: object, first: int, span: int, block: int, limit: float, step: int = 1, again: bool = False
+        self: object, first: int, span: int, block: int, limit: float, step: int = 1, repeat: bool = False
     ) -> tuple[int, float]:
-        asked.append((first // PAGE, span // PAGE, block // PAGE, step, again))
+        asked.append((first // PAGE, span // PAGE, block // PAGE, step, repeat))
         return 32 * PAGE, 1.0 + first // PAGE / 2
 
     monkeypatch.setattr(disk._Reader, "read", read)

@@ -19,8 +19,8 @@ from moesaic.runtime.machine import cores
 PAGE = 4096
 TINY = Effort(
     seconds=1e-4,
-    read=1 << 16,
-    copied=1 << 12,
+    read_bytes=1 << 16,
+    copy_bytes=1 << 12,
     disk=disk.Sizes(file=16 * PAGE, least=8 * PAGE, blocks=(PAGE, 4 * PAGE)),
     products=products.Sizes(hidden=64, width=32, matrices=2, rows=(1, 4), most_rows=8),
 )
@@ -28,8 +28,8 @@ TINY = Effort(
 
 @pytest.fixture(autouse=True)
 def small_caches_and_threads_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memory, "enough", lambda least, available: least)
-    monkeypatch.setattr(memory, "beyond_caches", lambda available: 0)
+    monkeypatch.setattr(memory, "choose_read_bytes", lambda least, available: least)
+    monkeypatch.setattr(memory, "choose_matrix_bytes", lambda available: 0)
     before = torch.get_num_threads()
     yield
     pick("cpu", "auto").set_threads(cores(), False)
@@ -138,5 +138,9 @@ def test_a_level_speaks_of_its_first_type_and_of_all_threads() -> None:
 
 
 def test_the_short_way_is_shorter() -> None:
-    assert SHORT.seconds < FULL.seconds and SHORT.disk.file < FULL.disk.file and SHORT.read < FULL.read
+    assert (
+        SHORT.seconds < FULL.seconds
+        and SHORT.disk.file < FULL.disk.file
+        and SHORT.read_bytes < FULL.read_bytes
+    )
     assert len(SHORT.products.rows) < len(FULL.products.rows)

@@ -42,12 +42,12 @@ def _caches(root: Path, *shared: str) -> Path:
 def test_far_more_than_the_caches_hold(tmp_path: Path) -> None:
     mib, gib = 1 << 20, 1 << 30
     twelve = _caches(tmp_path, *(f"{one}-{one + 1}" for one in range(12) for _ in range(2)))
-    assert memory.enough(512 * mib, 24 * gib, twelve) == 3 * gib
-    assert memory.enough(512 * mib, 8 * gib, twelve) == gib, "an eighth of what is available"
-    assert memory.enough(512 * mib, 24 * gib, tmp_path / "none") == 512 * mib
-    assert memory.beyond_caches(24 * gib, twelve) == 768 * mib
-    assert memory.beyond_caches(8 * gib, twelve) == 256 * mib, "a 32nd of what is available"
-    assert memory.beyond_caches(24 * gib, tmp_path / "none") == 0
+    assert memory.choose_read_bytes(512 * mib, 24 * gib, twelve) == 3 * gib
+    assert memory.choose_read_bytes(512 * mib, 8 * gib, twelve) == gib, "an eighth of what is available"
+    assert memory.choose_read_bytes(512 * mib, 24 * gib, tmp_path / "none") == 512 * mib
+    assert memory.choose_matrix_bytes(24 * gib, twelve) == 768 * mib
+    assert memory.choose_matrix_bytes(8 * gib, twelve) == 256 * mib, "a 32nd of what is available"
+    assert memory.choose_matrix_bytes(24 * gib, tmp_path / "none") == 0
 
 
 def test_sizes_of_caches_as_the_kernel_writes_them(tmp_path: Path) -> None:
@@ -55,4 +55,4 @@ def test_sizes_of_caches_as_the_kernel_writes_them(tmp_path: Path) -> None:
     for text, expected in (("2M", 2 << 20), ("1G\n", 1 << 30), ("4096", 4096)):
         for processor in ("cpu0", "cpu1"):
             (tmp_path / processor / "cache" / "index3" / "size").write_text(text)
-        assert memory.enough(1, 1 << 60, tmp_path) == memory.TIMES_THE_CACHES * expected
+        assert memory.choose_read_bytes(1, 1 << 60, tmp_path) == memory.TIMES_THE_CACHES * expected

@@ -41,7 +41,7 @@ def spied(kernels: Kernels, seen: list[tuple[Any, ...]]) -> Kernels:
 def measured(kernels: Kernels, dtypes: list[torch.dtype], sizes: Sizes, beyond: int = 0) -> tuple[Rate, ...]:
     clock = iter(range(100_000))
     watch = Stopwatch(0.5, partial(next, clock))
-    return products.rates(kernels, dtypes, sizes, watch, lambda *_: None, beyond=beyond)
+    return products.measure_rates(kernels, dtypes, sizes, watch, lambda *_: None, min_bytes=beyond)
 
 
 def test_every_expert_has_as_many_rows_and_every_matrix_is_used() -> None:
@@ -78,7 +78,7 @@ def test_overlap_is_read_off_few_rows() -> None:
 
     def found(seconds: float) -> float:
         rates = [Rate("dense", "bfloat16", 2, 4 / seconds), Rate("dense", "bfloat16", 1000, 2.0)]
-        return products.overlap([*rates, Rate("dense", "float32", 2, 9.0)], "bfloat16", 1.0)
+        return products.compute_overlap([*rates, Rate("dense", "float32", 2, 9.0)], "bfloat16", 1.0)
 
     assert found(4.0) == pytest.approx(0.0, abs=1e-3)
     assert found(3.0) == pytest.approx(0.5, abs=1e-3)
@@ -97,14 +97,16 @@ def test_flops_over_seconds() -> None:
 
 def test_fewer_matrices_with_more_rows() -> None:
     sizes = Sizes()
-    assert [sizes.used("dense", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 4, 1]
-    assert [sizes.used("experts", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 16, 8]
+    assert [sizes.count_matrices("dense", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 4, 1]
+    assert [sizes.count_matrices("experts", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 16, 8]
 
 
 def test_experts_are_compressed_where_the_kernels_compute_from_that() -> None:
     for kernels in (pick("cpu", "auto"), REFERENCE):
         seen: list[tuple[Any, ...]] = []
-        measured(spied(kernels, seen), [torch.bfloat16, torch.float32], replace(TINY, packed="compressed"))
+        measured(
+            spied(kernels, seen), [torch.bfloat16, torch.float32], replace(TINY, packed_type="compressed")
+        )
         stored = [one[3] for one in seen if one[0] == "experts"]
         narrow = torch.uint8 if kernels.can_use_quantized else torch.bfloat16
         assert stored == [narrow] * (len(stored) // 2) + [torch.float32] * (len(stored) // 2)
@@ -115,22 +117,25 @@ def test_experts_are_compressed_where_the_kernels_compute_from_that() -> None:
 def test_quantised_experts_are_measured_beside_the_others(kind: str) -> None:
     native = pick("cpu", "auto")
     seen: list[tuple[Any, ...]] = []
-    found = measured(spied(native, seen), [torch.float32], replace(TINY, packed=kind))
+    found = measured(spied(native, seen), [torch.float32], replace(TINY, packed_type=kind))
     extra = [one for one in found if one.dtype == kind]
     assert [(one.shape, one.rows) for one in extra] == [
         ("experts", rows) for rows in TINY.rows
     ] * native.can_use_quantized
     assert len(found) - len(extra) == 6 and extra == list(found[6:])
     assert [one[3] for one in seen if one[0] == "experts"][3:] == [torch.uint8] * len(extra)
-    assert len(measured(REFERENCE, [torch.float32], replace(TINY, packed=kind))) == 6
+    assert len(measured(REFERENCE, [torch.float32], replace(TINY, packed_type=kind))) == 6
 
 
 def test_more_matrices_than_caches_hold() -> None:
     sizes = Sizes()  # 2048 x 2048, and 3 x 2048 x 768
-    assert sizes.beyond(0, 2) == sizes.beyond(128 << 20, 2) == sizes
-    assert sizes.beyond(512 << 20, 2).matrices == 64 and sizes.beyond(512 << 20, 4).matrices == 32
+    assert sizes.with_matrix_bytes(0, 2) == sizes.with_matrix_bytes(128 << 20, 2) == sizes
+    assert (
+        sizes.with_matrix_bytes(512 << 20, 2).matrices == 64
+        and sizes.with_matrix_bytes(512 << 20, 4).matrices == 32
+    )
     narrow = Sizes(hidden=1024, width=128)
-    assert narrow.beyond(512 << 20, 2).matrices == math.ceil((512 << 20) / (2 * 3 * 1024 * 128))
+    assert narrow.with_matrix_bytes(512 << 20, 2).matrices == math.ceil((512 << 20) / (2 * 3 * 1024 * 128))
     found = measured(REFERENCE, [torch.float32], TINY)
     more = measured(REFERENCE, [torch.float32], TINY, beyond=8 * 4 * 64 * 64)
     assert [new.flops / old.flops for new, old in zip(more, found, strict=True)] == [2, 1.25, 1, 2, 1.25, 1]
@@ -139,7 +144,7 @@ def test_more_matrices_than_caches_hold() -> None:
 def test_progress_ends_at_all_of_it() -> None:
     shown: list[tuple[str, int, int]] = []
     watch = Stopwatch(1e-9)
-    products.rates(REFERENCE, [torch.float32], TINY, watch, lambda *step: shown.append(step))
+    products.measure_rates(REFERENCE, [torch.float32], TINY, watch, lambda *step: shown.append(step))
     assert [done for _, done, _ in shown] == list(range(7)) and {total for _, _, total in shown} == {6}
 
 
@@ -150,6 +155,6 @@ def test_the_peak_and_the_share_of_long_products() -> None:
         Rate("dense", "bfloat16", 2048, 100.0),
         Rate("dense", "float32", 2048, 400.0),
     ]
-    assert products.peak(found, "bfloat16") == 100
+    assert products.find_peak(found, "bfloat16") == 100
     assert products.prefill_efficiency(found, "bfloat16") == pytest.approx(0.857, abs=1e-3)
     assert products.prefill_efficiency(found, "float32") == 1

@@ -30,7 +30,7 @@ MODELS = (
 
 
 def sizes_of(model: ModelSizes, **changed: Any) -> Sizes:
-    sizes = Sizes(model, ("bfloat16",), "bfloat16", "float32", (1, 5, 70), 33, beyond=0)
+    sizes = Sizes(model, ("bfloat16",), "bfloat16", "float32", (1, 5, 70), 33, min_weight_bytes=0)
     return replace(sizes, **changed)
 
 
@@ -39,17 +39,17 @@ def sizes_of(model: ModelSizes, **changed: Any) -> Sizes:
 def test_every_operation_runs_and_is_counted(model: ModelSizes, cache: str) -> None:
     sizes = sizes_of(model, cache=cache, types=("int4", "bfloat16"))
     with torch.inference_mode():
-        calls = list(operations.every(pick("cpu"), sizes))
+        calls = list(operations.list_calls(pick("cpu"), sizes))
         for call in calls:
             call.run()
-    names = operations.names(model)
+    names = operations.operation_names(model)
     assert len(calls) == len(sizes.rows) * (len(names) + len(sizes.types))
     assert [one.operation for one in calls[:: len(sizes.rows)]] == [*names, "experts", "experts"]
     assert all(one.work.flops > 0 and one.work.bytes > 0 for one in calls)
 
 
 def test_what_is_counted() -> None:
-    calls = list(operations.every(REFERENCE, sizes_of(MODELS[0])))
+    calls = list(operations.list_calls(REFERENCE, sizes_of(MODELS[0])))
     work = {(one.operation, one.rows): (one.work.flops, one.work.bytes, one.context) for one in calls}
     queries = 64 * (4 + 2 + 2) * 16
     assert work["query, key, value", 5] == (2 * 5 * queries, 2 * queries, None)
@@ -68,7 +68,7 @@ def test_what_is_counted() -> None:
 def test_experts_of_every_type_compute() -> None:
     rows, ids = torch.randn(3, 64), torch.tensor([[0, 3], [1, 2], [3, 0]])
     for stored in (*OF_EXPERTS, "int4_offset+int8_16"):
-        weights = operations.experts(MODELS[0], stored, 4)
+        weights = operations.build_experts(MODELS[0], stored, 4)
         assert pick("cpu").experts(weights, rows, ids).shape == (3, 2, 64), stored
         size = sum(part[0].nbytes for part in weights.parts if part[0] is not None)
         assert size == operations._expert_bytes(MODELS[0], stored), stored
@@ -82,10 +82,10 @@ def test_a_call_takes_other_weights_than_the_one_before() -> None:
         return rows
 
     kernels = replace(REFERENCE, linear=linear)
-    call = next(operations.every(kernels, sizes_of(MODELS[0], beyond=64 * 128 * 2)))
+    call = next(operations.list_calls(kernels, sizes_of(MODELS[0], min_weight_bytes=64 * 128 * 2)))
     for _ in range(3):
         call.run()
-    assert len(set(seen)) == 2, "two matrices in turn are more than `beyond`"
+    assert len(set(seen)) == 2, "two matrices in turn are more than `min_weight_bytes`"
     assert seen[0] == seen[2]
 
 
@@ -97,10 +97,12 @@ def test_a_share_is_that_of_the_roof_that_bounds() -> None:
     call = Call("", "", 1, None, many, int)
     assert Speed(call, 8.0).share(roofs) == 0.5
     assert roofs.best(Roofs(20, 50)) == Roofs(20, 100)
-    both = Roofs(10, 100, own=400).best(Roofs(5, 200, own=300))
-    assert both == Roofs(10, 200, own=400)
-    assert Speed(call, 8.0).share(both) == 0.25 and Speed(call, 8.0, own=True).share(both) == 0.25
-    assert Speed(call, 8.0, own=True).bound(Roofs(10, 100, own=400)) == "memory"
+    both = Roofs(10, 100, own_flops=400).best(Roofs(5, 200, own_flops=300))
+    assert both == Roofs(10, 200, own_flops=400)
+    assert (
+        Speed(call, 8.0).share(both) == 0.25 and Speed(call, 8.0, has_own_products=True).share(both) == 0.25
+    )
+    assert Speed(call, 8.0, has_own_products=True).bound(Roofs(10, 100, own_flops=400)) == "memory"
 
 
 def test_some_types_are_multiplied_in_products_of_the_set() -> None:
@@ -146,7 +148,7 @@ LINE = ["bench", "kernels", "demo", "--rows", "1", "70", "--context", "40", "--s
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "SIZE", 64)
-    monkeypatch.setattr("moesaic.planning.hardware.read_test.SIZE", 1 << 20)
+    monkeypatch.setattr("moesaic.planning.hardware.roofline.READ_BYTES", 1 << 20)
     assert cli.main([*LINE, "--json", "--threads", "1", "--types", "mxfp4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["threads"] == 1 and found["roofs"]["gb_per_s"] > 0

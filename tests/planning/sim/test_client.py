@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.planning.sim.shares import by_server
+from moesaic.planning.sim.client import by_server
 from moesaic.policy.fleet.replicas import Replicas
 
 

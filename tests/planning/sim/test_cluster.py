@@ -120,7 +120,7 @@ def test_every_token_comes_though_servers_die(schedule: dict[str, Any], kind: st
     assert figures.failovers > 0
     assert (figures.silent_failovers > 0) == (kind != "dies")
     assert figures.resent_pairs > 0
-    assert all(not worker.executor.experts.waiting for worker in found.workers)
+    assert all(not worker.executor.experts.is_waiting for worker in found.workers)
     assert all(server.waiting_pairs == 0 for server in found.fleet.servers.values())
 
 
@@ -189,7 +189,7 @@ def test_little_s_law_holds_for_requests() -> None:
     run = cluster(workload=work, duration=30.0)
     figures = run.run()
     lives = run.front.lives
-    assert all(life.ended for life in lives)
+    assert all(life.has_ended for life in lives)
     latency = np.mean([life.times[-1] - life.request.arrival for life in lives])
     assert figures.in_flight == pytest.approx(len(lives) / 30.0 * latency, rel=1e-9)
 
@@ -215,14 +215,14 @@ def test_bytes_on_links_are_rows_times_hidden_times_bytes(schedule: dict[str, An
     run = cluster(workload=work, schedule=schedule, links={"number_bytes": 2}, duration=30.0)
     sent = {"rows": 0, "pairs": 0}
     for worker in run.workers:
-        before = worker.executor.experts._done
+        before = worker.executor.experts._on_call_answered
 
         def count(call: Any, now: float, before: Any = before) -> None:
             sent["rows"] += call.rows
             sent["pairs"] += len(call.pairs)
             before(call, now)
 
-        worker.executor.experts._done = count
+        worker.executor.experts._on_call_answered = count
     figures = run.run()
     out = sum(sum(to.values()) for name, to in figures.link_bytes.items() if name.startswith("worker"))
     back = sum(sum(to.values()) for name, to in figures.link_bytes.items() if name.startswith("server"))
@@ -346,8 +346,8 @@ def test_popular_experts_change_with_time() -> None:
 def test_a_timeline_delivers_before_processes_go_on() -> None:
     order: list[str] = []
     timeline = Timeline()
-    timeline.at(1.0, lambda: order.append("later"), 1)
-    timeline.at(1.0, lambda: order.append("first"))
-    timeline.at(1.0, lambda: order.append("second"))
+    timeline.schedule(1.0, lambda: order.append("later"), 1)
+    timeline.schedule(1.0, lambda: order.append("first"))
+    timeline.schedule(1.0, lambda: order.append("second"))
     timeline.run()
     assert order == ["first", "second", "later"]

@@ -82,8 +82,8 @@ def test_the_bytes_of_real_relays(
     number = experts.submit(0, ids.astype(np.int64))
     found.timeline.run(1.0)
     experts.progress()
-    assert found.links is not None and experts.complete(number)
-    assert sum(size for size, _ in found.links.passed().values()) == stats.far_bytes - headers
+    assert found.links is not None and experts.is_complete(number)
+    assert sum(size for size, _ in found.links.measure_traffic().values()) == stats.far_bytes - headers
     assert (experts.calls, experts.pairs) == (stats.calls, stats.pairs) == (1 if parts else 3, 4 * rows)
 
 
@@ -132,7 +132,7 @@ def test_every_request_is_answered_whatever_becomes_of_a_relay(
     assert figures.completed == 12 and figures.link_bytes["server 0"]["server 2"] > 0
     if kind != "dies":  # else it depends on the moment
         assert (figures.resent_pairs > 0) == (kind != "none")
-    assert not any(worker.executor.experts.waiting for worker in found.workers)
+    assert not any(worker.executor.experts.is_waiting for worker in found.workers)
 
 
 @pytest.mark.parametrize(("gb_per_s", "like"), [(0.001, "always"), (10.0, "off")])

@@ -15,7 +15,7 @@ from moesaic.cost.sizes import KNOWN
 from moesaic.planning.sim import durations, routes
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.fields import override
-from moesaic.planning.sim.front import items
+from moesaic.planning.sim.front import generate_items
 from moesaic.planning.sim.scenario import load, parse
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -111,7 +111,7 @@ def test_a_wrong_change(change: str, allowed: str) -> None:
 
 
 def test_requests_of_a_poisson_process() -> None:
-    found = list(items(scenario(duration=50.0)))
+    found = list(generate_items(scenario(duration=50.0)))
     gaps = np.diff([item.arrival for item in found])
     assert np.mean(gaps) == pytest.approx(1 / 40, rel=0.1)
     assert np.std(gaps) == pytest.approx(1 / 40, rel=0.15)
@@ -123,7 +123,7 @@ def test_requests_of_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("arrival_s,input_tokens,output_tokens\n5.0,7,3\n6.0,9,4\n99.0,1,1\n")
     work = {"kind": "trace", "file": str(file), "speed": 2.0}
-    found = [(item.arrival, item.prompt, item.answer) for item in items(scenario(workload=work))]
+    found = [(item.arrival, item.prompt, item.answer) for item in generate_items(scenario(workload=work))]
     assert found == [(0.0, 7, 3), (0.5, 9, 4)]
     figures = cluster(workload=work, duration=5.0).run()
     assert (figures.requests, figures.completed, figures.tokens) == (2, 2, 7)
@@ -131,7 +131,7 @@ def test_requests_of_a_trace(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"workload\.file.* lacks the column output_tokens|at least one row"
     ):
-        list(items(scenario(workload=work)))
+        list(generate_items(scenario(workload=work)))
 
 
 def test_shares_of_routing() -> None:
@@ -148,7 +148,7 @@ def test_shares_of_routing() -> None:
 @pytest.mark.parametrize("without", [0, 4])
 def test_the_largest_keys_are_the_first_of_all_sorted(top_k: int, without: int) -> None:
     """Experts without a share come last."""
-    shares = routes.normal(np.concatenate([np.arange(1.0, 9.0 - without), np.zeros(without)]))
+    shares = routes.normalize(np.concatenate([np.arange(1.0, 9.0 - without), np.zeros(without)]))
     found = routes.draw(shares, 500, top_k, np.random.default_rng(4))
     with np.errstate(divide="ignore"):
         keys = np.log(shares) + np.random.default_rng(4).gumbel(size=(500, 8))
@@ -159,11 +159,13 @@ def test_the_largest_keys_are_the_first_of_all_sorted(top_k: int, without: int) 
 def test_a_row_s_experts_depend_on_nothing_else() -> None:
     found = routes.Routes(np.tile(routes.zipf(8, 1.0), (2, 1)), 2, seed=5)
     requests, positions = np.arange(6), np.arange(6) * 3
-    every = found.of(1, routes.rows_of(requests, positions), 0.0)
+    every = found.choose_experts(1, routes.number_rows(requests, positions), 0.0)
     for row in range(6):
-        alone = found.of(1, routes.rows_of(requests[row : row + 1], positions[row : row + 1]), 7.0)
+        alone = found.choose_experts(
+            1, routes.number_rows(requests[row : row + 1], positions[row : row + 1]), 7.0
+        )
         assert alone.tolist() == [every[row].tolist()]
-    assert found.of(0, routes.rows_of(requests, positions), 0.0).tolist() != every.tolist()
+    assert found.choose_experts(0, routes.number_rows(requests, positions), 0.0).tolist() != every.tolist()
 
 
 def test_placements(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_routing_and_placement_of_a_profile(tmp_path: Path) -> None:
 
 def test_devices_of_a_machine() -> None:
     model, machine = KNOWN["mixtral-8x7b"], MACHINES["h100"]
-    found = durations.of_machine(model, machine, 500.0)
+    found = durations.build_machine_devices(model, machine, 500.0)
     read = model.expert_bytes / machine.fast.bandwidth
     assert found.experts.per_expert == read
     assert found.experts.seconds(1, 8) - found.experts.seconds(1, 7) == pytest.approx(read)

@@ -32,46 +32,46 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up(joining.role.replace("-", " "), joining.log_level)
-    secret = bytes.fromhex(_line())
-    asked = threading.Semaphore(0)
-    threading.Thread(target=_follow_parent, args=(asked.release,), name="parent", daemon=True).start()
+    secret = bytes.fromhex(_read_line())
+    rejoin = threading.Semaphore(0)
+    threading.Thread(target=_follow_parent, args=(rejoin.release,), name="parent", daemon=True).start()
     keep = arguments.keep and joining.role in ("attention-worker", "prefill-worker")
-    join_once = _life(joining, secret)
+    join_once = _make_join(joining, secret)
     while True:
         try:
             return join_once()
         except ConfigError as error:
-            child.tell("wrong", str(error))
+            child.print_event("wrong", str(error))
             return 2
         except ConnectionLost as error:
-            child.tell(child.kind_of(error), str(error), stays=keep)
+            child.print_event(child.event_name(error), str(error), stays=keep)
             if not keep:
                 return 1
-        asked.acquire()
+        rejoin.acquire()
 
 
-def _life(joining: JoinOptions, secret: bytes) -> Callable[[], int]:
+def _make_join(joining: JoinOptions, secret: bytes) -> Callable[[], int]:
     """Joins once and serves, each time that it is called. A worker finds the weights of the last time."""
 
-    def joined(model: str) -> None:
-        child.tell("joined", model)
+    def print_joined(model: str) -> None:
+        child.print_event("joined", model)
 
-    def lost(why: str) -> None:
-        child.tell("lost", why)
+    def print_lost(reason: str) -> None:
+        child.print_event("lost", reason)
 
     if joining.role == "expert-server":
-        return partial(server.serve_once, joining, secret, joined)
+        return partial(server.serve_once, joining, secret, print_joined)
     if joining.role == "ranks":
         from moesaic.cluster.joining import ranks
 
-        return partial(ranks.serve_once, joining, secret, joined, lost)
+        return partial(ranks.serve_once, joining, secret, print_joined, print_lost)
     from moesaic.cluster.joining import worker
     from moesaic.runtime.keeping import KeptModel
 
-    return partial(worker.serve_once, joining, secret, joined, lost, KeptModel())
+    return partial(worker.serve_once, joining, secret, print_joined, print_lost, KeptModel())
 
 
-def _line() -> str:
+def _read_line() -> str:
     """The next line of standard input. Nothing after it is read."""
     line = b""
     while not line.endswith(b"\n"):
@@ -82,11 +82,11 @@ def _line() -> str:
     return line.decode()
 
 
-def _follow_parent(again: Callable[[], None]) -> None:
-    """Calls `again` at each line, and ends this process with its standard input."""
+def _follow_parent(on_line: Callable[[], None]) -> None:
+    """Calls `on_line` at each line, and ends this process with its standard input."""
     while read := os.read(0, 1):
         if read == b"\n":
-            again()
+            on_line()
     os._exit(1)
 
 

@@ -22,7 +22,7 @@ from moesaic.transport.authentication import Refused, SentAway
 _KINDS: dict[str, type[ConnectionLost]] = {"lost": ConnectionLost, "refused": Refused, "sent away": SentAway}
 
 
-def tell(event: str, text: str, stays: bool = False) -> None:
+def print_event(event: str, text: str, stays: bool = False) -> None:
     """Print an event for the parent: "joined" with the model, "wrong" or one of `_KINDS` with the reason.
 
     stays: the process does not end now, but waits until it is asked to join again."""
@@ -30,7 +30,7 @@ def tell(event: str, text: str, stays: bool = False) -> None:
     sys.stdout.flush()
 
 
-def kind_of(error: ConnectionLost) -> str:
+def event_name(error: ConnectionLost) -> str:
     """The event for this error."""
     return next(kind for kind in reversed(_KINDS) if isinstance(error, _KINDS[kind]))
 
@@ -40,13 +40,13 @@ class Child:
     """A process that joins a cluster."""
 
     process: subprocess.Popen[bytes]
-    stays: bool = False
+    is_waiting: bool = False
     """It has lost its connection, and waits until it is asked to join again."""
 
-    def again(self) -> None:
+    def rejoin(self) -> None:
         """Ask it to join again. If it has ended meanwhile, `wait` says so."""
         assert self.process.stdin is not None
-        self.stays = False
+        self.is_waiting = False
         with contextlib.suppress(BrokenPipeError):
             os.write(self.process.stdin.fileno(), b"\n")
 
@@ -58,10 +58,10 @@ class Child:
         assert self.process.stdout is not None
         event = text = ""
         for line in self.process.stdout:
-            event, text, self.stays = json.loads(line)
+            event, text, self.is_waiting = json.loads(line)
             if event == "joined":
                 on_joined(text)
-            if self.stays:
+            if self.is_waiting:
                 raise _KINDS[event](text)
         code = self.process.wait()
         if event == "wrong":
@@ -69,8 +69,8 @@ class Child:
         if event in _KINDS:
             raise _KINDS[event](text)
         if code:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            raise ConnectionLost(f"the process {self.process.pid} {how}")
+            ending = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            raise ConnectionLost(f"the process {self.process.pid} {ending}")
         return 0
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ def start(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=worker_environment(environment, devices),
-        process_group=0,
+        process_group=0,  # Ctrl-C reaches the parent only, which ends this process
     )
     assert process.stdin is not None
     os.write(process.stdin.fileno(), secret.hex().encode() + b"\n")
@@ -130,11 +130,11 @@ class KeptChild:
         if self._child is None:
             self._child = start(joining, secret, keep=True)
         else:
-            self._child.again()
+            self._child.rejoin()
         try:
             return self._child.wait(on_joined)
         finally:
-            if not self._child.stays:
+            if not self._child.is_waiting:
                 self._end()
 
     def _end(self) -> None:

@@ -52,18 +52,18 @@ def connect(
     secret or version, otherwise ConnectionLost.
     """
     errors: list[ConnectionLost] = []
-    several = len(joining.addresses) > 1
-    seconds = seconds or (DIAL_SECONDS if several else HANDSHAKE_SECONDS)
+    has_several = len(joining.addresses) > 1
+    seconds = seconds or (DIAL_SECONDS if has_several else HANDSHAKE_SECONDS)
     for address in joining.addresses:
         try:
             sock, keys = _dial(address, secret, seconds)
         except ConnectionLost as error:
             errors.append(error)
             continue
-        if several:
+        if has_several:
             LOG.info("connected to %s", address)
-        here = str(sock.getsockname()[0])
-        return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), here
+        own_address = str(sock.getsockname()[0])
+        return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), own_address
     kind = Refused if all(isinstance(error, Refused) for error in errors) else ConnectionLost
     raise kind("; ".join(map(str, errors)))
 
@@ -90,7 +90,7 @@ def _dial(address: str, secret: bytes, seconds: float) -> tuple[socket.socket, K
 
 
 @contextmanager
-def told(connection: StreamConnection, joining: JoinOptions) -> Iterator[None]:
+def report_errors(connection: StreamConnection, joining: JoinOptions) -> Iterator[None]:
     """Inside, the cluster is told of a ConfigError, and a ConnectionLost names the cluster."""
     try:
         yield
@@ -102,19 +102,24 @@ def told(connection: StreamConnection, joining: JoinOptions) -> Iterator[None]:
 
 
 def enlist(
-    connection: StreamConnection, joining: JoinOptions, kept: Mapping[int, Sequence[int]] | None = None
+    connection: StreamConnection,
+    joining: JoinOptions,
+    resident_experts: Mapping[int, Sequence[int]] | None = None,
 ) -> messages.Enlisted:
     """Send the role of this process, and send back the messages that measure the link.
 
-    kept: for a server, layer -> the experts that it has in memory. Returns the settings that the cluster
-    answers.
+    resident_experts: for a server, layer -> the experts that it has in memory. Returns the settings that the
+    cluster answers.
 
     Raises SentAway if the cluster refuses it, and ConnectionLost.
     """
-    capacity = joining.capacity or float(threads_of(joining))
+    capacity = joining.capacity or float(count_threads(joining))
+    # Kernels that the user chose are not compared with the cluster's (`cluster.instruction_sets`).
     sets = [] if joining.kernels is not None else list(instruction_sets())
-    loaded = {layer: list(experts) for layer, experts in (kept or {}).items()}
-    connection.send(messages.Enlist(joining.role, capacity, this_host(), sets, joining.ticket, loaded))
+    experts_by_layer = {layer: list(experts) for layer, experts in (resident_experts or {}).items()}
+    connection.send(
+        messages.Enlist(joining.role, capacity, this_host(), sets, joining.ticket, experts_by_layer)
+    )
     answer = connection.receive(None)
     while isinstance(answer, messages.LinkTest):
         connection.send(answer)
@@ -129,64 +134,64 @@ def enlist(
     raise ConnectionLost("its first message was not Enlisted")
 
 
-def server_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> ExpertServerConfig:
-    """The settings of an expert server on this host. here: its address towards the cluster.
+def server_config(joining: JoinOptions, answer: messages.Enlisted, own_address: str) -> ExpertServerConfig:
+    """The settings of an expert server on this host. own_address: its address towards the cluster.
 
     Raises ConfigError for a checkpoint that is not there, or is another one.
     """
-    told = ExpertServerConfig.from_json(enlisted.config)
-    _check_host(told)
-    model, stamp = checkpoint(joining, enlisted)
-    device = told.device if joining.device in (None, "auto") else joining.device
-    if told.transport == "nvshmem" and device != "cuda":
+    config = ExpertServerConfig.from_json(answer.config)
+    _check_host(config)
+    model, stamp = checkpoint(joining, answer)
+    device = config.device if joining.device in (None, "auto") else joining.device
+    if config.transport == "nvshmem" and device != "cuda":
         raise ConfigError.field("--device", device, "cuda: the cluster has --transport nvshmem")
     return replace(
-        told,
+        config,
         model=str(model),
         checkpoint_stamp=stamp,
         joined=True,
-        remote_address=joining.listen or str(addresses.Address(host=here)),
-        kernels=joining.kernels or told.kernels,
+        remote_address=joining.listen or str(addresses.Address(host=own_address)),
+        kernels=joining.kernels or config.kernels,
         device=device,
-        threads=threads_of(joining),
+        threads=count_threads(joining),
         log_level=joining.log_level,
     )
 
 
-def worker_config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> WorkerConfig:
+def worker_config(joining: JoinOptions, answer: messages.Enlisted, own_address: str) -> WorkerConfig:
     """The settings of an attention worker on this host. Otherwise like `server_config`."""
-    told = WorkerConfig.from_json(enlisted.config)
-    _check_host(told, ("--placement", told.parallel.placement))
-    path, stamp = checkpoint(joining, enlisted)
+    config = WorkerConfig.from_json(answer.config)
+    _check_host(config, ("--placement", config.parallel.placement))
+    path, stamp = checkpoint(joining, answer)
     model = replace(
-        told.model,
+        config.model,
         model=str(path),
-        kernels=joining.kernels or told.model.kernels,
-        device=joining.device or told.model.device,
+        kernels=joining.kernels or config.model.kernels,
+        device=joining.device or config.model.device,
         threads=joining.threads,
     )
     return replace(
-        told,
+        config,
         model=model,
         checkpoint_stamp=stamp,
-        remote_address=joining.listen or str(addresses.Address(host=here)),
+        remote_address=joining.listen or str(addresses.Address(host=own_address)),
         log_level=joining.log_level,
         most_threads=None,  # the other one is a share of the cores there
     )
 
 
-def checkpoint(joining: JoinOptions, enlisted: messages.Enlisted) -> tuple[Path, str]:
+def checkpoint(joining: JoinOptions, answer: messages.Enlisted) -> tuple[Path, str]:
     """The checkpoint on this host, and the stamp of its files as they were compared.
 
     Raises ConfigError if it is not there, or if it is not the one that the cluster serves.
     """
-    model = Path(joining.model or enlisted.model)
+    model = Path(joining.model or answer.model)
     check_path(model)
     stamp = fingerprint.stamp(model)
-    other = fingerprint.difference(fingerprint.compute_fingerprint(model), enlisted.weights)
-    if other:
-        allowed = f"the checkpoint that {joining.cluster} serves; this one has other {other}"
-        raise ConfigError.field("--model", str(model), allowed)
+    difference = fingerprint.difference(fingerprint.compute_fingerprint(model), answer.weights)
+    if difference:
+        requirement = f"the checkpoint that {joining.cluster} serves; this one has other {difference}"
+        raise ConfigError.field("--model", str(model), requirement)
     return model, stamp
 
 
@@ -195,14 +200,18 @@ def instruction_sets() -> tuple[str, ...]:
     return () if plain is None else plain.instruction_sets()
 
 
-def _check_host(told: ExpertServerConfig | WorkerConfig, *more: tuple[str, str | None]) -> None:
-    """Raises ConfigError if this host lacks what the cluster's settings name: files, NIXL or NVSHMEM. more:
-    flags and their files besides."""
-    if told.transport == "nixl":
+def _check_host(config: ExpertServerConfig | WorkerConfig, *more_files: tuple[str, str | None]) -> None:
+    """Raises ConfigError if this host lacks what the cluster's settings name: files, NIXL or NVSHMEM.
+    more_files: flags and their files besides."""
+    if config.transport == "nixl":
         check_nixl(ucx_tls())
-    if told.transport == "nvshmem":
+    if config.transport == "nvshmem":
         check_installed()
-    for flag, file in (("--paced", told.paced), ("--schedule-policy-file", told.policy_file), *more):
+    for flag, file in (
+        ("--paced", config.paced),
+        ("--schedule-policy-file", config.policy_file),
+        *more_files,
+    ):
         if file is not None and not Path(file).is_file():
             raise ConfigError.field(flag, file, "a file at the same path as on the host of moesaic serve")
 
@@ -210,10 +219,10 @@ def _check_host(told: ExpertServerConfig | WorkerConfig, *more: tuple[str, str |
 def check_path(model: Path) -> None:
     """Raises ConfigError if there is no checkpoint at this path."""
     if not model.is_dir() and not (is_gguf(model) and model.is_file()):
-        allowed = "a directory with the checkpoint that is served, or its GGUF file"
-        raise ConfigError.field("--model", str(model), allowed)
+        requirement = "a directory with the checkpoint that is served, or its GGUF file"
+        raise ConfigError.field("--model", str(model), requirement)
 
 
-def threads_of(joining: JoinOptions) -> int:
+def count_threads(joining: JoinOptions) -> int:
     """Compute threads of the process."""
     return joining.threads or len(os.sched_getaffinity(0))

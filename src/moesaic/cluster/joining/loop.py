@@ -43,14 +43,14 @@ def join(
     tries: int | None = None
     """Attempts to join since the process was last in the cluster. None before it joined the first time."""
 
-    def joined(model: str) -> None:
+    def reset_tries(model: str) -> None:
         nonlocal tries
         tries = 0
         on_joined(model)
 
     while True:
         try:
-            return serve_once(joined)
+            return serve_once(reset_tries)
         except ConnectionLost as error:
             if tries is None or isinstance(error, SentAway):
                 raise

@@ -37,7 +37,7 @@ class JoinOptions:
     capacity: float | None = None
     """Weight of a server's share of the experts, relative to the other servers. None: its threads."""
     ticket: str = ""
-    """See `messages.Enlist`."""
+    """The ticket that a launcher gave the process (`messages.Enlist`). Empty when nobody launched it."""
     log_level: LogLevel = "info"
 
     @property

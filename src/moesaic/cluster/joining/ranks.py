@@ -13,7 +13,7 @@ from moesaic.cluster.joining import enlisting
 from moesaic.cluster.joining.options import JoinOptions, OnJoined
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.runtime.group.other_host import follow
+from moesaic.runtime.group.build_rank import follow
 from moesaic.transport.authentication import SentAway
 from moesaic.transport.stream import StreamConnection
 
@@ -31,26 +31,26 @@ def serve_once(
     """
     following = threading.Event()
 
-    def end() -> None:
+    def on_connection_end() -> None:
         if following.is_set():
-            lost("the connection is lost")
+            fail("the connection is lost")
 
-    def lost(why: str) -> None:
-        on_lost(f"{joining.cluster}: {why}")
+    def fail(end_reason: str) -> None:
+        on_lost(f"{joining.cluster}: {end_reason}")
         os._exit(1)
 
-    def heard() -> None:
+    def on_message() -> None:
         if following.is_set():
             _leave_if_asked(cluster)
 
-    cluster, here = enlisting.connect(joining, secret, end, heard)
-    with enlisting.told(cluster, joining):
-        enlisted = enlisting.enlist(cluster, joining)
-        on_joined(enlisted.model)
-        config = enlisting.worker_config(joining, enlisted, here)
-        cluster.send(messages.RanksWait(enlisted.weights))
-        word = cluster.receive(None)
-        match word:
+    cluster, own_address = enlisting.connect(joining, secret, on_connection_end, on_message)
+    with enlisting.report_errors(cluster, joining):
+        answer = enlisting.enlist(cluster, joining)
+        on_joined(answer.model)
+        config = enlisting.worker_config(joining, answer, own_address)
+        cluster.send(messages.RanksWait(answer.weights))
+        meeting = cluster.receive(None)
+        match meeting:
             case messages.Shutdown():
                 return 0
             case messages.Refuse(reason):
@@ -58,11 +58,11 @@ def serve_once(
             case messages.RanksMeet():
                 pass
             case _:
-                raise ConnectionLost(f"it sent {type(word).__name__}, not where the ranks meet")
+                raise ConnectionLost(f"it sent {type(meeting).__name__}, not where the ranks meet")
         following.set()
         _leave_if_asked(cluster)
         try:
-            follow(config, word, lost)
+            follow(config, meeting, fail)
         except ConnectionLost:
             cluster.ended(LAST_WORD_SECONDS)  # a shutdown or the end of the connection ends this process
             raise

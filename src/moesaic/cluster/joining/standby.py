@@ -30,14 +30,14 @@ AGAIN_SECONDS = 1.0
 FIRST_WORD_SECONDS = 10.0
 
 
-def prepared(address: str, own: str, model: Path) -> str:
+def prepare(address: str, own_address: str, model: Path) -> str:
     """The fingerprint of the checkpoint here.
 
-    address: of the cluster to watch. own: at which processes will join this host. Raises ConfigError for
-    addresses that cannot be used, so that this does not fail when it is time to take over.
+    address: of the cluster to watch. own_address: at which processes will join this host. Raises ConfigError
+    for addresses that cannot be used, so that this does not fail when it is time to take over.
     """
     addresses.parse(address)
-    with contextlib.closing(addresses.bind(addresses.parse(own))[0]):
+    with contextlib.closing(addresses.bind(addresses.parse(own_address))[0]):
         return fingerprint.compute_fingerprint(model)
 
 
@@ -55,15 +55,15 @@ def watch(
     serves another checkpoint, and Refused if it has another secret or version. A refusal is not
     authenticated, so after the cluster was seen it counts as gone.
     """
-    joining, seen = JoinOptions(address, "standby"), False
+    joining, has_seen_cluster = JoinOptions(address, "standby"), False
     say(f"standing by for {address}")
     while True:
         try:
             connection, _ = enlisting.connect(joining, secret, None, lambda: None, enlisting.DIAL_SECONDS)
         except ConnectionLost as lost:
-            if isinstance(lost, Refused) and not seen:
+            if isinstance(lost, Refused) and not has_seen_cluster:
                 raise
-            if seen:
+            if has_seen_cluster:
                 say(f"{lost}: taking over")
                 return
             sleep(AGAIN_SECONDS)
@@ -72,15 +72,16 @@ def watch(
             if not _is_the_cluster(connection, address, weights):
                 sleep(AGAIN_SECONDS)
                 continue
-            if not seen:
+            if not has_seen_cluster:
                 say(f"watching {address}")
-            seen = True
-            how = _end(connection)
-            if how is None:
-                seen = False
+            has_seen_cluster = True
+            end_reason = _end(connection)
+            if end_reason is None:
+                has_seen_cluster = False
                 say(f"{address} was shut down: waiting for it")
+            # Otherwise the next attempt to connect shows whether the host is gone.
             elif connection.silence >= RULE.lost_supervisor:
-                say(f"{address}: {how}: taking over")
+                say(f"{address}: {end_reason}: taking over")
                 return
 
 
@@ -90,10 +91,10 @@ def _is_the_cluster(connection: StreamConnection, address: str, weights: str) ->
         connection.send(messages.Enlist("standby", host=this_host()))
         answer = connection.receive(FIRST_WORD_SECONDS)
         if isinstance(answer, messages.Enlisted):
-            other = fingerprint.difference(weights, answer.weights)
-            if other:
-                allowed = f"a cluster with the checkpoint of this host; that one has other {other}"
-                raise ConfigError.field("--standby-for", address, allowed)
+            difference = fingerprint.difference(weights, answer.weights)
+            if difference:
+                requirement = f"a cluster with the checkpoint of this host; that one has other {difference}"
+                raise ConfigError.field("--standby-for", address, requirement)
             return True
     return False
 

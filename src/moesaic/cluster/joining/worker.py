@@ -24,46 +24,47 @@ def serve_once(
     secret: bytes,
     on_joined: OnJoined,
     on_lost: Callable[[str], None],
-    kept: KeptModel | None = None,
+    kept_model: KeptModel | None = None,
 ) -> int:
     """Join as an attention worker or prefill worker and serve, like `server.serve_once`.
 
-    kept: has the weights that were loaded for the last cluster, and gets those of this one. None: nothing of
-    a worker is kept.
-    on_lost: called with the reason when the connection ends and nothing can be kept. The process ends then,
-    even in the middle of a step. That is so while it loads, and when a step takes longer than STEP_SECONDS.
+    kept_model: has the weights that were loaded for the last cluster, and gets those of this one. None:
+    nothing of a worker is kept. on_lost: called with the reason when the connection ends and nothing can be
+    kept. The process ends then, even in the middle of a step. That is so while it loads, and when a step
+    takes longer than STEP_SECONDS.
     """
     wakeup = Wakeup()
-    serving, parted = threading.Event(), threading.Event()
-    stays: KeptModel | None = None
+    serving, left_cluster = threading.Event(), threading.Event()
+    reusable_model: KeptModel | None = None
 
-    def end() -> None:
-        if (
-            not serving.is_set()
-            or parted.is_set()
-            or (stays is not None and stays.loaded and parted.wait(STEP_SECONDS))
-        ):
+    def on_connection_end() -> None:
+        # Before it serves, and once it has left, the main thread itself raises ConnectionLost.
+        if not serving.is_set() or left_cluster.is_set():
+            return
+        # A worker with loaded weights may finish its step, keep them and join again.
+        can_stay = reusable_model is not None and reusable_model.loaded
+        if can_stay and left_cluster.wait(STEP_SECONDS):
             return
         on_lost(f"{joining.cluster}: the connection is lost")
         os._exit(1)
 
     try:
-        cluster, here = enlisting.connect(joining, secret, end, wakeup.ring)
+        cluster, own_address = enlisting.connect(joining, secret, on_connection_end, wakeup.ring)
     except ConnectionLost:
         wakeup.close()
         raise
     try:
-        with enlisting.told(cluster, joining):
-            enlisted = enlisting.enlist(cluster, joining)
-            on_joined(enlisted.model)
-            config = enlisting.worker_config(joining, enlisted, here)
-            stays = kept if _can_stay(config) else None
-            if kept is not None and stays is None:
-                kept.drop()
+        with enlisting.report_errors(cluster, joining):
+            answer = enlisting.enlist(cluster, joining)
+            on_joined(answer.model)
+            config = enlisting.worker_config(joining, answer, own_address)
+            reusable_model = kept_model if _can_stay(config) else None
+            if kept_model is not None and reusable_model is None:
+                kept_model.drop()
             serving.set()
-            return serve(cluster, config, wakeup, enlisted.weights, stays)
+            return serve(cluster, config, wakeup, answer.weights, reusable_model)
     except ConnectionLost:
-        parted.set()  # before closing, which wakes the thread that calls `end`
+        left_cluster.set()  # before closing, which wakes the thread that calls `end`
         cluster.close()
         wakeup.close()
         raise

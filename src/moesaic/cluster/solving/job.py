@@ -35,17 +35,17 @@ class Job:
         (folder / "present.json").write_text(self.present.to_json(), encoding="utf-8")
         if self.tables is not None:
             self.tables.save(folder / "present.npz")
-        asked = {"fleet": asdict(self.fleet), "solver": self.solver, "rule": self.rule}
-        (folder / "job.json").write_text(json.dumps(asked), encoding="utf-8")
+        order = {"fleet": asdict(self.fleet), "solver": self.solver, "rule": self.rule}
+        (folder / "job.json").write_text(json.dumps(order), encoding="utf-8")
 
 
 def answer(folder: Path) -> None:
     """Solve the job in `folder`, and write the answer's files."""
-    asked = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    fleet = asked["fleet"]
+    order = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    fleet = order["fleet"]
     capacities = {int(server): weight for server, weight in fleet["capacities"].items()}
     tables = folder / "present.npz"
-    found = solve(
+    solution = solve(
         Profile.load(folder / "profile.npz"),
         Placement.from_json((folder / "present.json").read_text(encoding="utf-8")),
         Tables.load(tables) if tables.exists() else None,
@@ -57,13 +57,13 @@ def answer(folder: Path) -> None:
             tuple(map(tuple, fleet["prices"])),
             tuple(fleet["hosts"]),
         ),
-        asked["solver"],
-        asked["rule"],
+        order["solver"],
+        order["rule"],
     )
-    (folder / "homes.json").write_text(found.homes.to_json(), encoding="utf-8")
-    (folder / "placement.json").write_text(found.placement.to_json(), encoding="utf-8")
-    found.tables.save(folder / "tables.npz")
-    forecasts = {"before": asdict(found.before), "after": asdict(found.after)}
+    (folder / "homes.json").write_text(solution.homes.to_json(), encoding="utf-8")
+    (folder / "placement.json").write_text(solution.placement.to_json(), encoding="utf-8")
+    solution.tables.save(folder / "tables.npz")
+    forecasts = {"before": asdict(solution.before), "after": asdict(solution.after)}
     (folder / "answer.json").write_text(json.dumps(forecasts), encoding="utf-8")
 
 

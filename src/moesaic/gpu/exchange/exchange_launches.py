@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-MOST_ROWS = 256
-"""Steps of more rows are not recorded: their launches take less time than what they compute."""
 LEAST_SLOTS = 32
 """Slots are at least one warp's threads: then each word is read and written by one thread."""
 LIVE, FAILED = 0, 1

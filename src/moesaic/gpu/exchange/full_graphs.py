@@ -16,7 +16,7 @@ from moesaic.core.metrics import ExpertStats
 from moesaic.experts.client import ExpertServers
 from moesaic.experts.remote import RemoteExperts
 from moesaic.gpu.exchange.exchange import DeviceExchange
-from moesaic.gpu.exchange.exchange_launches import MOST_ROWS, ExchangeOperations
+from moesaic.gpu.exchange.exchange_launches import ExchangeOperations
 from moesaic.gpu.exchange.exchanged_step import ExchangedRunner
 from moesaic.gpu.exchange.server_mailbox import IpcDialer, MailboxDialer
 from moesaic.gpu.graphs.graphs import GraphRunner
@@ -25,7 +25,7 @@ from moesaic.gpu.ipc.device_sharing import DeviceSharing
 from moesaic.gpu.nvshmem import symmetric_heap
 from moesaic.gpu.nvshmem.job import NvshmemJob
 from moesaic.gpu.nvshmem.nvshmem_mailbox import NvshmemDialer
-from moesaic.kernels.table import Kernels
+from moesaic.kernels.table import MOST_RECORDED_ROWS, Kernels
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.step.eager import EagerRunner
@@ -86,7 +86,15 @@ def full_graphs(
     sharing = device_sharing.sharing(stages.device)
     operations, dialer = _by(context, kernels, layout, sharing, stages.device)
     exchange = DeviceExchange(
-        remote, replicas, layout, sharing, operations, dialer, stages.device, MOST_ROWS, context.clock
+        remote,
+        replicas,
+        layout,
+        sharing,
+        operations,
+        dialer,
+        stages.device,
+        MOST_RECORDED_ROWS,
+        context.clock,
     )
     eager = EagerRunner(stages, exchange.experts)
     graphs = GraphRunner(eager, exchange.recorder(kernels.recorder), table_width, direct=True)
@@ -103,6 +111,8 @@ def _by(
     """What the graphs ask servers by: NVSHMEM, or CUDA IPC."""
     assert kernels.exchange is not None and kernels.nvshmem_exchange is not None
     if context.config.transport == "nvshmem":
-        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_ROWS, context.kept.nvshmem)
+        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_RECORDED_ROWS, context.kept.membership)
         return kernels.nvshmem_exchange, NvshmemDialer(job, sharing, device, layout.hidden)
-    return kernels.exchange, IpcDialer(sharing, MOST_ROWS, MOST_ROWS * layout.top_k, layout.hidden)
+    return kernels.exchange, IpcDialer(
+        sharing, MOST_RECORDED_ROWS, MOST_RECORDED_ROWS * layout.top_k, layout.hidden
+    )

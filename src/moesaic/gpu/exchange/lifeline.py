@@ -9,13 +9,21 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from moesaic.core.errors import ConnectionLost, DamagedMessage
-from moesaic.transport.sealed_socket import Wire
+from moesaic.transport.authentication import Terms
+from moesaic.transport.calls import MIN_HEAP, Answerer
+from moesaic.transport.host_watch import watch
+from moesaic.transport.listening import HANDSHAKE_SECONDS, Accept, ProvenPeer, dial
+from moesaic.transport.sealed_socket import Wire, wire
+from moesaic.transport.words import Word, hear, say
 
 LOOK_SECONDS = 1e-3
 """An end looks at its socket at most this often."""
+KIND = "nvshmem"
+"""The kind of these connections, see `authentication.KINDS`."""
 MOST_BYTES = 4096
 """Maximum bytes that are kept of what the peer sent."""
 
@@ -82,3 +90,38 @@ class Lifeline:
             pass
         except (OSError, DamagedMessage) as error:
             self.lost = ConnectionLost(f"the other end is gone: {error}")
+
+
+Introduce = Callable[[Word], tuple[Word, Callable[[Lifeline], Answerer]]]
+"""Takes what a client said of itself. Returns what the server says, and what makes its end. May raise
+MoesaicError, which refuses the client."""
+
+
+def connect_lifeline(address: str, secret: bytes, who: Word, timeout: float = HANDSHAKE_SECONDS) -> Lifeline:
+    """A lifeline to the Listener at `address`. who: what this client says of itself.
+
+    Raises as `listening.connect` does, also where the server refuses who this is.
+    """
+
+    def make_end(server: ProvenPeer) -> Lifeline:
+        sealed = wire(server.sock, server.keys)
+        watch(server.sock)
+        server.deadline.apply(server.sock)
+        say(sealed, **who)
+        return Lifeline(server.sock, sealed, hear(sealed))
+
+    return dial(address, secret, Terms(KIND, MIN_HEAP), make_end, timeout)
+
+
+def lifeline_kind(introduce: Introduce) -> dict[str, Accept]:
+    """What a Listener needs to accept lifelines."""
+
+    def accept(client: ProvenPeer) -> Answerer:
+        watch(client.sock)
+        sealed = wire(client.sock, client.keys)
+        client.deadline.apply(client.sock)
+        own, make_answerer = introduce(word := hear(sealed))
+        say(sealed, **own)
+        return make_answerer(Lifeline(client.sock, sealed, word))
+
+    return {KIND: accept}

@@ -23,14 +23,18 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.errors import ConnectionLost, DamagedMessage
+from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
 from moesaic.gpu.ipc.device_calls import GOODBYE, ended
+from moesaic.transport import address as addresses
 from moesaic.transport.address import peer_process
-from moesaic.transport.authentication import Deadline, read_exactly
+from moesaic.transport.authentication import Deadline, Terms, read_exactly
+from moesaic.transport.calls import MIN_HEAP, Answerer
+from moesaic.transport.listening import HANDSHAKE_SECONDS, Accept, ProvenPeer, dial
 
 PAGE = 4096
 HEAD = PAGE
@@ -43,6 +47,8 @@ AWAKE_SECONDS, NAP_SECONDS = 0.1, 5e-4
 """A server that was told to stay awake naps between two looks after so long without a request."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _OK = b"+"
+KIND = "mailbox"
+"""The kind of these connections, see `authentication.KINDS`."""
 _GONE = "the other end closed the connection"
 
 
@@ -267,3 +273,39 @@ def confirm(sock: socket.socket, deadline: Deadline) -> None:
     deadline.apply(sock)
     sock.sendall(_OK)
     sock.setblocking(False)
+
+
+def connect_mailbox(
+    address: str, secret: bytes, request_bytes: int, names: bytes, timeout: float = HANDSHAKE_SECONDS
+) -> MailboxClient:
+    """A mailbox at the Listener at `address`, a Unix address. request_bytes, names: see `make_mailbox`.
+
+    Raises as `listening.connect` does.
+    """
+    if not addresses.parse(address).path:
+        raise ConfigError.field("address", address, "unix: for a mailbox")
+
+    def make_end(server: ProvenPeer) -> MailboxClient:
+        return make_mailbox(server.sock, request_bytes, names, server.deadline)
+
+    return dial(address, secret, Terms(KIND, max(MIN_HEAP, request_bytes)), make_end, timeout)
+
+
+def mailbox_kind(make_answerer: Callable[[MailboxServer], Answerer]) -> dict[str, Accept]:
+    """What a Listener needs to accept mailboxes.
+
+    make_answerer: opens the memory that a client names. May raise MoesaicError, which refuses the client.
+    """
+
+    def accept(client: ProvenPeer) -> Answerer:
+        if client.sock.family != socket.AF_UNIX:
+            raise ConnectionLost("a client asked for a mailbox, which is not possible here")
+        answerer = make_answerer(accept_mailbox(client.sock, client.deadline))
+        try:
+            confirm(client.sock, client.deadline)
+        except OSError:
+            answerer.close()
+            raise
+        return answerer
+
+    return {KIND: accept}

@@ -12,9 +12,8 @@ import torch
 from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
 from moesaic.core.messages import JoinNvshmem
 from moesaic.experts import wire
-from moesaic.gpu.exchange.mailbox import ANSWER, HEAD, REQUEST, MailboxClient
+from moesaic.gpu.exchange.mailbox import ANSWER, HEAD, REQUEST, MailboxClient, connect_mailbox
 from moesaic.gpu.ipc.device_sharing import DeviceSharing, SharedMemory
-from moesaic.transport.listening import connect_mailbox
 
 _NAMES = struct.Struct("<IIII")
 """Rows, hidden size, most pairs, and bytes of the first name."""

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
-from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
 from moesaic.kernels.batch import (
     STATE_TILE,
     AttentionBatch,
@@ -19,6 +18,7 @@ from moesaic.kernels.batch import (
     list_tiles,
     slots_of,
 )
+from moesaic.kernels.table import MOST_RECORDED_ROWS
 from moesaic.models.spec import ModelSpec
 
 Result = TypeVar("Result")
@@ -66,7 +66,7 @@ def is_recorded(batch: TokenBatch) -> bool:
     Attention replays a row of drafted tokens as a sequence of one row: its context ends with itself, and the
     rows before it are in the cache when attention reads that.
     """
-    return 0 < batch.num_rows == len(batch.logit_rows) and batch.num_rows <= MOST_ROWS
+    return 0 < batch.num_rows == len(batch.logit_rows) and batch.num_rows <= MOST_RECORDED_ROWS
 
 
 class Unrecorded(Generic[Result]):

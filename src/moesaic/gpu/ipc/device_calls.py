@@ -32,10 +32,13 @@ from moesaic.core.tokens import IntArray
 from moesaic.gpu.ipc.device_heap import DeviceHeap, Place, SharedMemory, try_close
 from moesaic.transport.address import peer_process
 from moesaic.transport.calls import Call, Incoming
+from moesaic.transport.listening import Accept, ProvenPeer, accept_shared_memory
 
 if TYPE_CHECKING:
     from moesaic.transport.shm import ShmAnswerer, ShmCaller
 
+KIND = "cuda_ipc"
+"""The kind of these connections, see `authentication.KINDS`."""
 GOODBYE = b"."
 """The last byte of a server that has closed the memory of its client's GPU."""
 _PLACES = struct.Struct("<HHxxxxQQQQ")
@@ -371,3 +374,12 @@ class DeviceAnswerer:
             raise
         DeviceAnswerer.has_opened = True
         return memory
+
+
+def device_kind(open_memory: Callable[[bytes], SharedMemory]) -> dict[str, Accept]:
+    """What a Listener needs to accept such connections. open_memory: opens memory of GPUs by its name."""
+
+    def accept(client: ProvenPeer) -> DeviceAnswerer:
+        return DeviceAnswerer(accept_shared_memory(client), open_memory)
+
+    return {KIND: accept}

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from moesaic.core.errors import MoesaicError
+from moesaic.core.errors import DamagedMessage, MoesaicError
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.experts.client import ExpertRequest, RequestArrays
+from moesaic.experts.server_memory import CallMemory, HostMemory
 from moesaic.gpu.ipc.device_calls import CallRows, Departures, DeviceCall, DeviceCaller, DeviceIncoming
 from moesaic.gpu.ipc.device_heap import DeviceHeap, Place
 from moesaic.gpu.ipc.device_sharing import DeviceSharing
 from moesaic.kernels.moving import move_array, to_host_arrays
-from moesaic.transport.calls import Call, Caller
+from moesaic.transport.calls import Call, Caller, Incoming
 
 if TYPE_CHECKING:
     from moesaic.transport.shm import ShmCaller
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 def _numbers(memory: torch.Tensor, width: int) -> torch.Tensor:
     """Bytes as rows [n, h] of float32."""
     return memory.view(torch.float32).view(-1, width)
+
+
+def _shared(incoming: Incoming) -> CallRows | None:
+    """The rows of a call on GPUs. None: the call is in memory of the host."""
+    return incoming.shared if isinstance(incoming, DeviceIncoming) else None
 
 
 class WorkerRows:
@@ -131,10 +137,10 @@ class DeviceAnswers:
 
 
 @dataclass
-class SharedCall:
-    """A call as the server computes it: everything is on the server's own GPU but `answer`."""
+class DeviceCallMemory:
+    """A `CallMemory`: everything is on the server's own GPU but `answer`."""
 
-    incoming: DeviceIncoming
+    incoming: Incoming
     request: wire.Request
     hidden: torch.Tensor
     """[m, h] the rows of the request, copied."""
@@ -145,32 +151,53 @@ class SharedCall:
     done: int = 0
     """Pairs that were computed."""
 
+    def sum_pairs(self) -> IntArray:
+        """`ServerRows.finish` has written the sums."""
+        return np.arange(len(self.answer))
+
 
 class ServerRows:
-    """What an expert server does with calls whose rows stay on GPUs."""
+    """A `ServerMemory` whose rows stay on GPUs. Calls without rows are in memory of the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, hidden: int) -> None:
+        """hidden: the numbers of a row."""
+        self._device, self._hidden, self._host = device, hidden, HostMemory(hidden)
 
-    def take(
-        self, incoming: DeviceIncoming, shared: CallRows, request: wire.Request, width: int
-    ) -> SharedCall:
-        """A call that arrived. Its rows are read once, without waiting for the GPU."""
+    def parse(self, incoming: Incoming, num_layers: int, num_experts: int) -> wire.Request:
+        """See `ServerMemory`. Raises DamagedMessage also for a call that has no rows on a GPU and should."""
+        shared = _shared(incoming)
+        if shared is None:
+            return self._host.parse(incoming, num_layers, num_experts)
+        count, rest = divmod(len(shared.rows), 4 * self._hidden)
+        request = wire.parse(incoming.request, num_layers, num_experts, self._hidden, count)
+        if rest or request.parts or request.greeting or request.work is not None:
+            raise DamagedMessage(
+                f"a request has {len(shared.rows)} bytes of rows on a GPU, or parts beside them"
+            )
+        return request
+
+    def open(self, incoming: Incoming, request: wire.Request) -> CallMemory:
+        """See `ServerMemory`. The rows of a call are read once, without waiting for the GPU."""
+        shared, width = _shared(incoming), self._hidden
+        if shared is None:
+            return self._host.open(incoming, request)
         assert request.places is not None
         with torch.inference_mode():
             hidden = _numbers(shared.rows, width).index_select(0, move_array(request.places, self._device))
             rows = torch.empty(len(request.experts), width, device=self._device)
-            return SharedCall(incoming, request, hidden, rows, _numbers(shared.answer, width))
+            return DeviceCallMemory(incoming, request, hidden, rows, _numbers(shared.answer, width))
 
-    def finish(self, computed: Sequence[tuple[SharedCall, IntArray]]) -> None:
+    def finish(self, computed: Sequence[tuple[CallMemory, IntArray]]) -> None:
         """Write the results of these pairs into answers, and wait for the GPU once.
 
         With partial sums an answer is written with its last pair. Each row's byte says whether it is finite.
         """
-        written: list[tuple[SharedCall, IntArray]] = []
+        written: list[tuple[DeviceCallMemory, IntArray]] = []
         finite: list[torch.Tensor] = []
         with torch.inference_mode():
             for call, pairs in computed:
+                if not isinstance(call, DeviceCallMemory):
+                    continue
                 call.done += len(pairs)
                 if call.request.weights is None:
                     results, lines = call.rows.index_select(0, move_array(pairs, self._device)), pairs
@@ -190,7 +217,7 @@ class ServerRows:
             np.frombuffer(call.incoming.answer, np.uint8)[lines] = flags[begin : begin + len(lines)]
             begin += len(lines)
 
-    def _sums(self, call: SharedCall) -> torch.Tensor:
+    def _sums(self, call: DeviceCallMemory) -> torch.Tensor:
         """[m, h] the weighted sums of a call's pairs, added up as a server on a CPU does."""
         weights = call.request.weights
         assert weights is not None

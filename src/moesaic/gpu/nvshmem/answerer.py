@@ -47,7 +47,7 @@ class Inbox:
         """The last word that each worker was sent, by its channel."""
 
     def accept(self, client: Word) -> tuple[Word, Callable[[Lifeline], Answerer]]:
-        """See `listening.Lifelines`. Any thread may call it."""
+        """See `lifeline.Introduce`. Any thread may call it."""
         joined, pe = self._job.joined, client.get("pe")
         if joined is None or client.get("job") != name_of(joined.place):
             raise ConnectionLost("this server is in no NVSHMEM job, or in another one than the client")

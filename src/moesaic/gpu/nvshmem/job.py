@@ -21,10 +21,10 @@ from functools import cached_property
 
 from moesaic.core.errors import MoesaicError
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.job_membership import JobMembership
 from moesaic.core.messages import JoinNvshmem
 from moesaic.experts import wire
 from moesaic.gpu.exchange.exchange_launches import ALIGNMENT
-from moesaic.gpu.nvshmem.package import Membership
 from moesaic.gpu.nvshmem.symmetric_heap import SymmetricHeap, SymmetricJobs
 
 LOG = logging.getLogger(__name__)
@@ -107,21 +107,21 @@ class NvshmemJob:
     """Joins a job in the background, as that waits for all other processes."""
 
     def __init__(
-        self, jobs: SymmetricJobs, layout: ExpertLayout, rows: int, process: Membership | None = None
+        self, jobs: SymmetricJobs, layout: ExpertLayout, rows: int, process: JobMembership | None = None
     ) -> None:
         """rows: most rows of a step. process: of this process, which may have been in another cluster. None:
         it was in none."""
         self._jobs, self._layout, self._rows = jobs, layout, rows
-        self._process = Membership() if process is None else process
+        self._process = JobMembership() if process is None else process
         self.joined: Joined | None = None
         """None until all processes have joined."""
-        if self._process.told:
+        if self._process.was_told:
             LOG.warning(SECOND)
 
     @property
     def can_join(self) -> bool:
         """Whether this process was told to join no job so far."""
-        return not self._process.told
+        return not self._process.was_told
 
     @cached_property
     def unique_id(self) -> bytes:
@@ -133,7 +133,7 @@ class NvshmemJob:
         if not self.can_join:
             LOG.warning(SECOND)
             return
-        self._process.told = True
+        self._process.was_told = True
         threading.Thread(target=self._join, args=(place,), name="joining NVSHMEM", daemon=True).start()
 
     def _join(self, place: JoinNvshmem) -> None:

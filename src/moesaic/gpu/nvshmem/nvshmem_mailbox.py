@@ -19,11 +19,10 @@ import torch
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import JoinNvshmem
-from moesaic.gpu.exchange.lifeline import Lifeline
+from moesaic.gpu.exchange.lifeline import Lifeline, connect_lifeline
 from moesaic.gpu.exchange.server_mailbox import Progress
 from moesaic.gpu.ipc.device_sharing import PAGE, DeviceSharing, SharedMemory
 from moesaic.gpu.nvshmem.job import Joined, NvshmemJob
-from moesaic.transport.listening import connect_lifeline
 
 NUMBER = 8
 """Bytes of a number that an end sends by the lifeline."""

@@ -1,4 +1,4 @@
-"""What is known of NVSHMEM without loading it: whether it is installed, and whether this process has used it.
+"""Whether NVSHMEM is installed, without loading it.
 
 This imports neither NVIDIA's bindings nor torch.
 """
@@ -6,7 +6,6 @@ This imports neither NVIDIA's bindings nor torch.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 
 from moesaic.core.errors import ConfigError
 
@@ -19,11 +18,3 @@ def check_installed() -> None:
     if importlib.util.find_spec(MODULE) is None:
         allowed = f"auto, shm, socket, nixl (nvshmem4py is not installed: {INSTALL})"
         raise ConfigError.field("--transport", "nvshmem", allowed)
-
-
-@dataclass
-class Membership:
-    """Of a process in a job. It can be in one job only, also where it joins another cluster later."""
-
-    told: bool = False
-    """Whether it was told to join one."""

@@ -64,7 +64,7 @@ class NvshmemPlaces:
     @property
     def _complete(self) -> bool:
         """Whether enough processes serve, and none is being added, removed or restarted."""
-        settled = self._members.all_serve and not any(member.on_trial for member in self._members.all)
+        settled = self._members.all_serve and not any(member.on_trial for member in self._members.all_members)
         return settled and len(self._all) >= self._least
 
     def _formed(self) -> dict[_Process, JoinNvshmem]:
@@ -95,4 +95,4 @@ def _number(member: Member) -> int:
 
 
 def _process(member: Member) -> _Process:
-    return member.role, *member.process
+    return member.role, *member.process_key

@@ -178,8 +178,8 @@ def experts(
     expert_ids: torch.Tensor,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `reference.experts.experts`. But nothing is raised for an expert that is not held: its rows of `output`
-    stay as they are, for whoever computes them. Without `output` they are NaN, since nobody looks.
+    """As `reference.experts.experts`. But nothing is raised for an expert that is not held: its rows of
+    `output` stay as they are, for whoever computes them. Without `output` they are NaN, since nobody looks.
     """
     tokens, top_k = expert_ids.shape
     hidden, table = hidden.contiguous(), weights.on_device

@@ -73,7 +73,7 @@ def survey(
 
 def _padded(job: Job, counted: Sequence[tuple[int, int]]) -> Job:
     prompt, answer = (max(each) for each in zip(*counted, strict=True))
-    return replace(job, padded=prompt, longest=prompt + answer)
+    return replace(job, padded_length=prompt, longest=prompt + answer)
 
 
 def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, int]]:

@@ -64,7 +64,7 @@ async def serving(
         seed=seed,
         record=record,
     ) as launched:
-        engine = AsyncEngine(launched.engine, launched.connection, how_it_ended=launched.how_it_ended)
+        engine = AsyncEngine(launched.engine, launched.connection, how_it_ended=launched.describe_end)
         service = Service(
             engine,
             names[0],
@@ -76,7 +76,7 @@ async def serving(
             other_names=names[1:],
         )
         engine.start()
-        app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended)
+        app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.describe_end)
         yield Served(Client(app=app), _described(info), lambda: launched.engine.stats().worker)
 
 

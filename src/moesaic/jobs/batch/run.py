@@ -7,8 +7,8 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -20,9 +20,9 @@ from moesaic.jobs.batch.lines import ID_PREFIX, BadLine, Job, Key, read
 from moesaic.jobs.batch.local import Served, serving
 from moesaic.jobs.batch.options import RunBatch
 from moesaic.jobs.batch.output import Done, Output
-from moesaic.jobs.batch.remote import remote
 from moesaic.jobs.batch.show import Summary, progress
 from moesaic.jobs.batch.window import GaveUp, Tally, Window
+from moesaic.server.client import Client
 from moesaic.trace.options import RecordConfig
 
 IDLE_SECONDS, IDLE_LOOKS = 0.01, 50
@@ -218,3 +218,14 @@ def _caught_signals() -> Iterator[list[int]]:
 
 def _new_id() -> str:
     return ID_PREFIX + uuid.uuid4().hex
+
+
+@asynccontextmanager
+async def remote(base_url: str, api_key: str | None) -> AsyncIterator[Served]:
+    """The OpenAI-compatible server at `base_url`, asked for its models first.
+
+    Raises ConnectionLost if nothing answers there, and ApiError if the server refuses, as for a wrong key.
+    """
+    async with Client(base_url, api_key=api_key) as client:
+        names = [str(model.get("id")) for model in await client.models()]
+    yield Served(Client(base_url, api_key=api_key), f"{base_url} serves {', '.join(names)}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Profile
 from moesaic.jobs.profiling import sglang_files, vllm_answers
 from moesaic.jobs.profiling.recorded import profile_of
 from moesaic.jobs.profiling.run import Show
@@ -81,3 +82,18 @@ def run(recorded: Sequence[Path], source: str, model: str, output: Path, show: S
         token_ids=profile.token_ids,
         left_out=sum(part.left_out for part in parts),
     )
+
+
+def with_nearest(
+    profile: Profile, file: Path, model: str, show: Callable[[int, int], None] | None = None
+) -> Profile:
+    """The same profile with `nearest`: the nearest known tokens, by the embedding of `model`.
+
+    A profile that was recorded without the checkpoint has none. model: a directory, a hub id, or demo. file:
+    path of the profile, for messages. show: called with the tokens done and their total. Raises ConfigError
+    if the profile was made for another model.
+    """
+    path = files.resolve(model)
+    profile.check(routed_model(path).model, str(file))
+    known = profile.counts[0].known.astype(np.int32)
+    return replace(profile, nearest=nearest_known(path, known, show))

@@ -50,7 +50,10 @@ def delta(
     states: LayerStates,
     batch: AttentionBatch,
 ) -> torch.Tensor:
-    """The gated delta rule for mixed [n, C] and gates [n, 2 * Hv]. Changes `states`. Returns [n, Hv, dv]."""
+    """Computes the gated delta rule of mixed_rows [n, C] and gates [n, 2 * Hv].
+
+    It changes `states`. Returns [n, Hv, dv].
+    """
     sizes, n = states.sizes, batch.batch.num_rows
     mixed_rows = checks.rows_with_stride(mixed_rows, n, sizes.channels)
     gates = checks.rows_with_stride(gates, n, 2 * sizes.value_heads)
@@ -58,8 +61,9 @@ def delta(
     held = _state_addresses(states, sizes)
     out = MEMORY.empty(n, sizes.value_heads, sizes.value_width)
     _native.delta(
-        mixed_rows.data_ptr(), gates.data_ptr(), mixed_rows.stride(0), gates.stride(0), *factors, *held, out.data_ptr(),
-        n, sizes.key_heads, sizes.value_heads, sizes.key_width, sizes.value_width, *_sequences(batch),
+        mixed_rows.data_ptr(), gates.data_ptr(), mixed_rows.stride(0), gates.stride(0), *factors, *held,
+        out.data_ptr(), n, sizes.key_heads, sizes.value_heads, sizes.key_width, sizes.value_width,
+        *_sequences(batch),
     )  # fmt: skip
     return out
 

@@ -46,7 +46,8 @@ class Memory(threading.local):
         """The arena, while a step is recorded."""
         self.kept_tensors: list[torch.Tensor] = []
         self.freed_memory: list[Bytes] | None = None
-        """Memory of large freed results, to be reused; None: it goes back to the system, see `reusing`."""
+        """Memory of large freed results, to be reused; None: it goes back to the system, see
+        `reuse_memory`."""
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Uninitialised memory on the CPU."""
@@ -78,11 +79,11 @@ def reuse_memory() -> Generator[None]:
     and rotations of an offloaded prefill took 4 to 6 times as long. At the end only memory of live
     results is kept."""
     ended: list[Bytes] = []
-    before, MEMORY.ended = MEMORY.ended, ended
+    before, MEMORY.freed_memory = MEMORY.freed_memory, ended
     try:
         yield
     finally:
-        MEMORY.ended = before
+        MEMORY.freed_memory = before
         ended.clear()
 
 

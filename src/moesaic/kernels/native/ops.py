@@ -124,7 +124,8 @@ def rope(
     _native.rope(
         rows.data_ptr(), rows.stride(0), rows.stride(1), checks.exact(norm, width), epsilon,
         checks.exact(cosine, *angles), checks.exact(sine, *angles),
-        checks.exact(positions, n, dtype=torch.int64), out.data_ptr(), n, heads, width, 2 * half, is_interleaved,
+        checks.exact(positions, n, dtype=torch.int64), out.data_ptr(), n, heads, width, 2 * half,
+        is_interleaved,
     )  # fmt: skip
     return out
 

@@ -52,24 +52,26 @@ class Recording(Generic[Result]):
     def __init__(
         self, step: Callable[[], Result], arena: Arena, expert_rows: torch.Tensor | None = None
     ) -> None:
-        """Run `step` once; its result is then in `result`. expert_rows: dense rows of experts that `step` merges.
+        """Run `step` once; its result is then in `result`. expert_rows: dense rows of experts that `step`
+        merges.
 
         Raises RuntimeError if it computes with torch.
         """
         self._tape = _native.Tape()
-        MEMORY.arena, MEMORY.kept = arena, []
+        MEMORY.arena, MEMORY.kept_tensors = arena, []
         _native.record(self._tape, _address(expert_rows))
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
                 self.result = step()
         finally:
             _native.stop()
-            self._kept_tensors = MEMORY.kept
-            MEMORY.arena, MEMORY.kept = None, []
+            self._kept_tensors = MEMORY.kept_tensors
+            MEMORY.arena, MEMORY.kept_tensors = None, []
 
     def run(self, expert_rows: torch.Tensor | None = None) -> Result:
-        """The result for the present content of the step's inputs. It is valid until the next run. expert_rows:
-        rows of experts in place of those of the recording, of the same shape; they may be anywhere."""
+        """The result for the present content of the step's inputs. It is valid until the next run.
+        expert_rows: rows of experts in place of those of the recording, of the same shape; they may be
+        anywhere."""
         absent = self._tape.run(_address(expert_rows))
         if absent != _native.ALL_HELD:
             raise KeyError("a routed expert is not held here")

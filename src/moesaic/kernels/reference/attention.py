@@ -3,6 +3,8 @@
 The cache has the layout of PagedAttention (Kwon et al. 2023): a sequence's tokens are stored in the blocks of
 its block table. Query heads that share a key head (grouped-query attention, Ainslie et al. 2023) become rows
 of one product, so keys are never repeated.
+
+Question: Where is paged attention computed?
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ def _attend(
 ) -> torch.Tensor:
     """query [g, Hkv, m, dk], key [g, t, Hkv, dk], value [g, t, Hkv, dv] -> [g, Hkv, m, dv].
 
-    The m lines of a key head are its query heads, each with the same number of rows. attention_mask: [g, m or 1, t]
-    mask, the same for every head. None means that each row attends to all tokens.
+    The m lines of a key head are its query heads, each with the same number of rows. attention_mask: [g, m or
+    1, t] mask, the same for every head. None means that each row attends to all tokens.
     """
     key, value = key.transpose(1, 2), value.transpose(1, 2)
     if attention_mask is not None and key.shape[1] > 1 and sinks is None:

@@ -53,9 +53,9 @@ def delta(
 ) -> torch.Tensor:
     """The gated delta rule for rows after the convolution. Changes `states`.
 
-    mixed_rows: [n, C] query, key and value of all heads. gates: [n, 2 * Hv], beta and alpha of each value head
-    before their activations. decay: [Hv] negative factor of alpha's logarithm. bias: [Hv] added to alpha's
-    gate. Returns [n, Hv, dv] float32.
+    mixed_rows: [n, C] query, key and value of all heads. gates: [n, 2 * Hv], beta and alpha of each value
+    head before their activations. decay: [Hv] negative factor of alpha's logarithm. bias: [Hv] added to
+    alpha's gate. Returns [n, Hv, dv] float32.
     """
     sizes = states.sizes
     width = sizes.key_heads * sizes.key_width

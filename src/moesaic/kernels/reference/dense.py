@@ -13,7 +13,13 @@ from torch.nn import functional
 
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, dequantize_weight
 from moesaic.kernels.reference.cache import encode
-from moesaic.kernels.reference.product import product
+
+FEW_ROWS = 5
+"""Maximum number of rows (above one) for which large weights are read faster as the left operand, since MKL
+packs the right one. Measured on AVX2 with float32: 1.3 to 3 times faster at 2 to 5 rows, slower from 8
+on."""
+LARGE_WEIGHT = 1 << 16
+"""Number of elements of a weight that no longer fits the nearest caches."""
 
 
 def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -124,3 +130,12 @@ def gated_mlp(rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj:
     """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h]."""
     wide = functional.silu(linear(rows, gate_proj), inplace=True).mul_(linear(rows, up_proj))
     return linear(wide, down_proj)
+
+
+def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows [n, i] times weight [o, i] transposed: [n, o], in the weight's type."""
+    rows = rows.to(weight.dtype)
+    few = 1 < len(rows) <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT
+    if few and weight.device.type == "cpu":
+        return torch.mm(weight, rows.contiguous().t()).t().contiguous()
+    return functional.linear(rows, weight)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from moesaic.core.errors import ConfigError
+from moesaic.models.gguf import header
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 
 NAME = re.compile(r"([\w.-]+/[\w.-]+):([^:]+)")
@@ -14,6 +15,15 @@ BESIDE = ("mmproj", "imatrix")
 """How names of files begin that are not a model of text. Repositories have them beside it."""
 SHOWN = 8
 """Most names of files in a message."""
+FIRST_RANGE = 1 << 20
+"""Bytes of the first range."""
+LARGEST_RANGE = 4 << 20
+"""Most bytes of a range, unless a list in the header is longer. So few bytes of weights come with it."""
+LONGEST_HEADER = 256 << 20
+"""Longest header that is read. Those of models with 200,000 tokens have about 10 MB."""
+
+Fetch = Callable[[int, int], tuple[bytes, int]]
+"""Bytes [begin, end) of a file, or those that it has of them, and the bytes of the whole file."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +85,26 @@ def _models(names: Collection[str]) -> set[str]:
         if name.endswith(SUFFIX) and not later and not name.rpartition("/")[2].startswith(BESIDE):
             found.add(name)
     return found
+
+
+def read_header(fetch: Fetch) -> tuple[bytes, int]:
+    """The header of a file that is somewhere else, and the bytes of the whole file.
+
+    A header has the vocabulary in it and takes megabytes, and nothing at its beginning says how many. So
+    ranges grow until the header is whole.
+
+    Raises ValueError for a header that is damaged or longer than LONGEST_HEADER, and if the file changes
+    meanwhile.
+    """
+    data, size = fetch(0, FIRST_RANGE)
+    if not size:
+        raise ValueError("not a GGUF file (it is empty)")
+    while (least := header.length(data, size)) > len(data):
+        if least > LONGEST_HEADER:
+            raise ValueError(f"its header has {least} bytes or more; allowed: at most {LONGEST_HEADER}")
+        end = min(max(least, len(data) + min(len(data), LARGEST_RANGE)), size, LONGEST_HEADER)
+        more, now = fetch(len(data), end)
+        if now != size:
+            raise ValueError(f"it had {size} bytes and then {now}: it changed while its header was read")
+        data += more
+    return data[:least], size

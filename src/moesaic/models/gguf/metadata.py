@@ -98,6 +98,6 @@ class Metadata:
         )
         if left:
             raise CheckpointError(
-                f"{self._file}: {shorten(left[0])}: got {shorten(repr(self._metadata[left[0]]))}; allowed: keys that "
-                "are known for this architecture"
+                f"{self._file}: {shorten(left[0])}: got {shorten(repr(self._metadata[left[0]]))}; "
+                "allowed: keys that are known for this architecture"
             )

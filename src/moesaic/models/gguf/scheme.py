@@ -200,7 +200,8 @@ def _join_heads(
         or width % heads
         or len(gate_rows) % heads
     ):
-        problem = f"got {len(mixed_rows)} and {len(gate_rows)} rows; allowed: together {rows} rows of {heads} key heads"
+        got = f"got {len(mixed_rows)} and {len(gate_rows)} rows"
+        problem = f"{got}; allowed: together {rows} rows of {heads} key heads"
         raise CheckpointError(f"weight: {problem}")
     parts = np.split(np.arange(rows), [width, 2 * width, len(mixed_rows)])
     order = np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).reshape(-1)

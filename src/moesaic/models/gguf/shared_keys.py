@@ -26,8 +26,8 @@ def read_common(meta: Metadata) -> Config:
 
 
 def read_rope(meta: Metadata, width: int | None, **yarn_keys: Any) -> Config:
-    """The rotary keys. width: of the part of a head that is rotated; None: the caller reads it. yarn_keys: further
-    keys of yarn."""
+    """The rotary keys. width: of the part of a head that is rotated; None: the caller reads it. yarn_keys:
+    further keys of yarn."""
     if width is not None:
         meta.require_value("rope.dimension_count", width)
     theta, kind = meta.number("rope.freq_base", 10000.0), meta.raw("rope.scaling.type", "none")

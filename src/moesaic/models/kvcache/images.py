@@ -55,8 +55,8 @@ class CopiedMemory(Protocol):
         ...
 
     def watch(self, on_layer_written: OnLayerWritten) -> None:
-        """Calls `on_layer_written` from now on in the thread of the steps, layer after layer. A step that is replayed
-        from a recording calls nothing."""
+        """Calls `on_layer_written` from now on in the thread of the steps, layer after layer. A step that is
+        replayed from a recording calls nothing."""
         ...
 
 

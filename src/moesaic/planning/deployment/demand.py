@@ -17,7 +17,7 @@ FLAG, SLO = "--workload", "--slo"
 ROWS = 100_000
 """Maximum number of rows of a trace that are read."""
 _PART = re.compile(r"(?P<name>ttft|itl)=(?P<value>\d+(\.\d+)?)(?P<unit>ms|s)")
-_ALLOWED = "ttft=TIME, itl=TIME or both, such as ttft=2s,itl=50ms"
+_SLO_FORM = "ttft=TIME, itl=TIME or both, such as ttft=2s,itl=50ms"
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Demand:
 
     def describe(self) -> str:
         """The requests in words."""
-        what = f"prompts of {self.prompt:.0f} tokens and answers of {self.answer:.0f} on average"
+        lengths = f"prompts of {self.prompt:.0f} tokens and answers of {self.answer:.0f} on average"
         if self.rate is None:
-            return f"{self.workload.clients} clients; {what}"
-        return f"{self.rate:.3g} requests/s, {self.rate * self.answer:,.0f} tokens/s; {what}"
+            return f"{self.workload.clients} clients; {lengths}"
+        return f"{self.rate:.3g} requests/s, {self.rate * self.answer:,.0f} tokens/s; {lengths}"
 
 
 def load(path: Path) -> Demand:
@@ -68,6 +68,7 @@ def load(path: Path) -> Demand:
         raise ConfigError.field(FLAG, str(path), f"a file to read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{FLAG}: {path}: not a TOML file and no .csv: {error}") from error
+    # A file with the fields of [workload] alone needs no heading.
     if "workload" not in tables and "routing" not in tables:
         tables = {"workload": tables}
     return parse(tables, path.parent)
@@ -91,13 +92,13 @@ def parse(tables: dict[str, Any], folder: Path) -> Demand:
             f"{FLAG}: routing.file", routing.file, "a profile, with routing.kind 'profile'"
         )
     if work.file is not None:
-        return _recorded(work, routing, folder)
+        return _read_trace_demand(work, routing, folder)
     prompt, answer = sum(work.prompt) / 2, sum(work.answer) / 2
     longest = work.prompt[1] + work.answer[1]
     return Demand(work, routing, folder, prompt, answer, longest, work.rate)
 
 
-def _recorded(work: WorkloadTable, routing: RoutingTable, folder: Path) -> Demand:
+def _read_trace_demand(work: WorkloadTable, routing: RoutingTable, folder: Path) -> Demand:
     assert work.file is not None
     try:
         rows = read_trace(folder / work.file, work.requests or ROWS, work.speed)
@@ -117,18 +118,19 @@ def _recorded(work: WorkloadTable, routing: RoutingTable, folder: Path) -> Deman
 
 def _rate(rows: list[TraceRow]) -> float:
     """Mean requests per second of recorded arrivals."""
+    # A trace of one request has no duration, which would make its rate infinite.
     return len(rows) / max(rows[-1].arrival, 1e-3)
 
 
-def objectives(given: str | None) -> ObjectivesTable:
+def parse_objectives(slo_text: str | None) -> ObjectivesTable:
     """The latencies of `--slo`. Example: "ttft=2s,itl=50ms" -> 2000 and 50 milliseconds.
 
     Raises ConfigError for a text of another form.
     """
-    found: dict[str, float] = {}
-    for part in () if given is None else given.replace(" ", "").split(","):
+    latencies: dict[str, float] = {}
+    for part in () if slo_text is None else slo_text.replace(" ", "").split(","):
         match = _PART.fullmatch(part)
-        if match is None or match["name"] in found or not float(match["value"]):
-            raise ConfigError.field(SLO, given, _ALLOWED)
-        found[match["name"]] = float(match["value"]) * (1000 if match["unit"] == "s" else 1)
-    return ObjectivesTable(ttft_ms=found.get("ttft"), itl_ms=found.get("itl"))
+        if match is None or match["name"] in latencies or not float(match["value"]):
+            raise ConfigError.field(SLO, slo_text, _SLO_FORM)
+        latencies[match["name"]] = float(match["value"]) * (1000 if match["unit"] == "s" else 1)
+    return ObjectivesTable(ttft_ms=latencies.get("ttft"), itl_ms=latencies.get("itl"))

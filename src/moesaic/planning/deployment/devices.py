@@ -12,21 +12,23 @@ from moesaic.core.curves import Curve
 from moesaic.core.paced import LinkModel, PacedDevices
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment.layouts import Layout, attention_model
-from moesaic.planning.sim.durations import of_machine
+from moesaic.planning.sim.durations import build_machine_devices
 
 NUMBER_BYTES = 4
 """Bytes of one number of a row between a worker and a server: moesaic sends float32."""
 
 
-def of_layout(model: ModelSizes, layout: Layout, between: LinkModel, context: float) -> PacedDevices:
+def build_layout_devices(
+    model: ModelSizes, layout: Layout, inter_host_link: LinkModel, context: float
+) -> PacedDevices:
     """The devices of one layer. context: mean number of cached tokens of a request."""
-    found, pool = layout.pool.curves, layout.pool
-    workers = found or of_machine(attention_model(model, layout.ranks), pool.hardware, context)
-    servers = found or of_machine(model, pool.hardware, context)
+    curves, pool = layout.pool.curves, layout.pool
+    workers = curves or build_machine_devices(attention_model(model, layout.ranks), pool.hardware, context)
+    servers = curves or build_machine_devices(model, pool.hardware, context)
     curve = workers.attention
     if layout.ranks > 1:
         curve = _with_all_reduce(curve, layout, model.hidden * model.row_number)
-    link = layout.link(between)
+    link = layout.link(inter_host_link)
     return PacedDevices(servers.source, curve, servers.experts, link, thresholds=servers.thresholds)
 
 
@@ -35,29 +37,29 @@ def _with_all_reduce(curve: Curve, layout: Layout, row: float) -> Curve:
 
     A ring sends 2 * (ranks - 1) / ranks of the rows, and begins twice.
     """
-    link, ranks = layout.pool.inside, layout.ranks
+    link, ranks = layout.pool.intra_host_link, layout.ranks
     part = 2 * (ranks - 1) / ranks * row / link.bandwidth
     points = tuple((rows, seconds + 2 * link.latency + rows * part) for rows, seconds in curve.points)
     return Curve(points, curve.per_expert)
 
 
-def folded(devices: PacedDevices, layers: int, few: int) -> PacedDevices:
-    """The devices of a simulation with `few` layers in place of `layers`.
+def fold_layers(devices: PacedDevices, layers: int, simulated_layers: int) -> PacedDevices:
+    """The devices of a simulation with `simulated_layers` layers in place of `layers`.
 
     A step has one more segment of attention than layers: it ends with one.
     """
-    part = layers / few
+    part = layers / simulated_layers
     link = LinkModel(devices.link.latency * part, devices.link.bandwidth / part)
-    attention = devices.attention.times((layers + 1) / (few + 1))
+    attention = devices.attention.times((layers + 1) / (simulated_layers + 1))
     return replace(devices, attention=attention, experts=devices.experts.times(part), link=link)
 
 
-def few_layers(model: ModelSizes, few: int) -> ModelSizes:
-    """The model with `few` layers, all of them with routed experts."""
-    return replace(model, layers=few, moe_layers=few)
+def reduce_layers(model: ModelSizes, layers: int) -> ModelSizes:
+    """The model with `layers` layers, all of them with routed experts."""
+    return replace(model, layers=layers, moe_layers=layers)
 
 
-def tables(devices: PacedDevices) -> dict[str, object]:
+def to_tables(devices: PacedDevices) -> dict[str, object]:
     """The devices as the tables of a scenario."""
     return {
         "source": devices.source,

@@ -27,7 +27,7 @@ from moesaic.planning.deployment.layouts import Layout
 
 MOST_SEQS = 1024
 """Maximum number of requests of a worker that is tried."""
-BATCHED = (256, 512, 1024, 2048, 4096, 8192)
+BATCHED_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 """Numbers of rows of a step that are tried."""
 
 
@@ -36,7 +36,7 @@ class Estimate:
     """What a layout could do."""
 
     layout: Layout
-    seqs: int
+    max_num_seqs: int
     """Requests of a worker at once that give the most tokens within the objective."""
     itl: float
     """Seconds between two tokens of a request then."""
@@ -44,7 +44,7 @@ class Estimate:
     """Tokens/s of the cluster then."""
     in_time: bool
     """Whether the objective of --slo itl is met. If not, `seqs` is 1."""
-    batched: int
+    max_num_batched_tokens: int
     """Rows of the largest step that still takes less than the objective."""
     kv_tokens: int
     """Tokens of a worker's KV cache."""
@@ -64,19 +64,31 @@ class Estimates:
     def _top_k(self) -> float:
         return float(self._demand.routing.top_k or self._model.top_k)
 
-    def of(self, layout: Layout, devices: PacedDevices, kv_tokens: int) -> Estimate | None:
-        """The estimate of a layout with these devices, or None if not one request fits into its cache."""
+    def estimate(self, layout: Layout, devices: PacedDevices, kv_tokens: int) -> Estimate | None:
+        """Estimate a layout with these devices. Returns None if not one request fits into its cache."""
         demand = self._demand
         if kv_tokens < demand.longest:
             return None
-        most = min(MOST_SEQS, int(kv_tokens / (demand.prompt + demand.answer)))
+        max_seqs = min(MOST_SEQS, int(kv_tokens / (demand.prompt + demand.answer)))
         if demand.workload.clients is not None:
-            most = min(most, -(-demand.workload.clients // layout.workers))
-        found = [(seqs, self.seconds(layout, devices, seqs)) for seqs in _powers(max(1, most))]
-        good = [one for one in found if self._itl is None or one[1] <= self._itl]
-        seqs, itl = max(good, key=lambda one: one[0] / one[1]) if good else found[0]
+            max_seqs = min(max_seqs, -(-demand.workload.clients // layout.workers))
+        step_times = [
+            (seqs, self.seconds(layout, devices, seqs)) for seqs in _powers_of_two(max(1, max_seqs))
+        ]
+        in_time = [step_time for step_time in step_times if self._itl is None or step_time[1] <= self._itl]
+        seqs, itl = (
+            max(in_time, key=lambda step_time: step_time[0] / step_time[1]) if in_time else step_times[0]
+        )
         rate = layout.workers * seqs / itl
-        return Estimate(layout, seqs, itl, rate, bool(good), self._batched(layout, devices, seqs), kv_tokens)
+        return Estimate(
+            layout,
+            seqs,
+            itl,
+            rate,
+            bool(in_time),
+            self._choose_batched_tokens(layout, devices, seqs),
+            kv_tokens,
+        )
 
     def seconds(self, layout: Layout, devices: PacedDevices, seqs: float) -> float:
         """Seconds between two tokens of a request if each worker has `seqs` of them."""
@@ -84,39 +96,39 @@ class Estimates:
 
     def _step(self, layout: Layout, devices: PacedDevices, rows: float, workers: int) -> float:
         """Seconds of a step of all layers. workers: number of those that compute as many rows."""
-        if layout.copied:
-            return self._step(layout.one_of_copies, devices, rows, -(-workers // layout.spread))
-        fullest = self.fullest(layout.servers)
+        if layout.is_replicated:
+            return self._step(layout.host_layout, devices, rows, -(-workers // layout.attention_hosts))
+        fullest = self.fullest_share(layout.servers)
         worker = devices.attention.seconds(rows)
         servers = self._run(layout, devices, workers * rows * fullest)
-        if layout.beside:
+        if layout.is_colocated:
             return self._model.moe_layers * (worker + servers)
-        sent, answered = min(self._top_k, layout.servers), self._top_k * fullest
+        sent_copies, answer_copies = min(self._top_k, layout.servers), self._top_k * fullest
         size = rows * self._model.hidden * NUMBER_BYTES
-        way = 2 * devices.link.latency + size * (sent + answered) / devices.link.bandwidth
-        alone = worker + way + self._run(layout, devices, rows * fullest)
-        return self._model.moe_layers * max(worker, servers, alone)
+        way = 2 * devices.link.latency + size * (sent_copies + answer_copies) / devices.link.bandwidth
+        single_step = worker + way + self._run(layout, devices, rows * fullest)
+        return self._model.moe_layers * max(worker, servers, single_step)
 
     def _run(self, layout: Layout, devices: PacedDevices, rows: float) -> float:
         """Seconds of a run of a server that gets as many pairs as `rows` rows have."""
-        chosen = touched(self._model.experts, self._top_k, rows * layout.servers) / layout.servers
-        return devices.experts.seconds(rows * self._top_k, chosen)
+        num_experts = touched(self._model.experts, self._top_k, rows * layout.servers) / layout.servers
+        return devices.experts.seconds(rows * self._top_k, num_experts)
 
-    def fullest(self, servers: int) -> float:
+    def fullest_share(self, servers: int) -> float:
         """Mean over layers of the fullest server's share of the pairs, where servers hold even ranges."""
         parts = np.array_split(self._shares, servers, axis=1)
         return float(np.max([part.sum(axis=1) for part in parts], axis=0).mean())
 
-    def _batched(self, layout: Layout, devices: PacedDevices, seqs: int) -> int:
-        allowed = [rows for rows in BATCHED if rows >= seqs] or [seqs]
+    def _choose_batched_tokens(self, layout: Layout, devices: PacedDevices, seqs: int) -> int:
+        sizes = [rows for rows in BATCHED_TOKENS if rows >= seqs] or [seqs]
         if self._itl is None:
             return max(seqs, 2048)
-        good = [rows for rows in allowed if self._step(layout, devices, rows, 1) <= self._itl]
-        return good[-1] if good else allowed[0]
+        fast_sizes = [rows for rows in sizes if self._step(layout, devices, rows, 1) <= self._itl]
+        return fast_sizes[-1] if fast_sizes else sizes[0]
 
 
-def _powers(most: int) -> Iterator[int]:
+def _powers_of_two(limit: int) -> Iterator[int]:
     power = 1
-    while power <= most:
+    while power <= limit:
         yield power
         power *= 2

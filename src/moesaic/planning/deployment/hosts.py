@@ -10,7 +10,7 @@ from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.spec import ClusterSpec
 
 
-def topology(layout: Layout, spec: ClusterSpec, part: float = 1.0) -> Topology:
+def build_topology(layout: Layout, spec: ClusterSpec, part: float = 1.0) -> Topology:
     """The hosts of a layout with its processes.
 
     All devices of a host share its link to another host. Without a link of their own in [[between]], two
@@ -18,47 +18,50 @@ def topology(layout: Layout, spec: ClusterSpec, part: float = 1.0) -> Topology:
     part: factor of each link's time, for a simulation with fewer layers.
     """
     pool, names = layout.pool, layout.pool.names[: layout.hosts]
-    wide = LinkModel(spec.between.latency, spec.between.bandwidth * pool.per_host)
+    default_link = LinkModel(
+        spec.inter_host_link.latency, spec.inter_host_link.bandwidth * pool.devices_per_host
+    )
     links = tuple(
-        HostLink(one.one, one.other, _times(one.link, part))
-        for one in spec.links
-        if one.one in names and one.other in names
+        HostLink(link.one, link.other, _scale_link(link.link, part))
+        for link in spec.links
+        if link.one in names and link.other in names
     )
     hosts = tuple(
         Host(name, tuple(workers), tuple(servers))
         for name, (workers, servers) in zip(names, _processes(layout), strict=True)
     )
-    return Topology(hosts, _times(pool.inside, part), _times(wide, part), links)
+    return Topology(hosts, _scale_link(pool.intra_host_link, part), _scale_link(default_link, part), links)
 
 
-def device_link(layout: Layout, spec: ClusterSpec) -> LinkModel:
+def find_device_link(layout: Layout, spec: ClusterSpec) -> LinkModel:
     """What one device sends to those of other hosts, over the slowest link of the layout's hosts."""
-    found = topology(layout, spec)
-    names = [host.name for host in found.hosts]
+    hosts_topology = build_topology(layout, spec)
+    names = [host.name for host in hosts_topology.hosts]
     slowest = min(
-        (found.link(one, other) for one, other in combinations(names, 2)),
+        (hosts_topology.link(sender, receiver) for sender, receiver in combinations(names, 2)),
         key=lambda link: link.bandwidth,
-        default=spec.between,
+        default=spec.inter_host_link,
     )
-    if slowest == found.between:
-        return spec.between
-    return LinkModel(slowest.latency, slowest.bandwidth / layout.pool.per_host)
+    if slowest == hosts_topology.between:
+        return spec.inter_host_link
+    return LinkModel(slowest.latency, slowest.bandwidth / layout.pool.devices_per_host)
 
 
 def _processes(layout: Layout) -> list[tuple[range, range]]:
     """The workers and the servers of each host, by their numbers."""
-    if layout.spread > 1:
-        workers, servers = layout.workers_here, layout.servers_here
+    if layout.attention_hosts > 1:
+        workers, servers = layout.first_host_workers, layout.first_host_servers
         return [
             (range(host * workers, (host + 1) * workers), range(host * servers, (host + 1) * servers))
-            for host in range(layout.spread)
+            for host in range(layout.attention_hosts)
         ]
-    first, each = layout.servers_here, layout.pool.per_host
-    further = [
-        range(begin, min(begin + each, layout.servers)) for begin in range(first, layout.servers, each)
+    first, per_host = layout.first_host_servers, layout.pool.devices_per_host
+    later_servers = [
+        range(begin, min(begin + per_host, layout.servers))
+        for begin in range(first, layout.servers, per_host)
     ]
-    return [(range(layout.workers), range(first)), *((range(0), servers) for servers in further)]
+    return [(range(layout.workers), range(first)), *((range(0), servers) for servers in later_servers)]
 
 
-def _times(link: LinkModel, part: float) -> LinkModel:
+def _scale_link(link: LinkModel, part: float) -> LinkModel:
     return LinkModel(link.latency * part, link.bandwidth / part)

@@ -23,9 +23,9 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment import devices, ideas
 from moesaic.planning.deployment.demand import Demand
 from moesaic.planning.deployment.estimate import Estimate, Estimates
-from moesaic.planning.deployment.hosts import device_link
+from moesaic.planning.deployment.hosts import find_device_link
 from moesaic.planning.deployment.ideas import Verdict
-from moesaic.planning.deployment.layouts import Layout, every, memory
+from moesaic.planning.deployment.layouts import Layout, compute_memory, list_layouts
 from moesaic.planning.deployment.spec import FLAG, ClusterSpec
 from moesaic.planning.deployment.trials import Candidate, OutOfTime, Simulator, Trial
 from moesaic.planning.sim.scenario import ObjectivesTable, Scenario
@@ -33,7 +33,7 @@ from moesaic.planning.sim.shape import Shape
 
 FIRST, SECOND = 6, 2
 """Layouts of round 1, and of round 2."""
-SEARCHING = 0.65
+SEARCH_SHARE = 0.65
 """Share of the time budget for the search. The rest is for the verdicts."""
 HEADROOM = 1.15
 """Estimated tokens/s over those that are asked for, from which a smaller layout is preferred."""
@@ -56,26 +56,26 @@ class Deployments:
     objectives: ObjectivesTable
     trials: list[Trial]
     """What was simulated, best first."""
-    layouts: int
+    num_layouts: int
     """Layouts that were estimated, those included that do not fit."""
-    fitting: int
+    num_fitting_layouts: int
     """Layouts whose devices have room for the model."""
-    complete: bool
+    is_complete: bool
     """False if the time budget ended the search."""
     events: int
     verdicts: list[Verdict] = field(default_factory=list)
 
-    def best(self, count: int) -> list[Trial]:
+    def best_trials(self, count: int) -> list[Trial]:
         """The best trial of each of the best layouts."""
-        found: dict[Layout, Trial] = {}
+        best_by_layout: dict[Layout, Trial] = {}
         for trial in self.trials:
-            found.setdefault(trial.candidate.layout, trial)
-        return list(found.values())[:count]
+            best_by_layout.setdefault(trial.candidate.layout, trial)
+        return list(best_by_layout.values())[:count]
 
 
 @dataclass
 class Search:
-    """One search. `clock` gives seconds."""
+    """Searches the best deployments for one model, cluster and demand. `clock` gives seconds."""
 
     model: ModelSizes
     spec: ClusterSpec
@@ -84,28 +84,33 @@ class Search:
     budget: float
     seed: int
     clock: Callable[[], float]
-    show: Show = lambda what, done, total: None
+    show: Show = lambda work, units, total: None
     _trials: dict[Candidate, Trial] = field(default_factory=dict)
     _complete: bool = True
-    _done: int = 0
+    _num_trials: int = 0
 
     def run(self) -> Deployments:
         """Raises ConfigError if the model does not fit."""
         began = self.clock()
-        self._deadline = began + SEARCHING * self.budget
+        self._deadline = began + SEARCH_SHARE * self.budget
         self._simulator = Simulator(
             self.model, self.spec, self.demand, self.objectives, self.seed, self._time_over
         )
-        found, layouts = self._estimated()
-        self._try(Candidate(one.layout, one.seqs, one.batched, one.kv_tokens) for one in self._first(found))
+        estimates, layouts = self._estimate_layouts()
+        self._try(
+            Candidate(
+                estimate.layout, estimate.max_num_seqs, estimate.max_num_batched_tokens, estimate.kv_tokens
+            )
+            for estimate in self._select_first_round(estimates)
+        )
         for count in (SECOND, 1):
-            best = self._ranked()[:count]
-            self._try(other for trial in best for other in self._others(trial.candidate))
-        trials = self._ranked()
+            best = self._rank_trials()[:count]
+            self._try(candidate for trial in best for candidate in self._list_variants(trial.candidate))
+        trials = self._rank_trials()
         if not trials:
             raise ConfigError.field("--time-budget", self.budget, "more seconds: not one simulation ended")
         self._deadline = began + self.budget
-        verdicts = ideas.verdicts(self._simulator, trials, self._estimates_of, self.show)
+        verdicts = ideas.judge_ideas(self._simulator, trials, self._estimate_layout, self.show)
         return Deployments(
             self.model,
             self.spec,
@@ -113,7 +118,7 @@ class Search:
             self.objectives,
             trials,
             layouts,
-            len(found),
+            len(estimates),
             self._complete,
             self._simulator.events,
             verdicts,
@@ -124,21 +129,25 @@ class Search:
 
     # ---- estimates
 
-    def _estimated(self) -> tuple[list[Estimate], int]:
+    def _estimate_layouts(self) -> tuple[list[Estimate], int]:
         """The estimates of the layouts that fit, and the number of all layouts."""
         self.show("estimates", 0, 0)
         self._estimates = Estimates(self.model, self.demand, self._shares(), self._itl)
-        layouts = list(every(self.spec, self.model))
-        found = [one for layout in layouts if (one := self._estimates_of(layout)) is not None]
-        if not found:
-            raise ConfigError.field(FLAG, self.spec.describe(), self._needed())
-        return found, len(layouts)
+        layouts = list(list_layouts(self.spec, self.model))
+        estimates = [
+            estimate for layout in layouts if (estimate := self._estimate_layout(layout)) is not None
+        ]
+        if not estimates:
+            raise ConfigError.field(FLAG, self.spec.describe(), self._describe_need())
+        return estimates, len(layouts)
 
-    def _estimates_of(self, layout: Layout) -> Estimate | None:
+    def _estimate_layout(self, layout: Layout) -> Estimate | None:
         """The estimate of a layout, or None if it does not fit."""
-        tokens = memory(self.model, layout).kv_tokens
-        modelled = devices.of_layout(self.model, layout, device_link(layout, self.spec), self.demand.context)
-        return self._estimates.of(layout, modelled, tokens)
+        tokens = compute_memory(self.model, layout).kv_tokens
+        layout_devices = devices.build_layout_devices(
+            self.model, layout, find_device_link(layout, self.spec), self.demand.context
+        )
+        return self._estimates.estimate(layout, layout_devices, tokens)
 
     @property
     def _itl(self) -> float | None:
@@ -146,6 +155,7 @@ class Search:
 
     def _shares(self) -> np.ndarray:
         """[layers, E] of the experts' choices, as the simulation draws them."""
+        # The shares depend on seed, model and routing alone, so any devices and workload will do.
         plain = Scenario(
             model=self.model.name,
             devices="h100",
@@ -154,9 +164,9 @@ class Search:
             routing=self.demand.routing,
             workload=replace(self.demand.workload, kind="closed", clients=1, rate=None, file=None),
         )
-        return Shape.of(plain, self.model).routes.shares
+        return Shape.from_scenario(plain, self.model).routes.shares
 
-    def _needed(self) -> str:
+    def _describe_need(self) -> str:
         size = self.model.weights / GIB
         room = max(pool.devices * pool.hardware.fast.room for pool in self.spec.pools) / GIB
         return (
@@ -165,91 +175,102 @@ class Search:
             "keeps experts in a slower memory"
         )
 
-    def _first(self, found: list[Estimate]) -> list[Estimate]:
+    def _select_first_round(self, estimates: list[Estimate]) -> list[Estimate]:
         """The layouts of round 1.
 
-        Of each number of devices the two with the best estimates, and one with shared devices. If a rate is
-        asked for, those that reach it with few devices come first; else those with the most tokens/s.
+        They are the two with the best estimates for each number of devices, and one with shared devices. If a
+        rate is asked for, those that reach it with few devices come first; else those with the most tokens/s.
         """
-        kept: list[Estimate] = []
-        for _, group in _grouped(found):
+        selected: list[Estimate] = []
+        for _, group in _group_by_devices(estimates):
             group.sort(key=lambda one: (not one.in_time, -one.throughput))
-            kept += group[:2]
-            kept += [one for one in group if one.layout.beside and one not in group[:2]][:1]
-        wanted = None if self.demand.rate is None else self.demand.rate * self.demand.answer
+            selected += group[:2]
+            selected += [one for one in group if one.layout.is_colocated and one not in group[:2]][:1]
+        target_rate = None if self.demand.rate is None else self.demand.rate * self.demand.answer
 
-        def order(one: Estimate) -> tuple[float, ...]:
-            if wanted is not None and one.in_time and one.throughput >= HEADROOM * wanted:
-                return 0.0, one.layout.price_per_hour or 0.0, float(one.layout.devices), -one.throughput
-            return 1.0 + (not one.in_time), 0.0, 0.0, -one.throughput
+        def order(estimate: Estimate) -> tuple[float, ...]:
+            if target_rate is not None and estimate.in_time and estimate.throughput >= HEADROOM * target_rate:
+                return (
+                    0.0,
+                    estimate.layout.price_per_hour or 0.0,
+                    float(estimate.layout.devices),
+                    -estimate.throughput,
+                )
+            return 1.0 + (not estimate.in_time), 0.0, 0.0, -estimate.throughput
 
-        return sorted(kept, key=order)[:FIRST]
+        return sorted(selected, key=order)[:FIRST]
 
     # ---- simulations
 
     def _try(self, candidates: Iterator[Candidate]) -> None:
         """Simulate these candidates, as long as there is time."""
-        wanted = list(dict.fromkeys(one for one in candidates if one not in self._trials))
-        for index, candidate in enumerate(wanted):
-            self.show("simulations", self._done, self._done + len(wanted) - index)
-            estimate = self._estimates_of(candidate.layout)
+        untried = list(dict.fromkeys(trial for trial in candidates if trial not in self._trials))
+        for index, candidate in enumerate(untried):
+            self.show("simulations", self._num_trials, self._num_trials + len(untried) - index)
+            estimate = self._estimate_layout(candidate.layout)
             assert estimate is not None
-            best = max((one.good_tokens for one in self._trials.values()), default=0.0)
+            best = max((trial.good_tokens for trial in self._trials.values()), default=0.0)
             self._simulator.floor = (1 - EQUAL) * best
             try:
-                self._trials[candidate] = self._simulator.trial(candidate, estimate)
+                self._trials[candidate] = self._simulator.simulate(candidate, estimate)
             except OutOfTime:
                 self._complete = False
                 return
-            self._done += 1
-        self.show("simulations", self._done, self._done)
+            self._num_trials += 1
+        self.show("simulations", self._num_trials, self._num_trials)
 
-    def _ranked(self) -> list[Trial]:
+    def _rank_trials(self) -> list[Trial]:
         """The trials, best first: the most tokens/s of good requests. Of equally good ones the cheaper one,
         then the one with fewer devices, then the one with the lower latency, then the plainer one."""
-        left = sorted(self._trials.values(), key=lambda one: -one.good_tokens)
-        found: list[Trial] = []
-        while left:
-            best = left[0].good_tokens
-            equal = [one for one in left if one.good_tokens >= (1 - EQUAL) * best]
-            equal.sort(key=_cheapest)
-            found.append(equal[0])
-            left.remove(equal[0])
-        return found
+        remaining = sorted(self._trials.values(), key=lambda trial: -trial.good_tokens)
+        ranking: list[Trial] = []
+        while remaining:
+            best = remaining[0].good_tokens
+            equal = [trial for trial in remaining if trial.good_tokens >= (1 - EQUAL) * best]
+            equal.sort(key=_cost_order)
+            ranking.append(equal[0])
+            remaining.remove(equal[0])
+        return ranking
 
-    def _others(self, base: Candidate) -> Iterator[Candidate]:
+    def _list_variants(self, base: Candidate) -> Iterator[Candidate]:
         """Candidates that differ from this one in one thing."""
-        yield replace(base, schedule="lockstep", inflight=1)
-        if base.seqs > 1:
-            yield replace(base, schedule="lockstep", inflight=2)
-        yield replace(base, schedule="async", inflight=1)
-        if base.layout.hosts > 1 and not base.layout.copied:
+        yield replace(base, schedule="lockstep", inflight_batches=1)
+        if base.max_num_seqs > 1:
+            yield replace(base, schedule="lockstep", inflight_batches=2)
+        yield replace(base, schedule="async", inflight_batches=1)
+        if base.layout.hosts > 1 and not base.layout.is_replicated:
             yield replace(base, relay="always")
             yield replace(base, relay="off")
-        if base.layout.servers > 1 and not base.solver and not base.layout.copied:
-            more = max(1, self.model.experts // 8)
-            if self._fits(base, redundant=more):
-                yield replace(base, redundant=more)
-        if self.demand.routing.kind == "profile" and not base.redundant and base.layout.servers > 1:
+        if base.layout.servers > 1 and not base.solver and not base.layout.is_replicated:
+            extra_copies = max(1, self.model.experts // 8)
+            if self._fits(base, redundant=extra_copies):
+                yield replace(base, redundant_experts=extra_copies)
+        if self.demand.routing.kind == "profile" and not base.redundant_experts and base.layout.servers > 1:
             yield replace(base, solver=SOLVER)
 
     def _fits(self, base: Candidate, redundant: int) -> bool:
-        return memory(self.model, base.layout, base.min_replicas, redundant).kv_tokens >= base.kv_tokens // 2
+        return (
+            compute_memory(self.model, base.layout, base.min_replicas, redundant).kv_tokens
+            >= base.kv_tokens // 2
+        )
 
 
-def _cheapest(trial: Trial) -> tuple[float, ...]:
+def _cost_order(trial: Trial) -> tuple[float, ...]:
     """Sorts equally good trials: by price, devices, latency in steps of EQUAL, and settings that differ from
     the defaults."""
     candidate = trial.candidate
-    changed = (candidate.schedule != "lockstep") + candidate.inflight + bool(candidate.redundant)
-    changed += candidate.relay != "auto"
+    num_changes = (
+        (candidate.schedule != "lockstep") + candidate.inflight_batches + bool(candidate.redundant_experts)
+    )
+    num_changes += candidate.relay != "auto"
+    # Steps of the logarithm make latencies equal that differ by less than the share EQUAL.
     latency = round(math.log(trial.figures.itl.mean) / EQUAL) if trial.figures.itl.mean else 0
     price = candidate.layout.price_per_hour or 0.0
-    return price, float(candidate.layout.devices), float(latency), float(changed + bool(candidate.solver))
+    return price, float(candidate.layout.devices), float(latency), float(num_changes + bool(candidate.solver))
 
 
-def _grouped(found: list[Estimate]) -> list[tuple[int, list[Estimate]]]:
+def _group_by_devices(estimates: list[Estimate]) -> list[tuple[int, list[Estimate]]]:
     groups: dict[int, list[Estimate]] = {}
-    for one in found:
-        groups.setdefault(one.layout.devices, []).append(one)
+    for estimate in estimates:
+        groups.setdefault(estimate.layout.devices, []).append(estimate)
     return sorted(groups.items())

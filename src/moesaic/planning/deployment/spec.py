@@ -38,7 +38,7 @@ from moesaic.core.paced import LinkModel, PacedDevices
 from moesaic.core.topology import HostLink, pairs
 from moesaic.cost.hardware import Hardware, from_tables
 from moesaic.cost.machines import MACHINES
-from moesaic.planning.sim.fields import names, number, read, setting, text, whole
+from moesaic.planning.sim.fields import names, number, read, setting, text, whole_number
 
 FLAG = "--cluster"
 SHORT = re.compile(
@@ -48,30 +48,30 @@ SHORT_FORM = "a .toml file, or DEVICESxMACHINE[,HOSTShosts][,price=PER_HOUR], su
 GPU_LINKS = {"a100": 300.0, "h100": 450.0, "h200": 450.0}
 """10^9 bytes/s that a device sends to others of its host by NVLink, from data sheets. By the first word of
 the machine's name. Other devices use their link to the host."""
-INSIDE_LATENCY, BETWEEN_LATENCY = 3e-6, 10e-6
+INTRA_HOST_LATENCY, INTER_HOST_LATENCY = 3e-6, 10e-6
 """Seconds of one way, inside of a host and between hosts. Assumed where the specification has none."""
-BETWEEN = 12.5e9
+INTER_HOST_BANDWIDTH = 12.5e9
 """Bytes/s that a device sends to other hosts: 100 Gbit/s. Assumed where the specification has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Links:
-    """The table [links]. None: as `links_of` assumes."""
+    """The table [links]. None: an assumption of this module, which the plan then names."""
 
     inside_latency_us: float | None = setting(None, number())
-    inside_gb_per_s: float | None = setting(None, number(above=True))
+    inside_gb_per_s: float | None = setting(None, number(is_exclusive=True))
     latency_us: float | None = setting(None, number())
-    gb_per_s: float | None = setting(None, number(above=True))
+    gb_per_s: float | None = setting(None, number(is_exclusive=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Machines:
     """A table [[machines]]."""
 
-    hosts: int = setting(1, whole(1))
+    hosts: int = setting(1, whole_number(1))
     names: tuple[str, ...] = setting((), names())
-    """Of the hosts. Without it: FIRST_HOST, HOST2 and so on."""
-    devices: int = setting(1, whole(1))
+    """The names of the hosts. Without it: FIRST_HOST, HOST2 and so on."""
+    devices: int = setting(1, whole_number(1))
     device: str = setting(MISSING, text(f"{', '.join(MACHINES)}, or a .toml file of a machine"))
     curves: str | None = setting(None, text("the path of a file of curves"))
     price_per_hour: float | None = setting(None, number())
@@ -83,22 +83,24 @@ class Pool:
 
     name: str
     hardware: Hardware
-    """One device. Its slow level is the host's memory."""
+    """The figures of one device. Its slow level is the host's memory."""
     hosts: int = 1
-    per_host: int = 1
+    devices_per_host: int = 1
     """Devices of each host."""
-    inside: LinkModel = field(default_factory=lambda: LinkModel(INSIDE_LATENCY, BETWEEN))
-    """Between devices of a host."""
+    intra_host_link: LinkModel = field(
+        default_factory=lambda: LinkModel(INTRA_HOST_LATENCY, INTER_HOST_BANDWIDTH)
+    )
+    """The link between devices of a host."""
     price_per_hour: float | None = None
     """Price of one host."""
     names: tuple[str, ...] = ("FIRST_HOST",)
-    """Of the hosts."""
+    """The names of the hosts."""
     curves: PacedDevices | None = None
     """Measured curves. None: by the roofline of `hardware`."""
 
     @property
     def devices(self) -> int:
-        return self.hosts * self.per_host
+        return self.hosts * self.devices_per_host
 
     @property
     def on_gpu(self) -> bool:
@@ -111,15 +113,15 @@ class ClusterSpec:
     """The machines that a plan may use."""
 
     pools: tuple[Pool, ...]
-    between: LinkModel
-    """From one device to those of other hosts."""
-    assumed: tuple[str, ...] = ()
+    inter_host_link: LinkModel
+    """The link from one device to those of other hosts."""
+    assumptions: tuple[str, ...] = ()
     """What was assumed of links, one sentence each."""
     links: tuple[HostLink, ...] = ()
     """Links of two hosts, each of which all devices of a host share."""
 
     @property
-    def priced(self) -> bool:
+    def has_prices(self) -> bool:
         """Whether every host has a price."""
         return all(pool.price_per_hour is not None for pool in self.pools)
 
@@ -132,36 +134,36 @@ class ClusterSpec:
         return " or ".join(parts)
 
 
-def load(given: str) -> ClusterSpec:
+def load(spec_text: str) -> ClusterSpec:
     """The cluster of a file or of the short form.
 
     Raises ConfigError with one line that names the field, its value and what is allowed.
     """
-    if not given.endswith(".toml"):
-        return _short(given)
-    path = Path(given).expanduser()
+    if not spec_text.endswith(".toml"):
+        return _parse_short_form(spec_text)
+    path = Path(spec_text).expanduser()
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError.field(FLAG, given, f"a file to read ({error.strerror})") from error
+        raise ConfigError.field(FLAG, spec_text, f"a file to read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{FLAG}: {given}: not a TOML file: {error}") from error
+        raise ConfigError(f"{FLAG}: {spec_text}: not a TOML file: {error}") from error
     try:
         return parse(tables, path.parent)
     except ConfigError as error:
         raise ConfigError(f"{FLAG}: {error}") from error
 
 
-def _short(given: str) -> ClusterSpec:
-    found = SHORT.fullmatch(given.replace(" ", ""))
-    if found is None:
-        raise ConfigError.field(FLAG, given, SHORT_FORM)
-    count, hosts = int(found["count"]), int(found["hosts"] or 1)
+def _parse_short_form(spec_text: str) -> ClusterSpec:
+    match = SHORT.fullmatch(spec_text.replace(" ", ""))
+    if match is None:
+        raise ConfigError.field(FLAG, spec_text, SHORT_FORM)
+    count, hosts = int(match["count"]), int(match["hosts"] or 1)
     if not hosts or not count or count % hosts:
-        raise ConfigError.field(FLAG, given, f"as many devices on each host; {count} and {hosts} hosts")
-    machines: dict[str, Any] = {"hosts": hosts, "devices": count // hosts, "device": found["device"]}
-    if found["price"] is not None:
-        machines["price_per_hour"] = float(found["price"])
+        raise ConfigError.field(FLAG, spec_text, f"as many devices on each host; {count} and {hosts} hosts")
+    machines: dict[str, Any] = {"hosts": hosts, "devices": count // hosts, "device": match["device"]}
+    if match["price"] is not None:
+        machines["price_per_hour"] = float(match["price"])
     try:
         return parse({"machines": [machines]}, Path())
     except ConfigError as error:
@@ -180,28 +182,32 @@ def parse(tables: dict[str, Any], folder: Path) -> ClusterSpec:
     if not isinstance(machines, list) or not machines:
         raise ConfigError.field("machines", machines, "at least one table [[machines]]")
     links = read(_Links, tables.get("links", {}), "links.")
-    pools, assumed = [], []
-    for index, one in enumerate(machines):
-        table = read(_Machines, one, f"machines.{index}.")
+    pools, assumptions = [], []
+    for index, machine in enumerate(machines):
+        table = read(_Machines, machine, f"machines.{index}.")
         pool = _pool(table, folder, f"machines.{index}.")
-        inside, notes = _inside(pool, links)
-        pools.append(replace(pool, inside=inside))
-        assumed += notes
+        intra_host_link, notes = _build_intra_host_link(pool, links)
+        pools.append(replace(pool, intra_host_link=intra_host_link))
+        assumptions += notes
     if any(pool.hosts > 1 for pool in pools) and links.gb_per_s is None:
-        assumed.append(f"Assumed: a device sends {BETWEEN / 1e9:g} GB/s to other hosts (links.gb_per_s).")
-    latency = BETWEEN_LATENCY if links.latency_us is None else 1e-6 * links.latency_us
-    rate = BETWEEN if links.gb_per_s is None else 1e9 * links.gb_per_s
-    return ClusterSpec(tuple(pools), LinkModel(latency, rate), tuple(assumed), _between(tables, pools))
+        assumptions.append(
+            f"Assumed: a device sends {INTER_HOST_BANDWIDTH / 1e9:g} GB/s to other hosts (links.gb_per_s)."
+        )
+    latency = INTER_HOST_LATENCY if links.latency_us is None else 1e-6 * links.latency_us
+    rate = INTER_HOST_BANDWIDTH if links.gb_per_s is None else 1e9 * links.gb_per_s
+    return ClusterSpec(
+        tuple(pools), LinkModel(latency, rate), tuple(assumptions), _read_host_links(tables, pools)
+    )
 
 
-def _between(tables: dict[str, Any], pools: list[Pool]) -> tuple[HostLink, ...]:
+def _read_host_links(tables: dict[str, Any], pools: list[Pool]) -> tuple[HostLink, ...]:
     """The tables [[between]]."""
-    given = tables.get("between", [])
-    if not isinstance(given, list):
-        raise ConfigError.field("between", given, "tables [[between]]")
-    known = [name for pool in pools for name in pool.names]
+    links = tables.get("between", [])
+    if not isinstance(links, list):
+        raise ConfigError.field("between", links, "tables [[between]]")
+    host_names = [name for pool in pools for name in pool.names]
     try:
-        return pairs(Tables("links", "the cluster"), given, set(known))
+        return pairs(Tables("links", "the cluster"), links, set(host_names))
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix("links: the cluster: ")) from error
 
@@ -230,8 +236,8 @@ def _names(table: _Machines, place: str) -> tuple[str, ...]:
     if not table.names:
         return ("FIRST_HOST", *(f"HOST{number}" for number in range(2, table.hosts + 1)))
     if len(table.names) != table.hosts or len(set(table.names)) < table.hosts:
-        allowed = f"{table.hosts} different names, as {place}hosts"
-        raise ConfigError.field(f"{place}names", list(table.names), allowed)
+        allowed_names = f"{table.hosts} different names, as {place}hosts"
+        raise ConfigError.field(f"{place}names", list(table.names), allowed_names)
     return table.names
 
 
@@ -248,13 +254,13 @@ def _hardware(name: str, folder: Path, place: str) -> Hardware:
         raise ConfigError(f"{place}device: {name}: not a TOML file: {error}") from error
 
 
-def _inside(pool: Pool, links: _Links) -> tuple[LinkModel, list[str]]:
+def _build_intra_host_link(pool: Pool, links: _Links) -> tuple[LinkModel, list[str]]:
     """The link between devices of a host, and what was assumed of it."""
-    latency = INSIDE_LATENCY if links.inside_latency_us is None else 1e-6 * links.inside_latency_us
+    latency = INTRA_HOST_LATENCY if links.inside_latency_us is None else 1e-6 * links.inside_latency_us
     if links.inside_gb_per_s is not None:
         return LinkModel(latency, 1e9 * links.inside_gb_per_s), []
     rate = 1e9 * GPU_LINKS.get(pool.name.partition("-")[0], pool.hardware.link.down / 1e9)
-    if pool.per_host == 1:
+    if pool.devices_per_host == 1:
         return LinkModel(latency, rate), []
     note = f"Assumed: a {pool.name} sends {rate / 1e9:g} GB/s inside of its host (links.inside_gb_per_s)."
     return LinkModel(latency, rate), [note]

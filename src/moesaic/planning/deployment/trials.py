@@ -13,7 +13,7 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment import devices as modelled
 from moesaic.planning.deployment.demand import Demand
 from moesaic.planning.deployment.estimate import Estimate
-from moesaic.planning.deployment.hosts import topology
+from moesaic.planning.deployment.hosts import build_topology
 from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.spec import ClusterSpec
 from moesaic.planning.sim.cluster import SimulatedCluster
@@ -33,7 +33,7 @@ LAYERS = (8, 4, 2)
 """Numbers of layers that are simulated in place of all. The first whose events are few enough is taken."""
 EVENTS = 240_000
 """Events of a simulation that are aimed at."""
-FREE = LinkModel(0.0, 1e18)
+FREE_LINK = LinkModel(0.0, 1e18)
 """A link that takes no time."""
 LOOKS = 2000
 """Number of moments of a simulation at which the time budget is looked at."""
@@ -50,19 +50,19 @@ Relay = Literal["auto", "always", "off"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One deployment."""
+    """A layout with the settings of its processes, which can be simulated."""
 
     layout: Layout
-    seqs: int
+    max_num_seqs: int
     """--max-num-seqs"""
-    batched: int
+    max_num_batched_tokens: int
     """--max-num-batched-tokens"""
     kv_tokens: int
     """Tokens of a worker's KV cache."""
     schedule: Schedule = "lockstep"
-    inflight: int = 1
+    inflight_batches: int = 1
     min_replicas: int = 1
-    redundant: int = 0
+    redundant_experts: int = 0
     """Further copies of experts in each layer."""
     solver: str | None = None
     """Solver of the placement. None: consecutive experts."""
@@ -74,15 +74,16 @@ class Candidate:
     @property
     def copies(self) -> int:
         """Minimum number of servers that hold each expert."""
-        return max(self.min_replicas, self.layout.spread if self.layout.copied else 1)
+        return max(self.min_replicas, self.layout.attention_hosts if self.layout.is_replicated else 1)
 
     def describe(self) -> str:
         """How its processes work together, in words."""
-        parts = [self.schedule + (", two batches in flight" if self.inflight == 2 else "")]
+        parts = [self.schedule + (", two batches in flight" if self.inflight_batches == 2 else "")]
         if self.min_replicas > 1:
             parts.append(f"each expert {self.min_replicas} times")
-        if self.redundant:
-            parts.append(f"{self.redundant} more {'copies' if self.redundant > 1 else 'copy'} in each layer")
+        if self.redundant_experts:
+            copies = "copies" if self.redundant_experts > 1 else "copy"
+            parts.append(f"{self.redundant_experts} more {copies} in each layer")
         if self.relay != "auto":
             parts.append(f"relays {self.relay}")
         if self.solver:
@@ -113,16 +114,16 @@ class Trial:
         return self.figures.throughput * (1.0 if share is None else share)
 
     @property
-    def per_million(self) -> float | None:
+    def price_per_million(self) -> float | None:
         """Price of a million generated tokens. None without prices, and without tokens."""
         if self.price is None or not self.figures.throughput:
             return None
         return self.price / 3600 / self.figures.throughput * 1e6
 
-    def busy(self, *kinds: str) -> float:
+    def busy_share(self, *kinds: str) -> float:
         """Mean busy share of devices whose names begin with one of these words."""
-        found = [share for name, share in self.figures.utilisation.items() if name.startswith(kinds)]
-        return float(np.mean(found)) if found else 0.0
+        shares = [share for name, share in self.figures.utilisation.items() if name.startswith(kinds)]
+        return float(np.mean(shares)) if shares else 0.0
 
 
 @dataclass
@@ -139,9 +140,9 @@ class Simulator:
     """Events so far."""
     floor: float = 0.0
     """Good tokens/s below which async need not be simulated with all layers."""
-    _known: dict[tuple[Candidate, tuple[Fault, ...]], Trial] = field(default_factory=dict)
+    _trials: dict[tuple[Candidate, tuple[Fault, ...]], Trial] = field(default_factory=dict)
 
-    def trial(self, candidate: Candidate, estimate: Estimate, faults: tuple[Fault, ...] = ()) -> Trial:
+    def simulate(self, candidate: Candidate, estimate: Estimate, faults: tuple[Fault, ...] = ()) -> Trial:
         """Simulate a candidate, or return what is known of it. Raises OutOfTime.
 
         Few layers flatter async, since rows of all layers wait at once. So it is simulated with all layers,
@@ -149,34 +150,35 @@ class Simulator:
         faults: their times count in parts of the measurement, 0 to 1.
         """
         key = candidate, faults
-        if key not in self._known:
-            found = self._measured(candidate, estimate, faults, None)
+        if key not in self._trials:
+            result = self._measure(candidate, estimate, faults, None)
             layers = self.model.moe_layers
-            if candidate.schedule == "async" and found.layers < layers and found.good_tokens >= self.floor:
-                found = self._measured(candidate, estimate, faults, layers)
-            self._known[key] = found
-        return self._known[key]
+            if candidate.schedule == "async" and result.layers < layers and result.good_tokens >= self.floor:
+                result = self._measure(candidate, estimate, faults, layers)
+            self._trials[key] = result
+        return self._trials[key]
 
-    def _measured(
+    def _measure(
         self, candidate: Candidate, estimate: Estimate, faults: tuple[Fault, ...], layers: int | None
     ) -> Trial:
-        """layers: number of layers to simulate. None: as `_few` says."""
-        few, scenario = self.scenario(candidate, estimate, layers)
+        """Simulate a candidate. layers: number of layers to simulate. None: as many as `_choose_num_layers`
+        says."""
+        num_layers, scenario = self.build_scenario(candidate, estimate, layers)
         length = scenario.duration - scenario.warm_up
-        at = tuple(replace(one, at=scenario.warm_up + one.at * length) for one in faults)
-        figures = self._run(replace(scenario, faults=at), few, candidate)
-        return Trial(candidate, figures, few, estimate, candidate.layout.price_per_hour)
+        shifted_faults = tuple(replace(fault, at=scenario.warm_up + fault.at * length) for fault in faults)
+        figures = self._run(replace(scenario, faults=shifted_faults), num_layers, candidate)
+        return Trial(candidate, figures, num_layers, estimate, candidate.layout.price_per_hour)
 
-    def _run(self, scenario: Scenario, few: int, candidate: Candidate) -> Figures:
+    def _run(self, scenario: Scenario, num_layers: int, candidate: Candidate) -> Figures:
         if self.time_over():
             raise OutOfTime
-        part, layout = self.model.moe_layers / few, candidate.layout
-        several = layout.hosts > 1 and candidate.links
+        part, layout = self.model.moe_layers / num_layers, candidate.layout
+        has_host_links = layout.hosts > 1 and candidate.links
         cluster = SimulatedCluster(
             scenario,
-            modelled.few_layers(self.model, few),
-            topology=topology(layout, self.spec, part) if several else None,
-            folded=part,
+            modelled.reduce_layers(self.model, num_layers),
+            topology=build_topology(layout, self.spec, part) if has_host_links else None,
+            layer_ratio=part,
         )
 
         def look() -> None:
@@ -184,31 +186,35 @@ class Simulator:
                 raise OutOfTime
 
         for moment in range(LOOKS):
-            cluster.timeline.at(moment * scenario.duration / LOOKS, look, SAMPLE)
+            cluster.timeline.schedule(moment * scenario.duration / LOOKS, look, SAMPLE)
         try:
             return cluster.run()
         finally:
             self.events += cluster.timeline.events
 
-    def scenario(
+    def build_scenario(
         self, candidate: Candidate, estimate: Estimate, layers: int | None = None
     ) -> tuple[int, Scenario]:
         """The number of simulated layers, and the scenario of a candidate. layers: that number, if given."""
-        warm_up, measured = self._seconds(candidate, estimate)
-        few = layers or _few(self.model.moe_layers, (warm_up + measured) / estimate.itl, candidate.layout)
+        warm_up, measurement = self._seconds(candidate, estimate)
+        num_layers = layers or _choose_num_layers(
+            self.model.moe_layers, (warm_up + measurement) / estimate.itl, candidate.layout
+        )
         if self.demand.routing.file is not None:
-            few = self.model.moe_layers  # a profile has the shares of each layer
+            num_layers = self.model.moe_layers  # a profile has the shares of each layer
         layout = candidate.layout  # the links between its hosts are those of its topology
-        found = modelled.of_layout(self.model, layout, layout.pool.inside, self.demand.context)
-        found = modelled.folded(found, self.model.moe_layers, few)
+        layer_devices = modelled.build_layout_devices(
+            self.model, layout, layout.pool.intra_host_link, self.demand.context
+        )
+        layer_devices = modelled.fold_layers(layer_devices, self.model.moe_layers, num_layers)
         if not candidate.links:
-            found = replace(found, link=FREE)
-        return few, Scenario(
+            layer_devices = replace(layer_devices, link=FREE_LINK)
+        return num_layers, Scenario(
             model=self.model.name,
-            devices=modelled.tables(found),
+            devices=modelled.to_tables(layer_devices),
             folder=self.demand.folder,
             seed=self.seed,
-            duration=warm_up + measured,
+            duration=warm_up + measurement,
             warm_up=warm_up,
             workload=self.demand.workload,
             routing=self.demand.routing,
@@ -221,17 +227,23 @@ class Simulator:
 
         A life is at least that of the estimate, and at most one at the objective.
         """
-        most = self.objectives.itl_ms
-        itl = 1.3 * estimate.itl if most is None else max(estimate.itl, min(1.3 * estimate.itl, most / 1e3))
+        itl_limit_ms = self.objectives.itl_ms
+        # An estimate leaves out queues and uneven arrivals, so a life takes longer.
+        itl = 1.3 * estimate.itl
+        if itl_limit_ms is not None:
+            itl = max(estimate.itl, min(itl, itl_limit_ms / 1e3))
         life = self.demand.answer * itl + 2 * estimate.itl
         rate = self.demand.rate
         return life, max(LIVES * life, 0.0 if rate is None else REQUESTS / rate)
 
 
-def _few(layers: int, steps: float, layout: Layout) -> int:
+def _choose_num_layers(layers: int, steps: float, layout: Layout) -> int:
     """The number of layers to simulate."""
-    each = steps * layout.workers * (EVENTS_EACH + EVENTS_OF_CALL * layout.servers)
-    return next((few for few in LAYERS if few <= layers and few * each <= EVENTS), min(LAYERS[-1], layers))
+    events_per_layer = steps * layout.workers * (EVENTS_EACH + EVENTS_OF_CALL * layout.servers)
+    return next(
+        (count for count in LAYERS if count <= layers and count * events_per_layer <= EVENTS),
+        min(LAYERS[-1], layers),
+    )
 
 
 def _processes(candidate: Candidate, demand: Demand) -> Mapping[str, Any]:
@@ -240,19 +252,21 @@ def _processes(candidate: Candidate, demand: Demand) -> Mapping[str, Any]:
     return {
         "workers": Workers(
             count=layout.workers,
-            max_num_seqs=candidate.seqs,
-            max_num_batched_tokens=candidate.batched,
+            max_num_seqs=candidate.max_num_seqs,
+            max_num_batched_tokens=candidate.max_num_batched_tokens,
             max_model_len=demand.longest,
-            kv_tokens=min(candidate.kv_tokens, candidate.seqs * (demand.longest + Workers.block_size)),
+            kv_tokens=min(
+                candidate.kv_tokens, candidate.max_num_seqs * (demand.longest + Workers.block_size)
+            ),
         ),
-        "servers": Servers(count=layout.servers, beside_workers=layout.beside),
+        "servers": Servers(count=layout.servers, beside_workers=layout.is_colocated),
         "placement": PlacementTable(
             kind="solver" if candidate.solver else "even",
             solver=candidate.solver or "ours",
-            redundant_experts=0 if candidate.solver else candidate.redundant,
+            redundant_experts=0 if candidate.solver else candidate.redundant_experts,
             min_replicas=candidate.copies,
         ),
         "schedule": ScheduleTable(
-            kind=candidate.schedule, inflight_batches=candidate.inflight, relay=candidate.relay
+            kind=candidate.schedule, inflight_batches=candidate.inflight_batches, relay=candidate.relay
         ),
     }

@@ -45,7 +45,7 @@ class Sizes:
 class Read:
     """The measured speed of one way of reading."""
 
-    repeated: bool
+    is_repeated: bool
     block: int
     """Bytes of one read."""
     readers: int
@@ -72,7 +72,7 @@ class Disk:
     @property
     def bandwidth(self) -> float:
         """Bytes/s of the best repeated read by one thread. Weights are read in this way."""
-        return max(one.bandwidth for one in self.reads if one.repeated and one.readers == 1)
+        return max(read.bandwidth for read in self.reads if read.is_repeated and read.readers == 1)
 
 
 WEIGHTS = (".safetensors", ".gguf")
@@ -87,11 +87,13 @@ def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) ->
     ConfigError for a path that does not exist or that cannot be read or written, and for a full disk.
     """
     try:
-        found = _to_read(path, sizes.least)
-        if found is not None:
-            return _measured(found, str(found), None, sizes, limit, clock, show)
-        with _written(path, sizes, limit, clock, show) as (file, write):
-            return _measured(file, f"a temporary file in {path.absolute()}", write, sizes, limit, clock, show)
+        source = _to_read(path, sizes.least)
+        if source is not None:
+            return _measure_file(source, str(source), None, sizes, limit, clock, show)
+        with _write_temporary_file(path, sizes, limit, clock, show) as (file, write):
+            return _measure_file(
+                file, f"a temporary file in {path.absolute()}", write, sizes, limit, clock, show
+            )
     except OSError as error:
         allowed = f"a directory to write to, or a file to read ({error.strerror})"
         raise ConfigError.field("--path", str(path), allowed) from error
@@ -99,16 +101,16 @@ def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) ->
 
 def _to_read(path: Path, least: int) -> Path | None:
     if path.is_dir():
-        named = (one for ending in WEIGHTS for one in path.glob(f"*{ending}"))
-        shards = [one for one in named if one.stat().st_size >= least]
-        return max(shards, key=lambda one: one.stat().st_size, default=None)
+        weight_files = (file for ending in WEIGHTS for file in path.glob(f"*{ending}"))
+        shards = [file for file in weight_files if file.stat().st_size >= least]
+        return max(shards, key=lambda file: file.stat().st_size, default=None)
     if path.stat().st_size < least:
         raise ConfigError.field("--path", str(path), f"a directory, or a file of at least {least} bytes")
     return path
 
 
 @contextmanager
-def _written(
+def _write_temporary_file(
     folder: Path, sizes: Sizes, limit: float, clock: Clock, show: Show
 ) -> Iterator[tuple[Path, float]]:
     """Write a file of random bytes.
@@ -116,13 +118,14 @@ def _written(
     Yields a path to open it with, and the bytes/s of writing. The file has no name in its folder, so it is
     gone as soon as this process ends, however it ends.
     """
+    # Direct reads need whole blocks.
     size = min(sizes.file, shutil.disk_usage(folder).free // 2) // ALIGNMENT * ALIGNMENT
     if size < sizes.least:
         raise ConfigError.field("--path", str(folder), f"a disk with {2 * sizes.least} bytes left")
     with tempfile.TemporaryFile(dir=folder) as file:
-        begun = clock()
-        done = _fill(file, size, sizes.least, begun + 4 * limit, clock, show)
-        yield Path(f"/proc/self/fd/{file.fileno()}"), done / max(clock() - begun, 1e-9)
+        start = clock()
+        num_bytes = _fill(file, size, sizes.least, start + 4 * limit, clock, show)
+        yield Path(f"/proc/self/fd/{file.fileno()}"), num_bytes / max(clock() - start, 1e-9)
 
 
 def _fill(file: IO[bytes], size: int, piece: int, end: float, clock: Clock, show: Show) -> int:
@@ -130,34 +133,36 @@ def _fill(file: IO[bytes], size: int, piece: int, end: float, clock: Clock, show
 
     Returns the number of bytes.
     """
-    random, done = os.urandom(piece), 0
-    while done < size and (not done or clock() < end):
-        show("writing the file to read", done, size)
-        file.write(random[: size - done])
+    random, num_bytes = os.urandom(piece), 0
+    while num_bytes < size and (not num_bytes or clock() < end):
+        show("writing the file to read", num_bytes, size)
+        file.write(random[: size - num_bytes])
         file.flush()
+        # Otherwise the page cache would take the data, and the clock would measure memory.
         os.fsync(file.fileno())
-        done = min(done + piece, size)
+        num_bytes = min(num_bytes + piece, size)
     show("writing the file to read", size, size)
-    return done
+    return num_bytes
 
 
-def _measured(
-    file: Path, named: str, write: float | None, sizes: Sizes, limit: float, clock: Clock, show: Show
+def _measure_file(
+    file: Path, description: str, write: float | None, sizes: Sizes, limit: float, clock: Clock, show: Show
 ) -> Disk:
     memory, size = shutil.disk_usage(file).total, file.stat().st_size // ALIGNMENT * ALIGNMENT
     blocks = [min(block, size) for block in sizes.blocks]
     ways = [(block, readers) for readers in READERS for block in dict.fromkeys(blocks)]
-    with DirectFile(file) as opened, ThreadPoolExecutor(max(READERS)) as threads:
+    with DirectFile(file) as direct_file, ThreadPoolExecutor(max(READERS)) as threads:
+        # A page in the cache would be read in place of the disk.
         _drop(file)
-        disk = _Reader(opened, clock, threads)
+        disk = _Reader(direct_file, clock, threads)
         show("disk", 0, len(ways) + 1)
         span, seconds = disk.read(0, size, blocks[-1], 4 * limit)
-        found = [Read(False, blocks[-1], 1, span / seconds)]
+        reads = [Read(False, blocks[-1], 1, span / seconds)]
         for block, readers in ways:
-            show("disk", len(found), len(ways) + 1)
-            found.append(Read(True, block, readers, disk.together(span, block, readers, limit)))
+            show("disk", len(reads), len(ways) + 1)
+            reads.append(Read(True, block, readers, disk.read_in_parallel(span, block, readers, limit)))
         show("disk", len(ways) + 1, len(ways) + 1)
-        return Disk(named, memory, opened.direct, tuple(found), write)
+        return Disk(description, memory, direct_file.direct, tuple(reads), write)
 
 
 def _drop(file: Path) -> None:
@@ -175,31 +180,31 @@ class _Reader:
     clock: Clock
     threads: ThreadPoolExecutor
 
-    def together(self, span: int, block: int, readers: int, limit: float) -> float:
+    def read_in_parallel(self, span: int, block: int, readers: int, limit: float) -> float:
         """Bytes/s of `readers` threads. Each reads every `readers`-th block of the first `span` bytes."""
         running = [
-            self.threads.submit(self.read, reader * block, span, block, limit, readers, again=True)
+            self.threads.submit(self.read, reader * block, span, block, limit, readers, repeat=True)
             for reader in range(readers)
         ]
-        ended = [one.result() for one in running]
-        return sum(done for done, _ in ended) / max(seconds for _, seconds in ended)
+        results = [reading.result() for reading in running]
+        return sum(num_bytes for num_bytes, _ in results) / max(seconds for _, seconds in results)
 
     def read(
-        self, first: int, span: int, block: int, limit: float, step: int = 1, again: bool = False
+        self, first: int, span: int, block: int, limit: float, step: int = 1, repeat: bool = False
     ) -> tuple[int, float]:
         """Read blocks first, first + step * block, ... of the first `span` bytes, for at most `limit`
         seconds.
 
-        again: start over after the last block. Returns the bytes read and the seconds.
+        repeat: start over after the last block. Returns the bytes read and the seconds.
         """
         slots = max(1, min(LANDING, span) // block)
         memory = Arena(slots * block).take(slots * block).numpy().data
         places = [memory[slot * block : (slot + 1) * block] for slot in range(slots)]
         offsets = range(first, max(span - block, first) + 1, step * block)
-        begun, done, count = self.clock(), 0, 0
-        while again or count < len(offsets):
-            done += self.file.read(offsets[count % len(offsets)], places[count % len(places)])
+        start, num_bytes, count = self.clock(), 0, 0
+        while repeat or count < len(offsets):
+            num_bytes += self.file.read(offsets[count % len(offsets)], places[count % len(places)])
             count += 1
-            if self.clock() - begun >= limit:
+            if self.clock() - start >= limit:
                 break
-        return done, max(self.clock() - begun, 1e-9)
+        return num_bytes, max(self.clock() - start, 1e-9)

@@ -59,7 +59,7 @@ def _value(value: Any) -> str:
         case float():
             return f"{value:.6g}" if "." in f"{value:.6g}" or "e" in f"{value:.6g}" else f"{value:.1f}"
         case list():
-            return "\n".join(["[", *(f"    {_value(one)}," for one in value), "]"])
+            return "\n".join(["[", *(f"    {_value(item)}," for item in value), "]"])
         case Mapping():
             return f"{{ {', '.join(f'{key} = {_value(inner)}' for key, inner in value.items())} }}"
     raise TypeError(f"{type(value).__name__} in a hardware file")

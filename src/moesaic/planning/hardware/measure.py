@@ -18,7 +18,7 @@ from moesaic.kernels.table import Kernels, pick
 from moesaic.planning.hardware import disk, memory, products
 from moesaic.planning.hardware.disk import Disk
 from moesaic.planning.hardware.memory import Reading
-from moesaic.planning.hardware.products import Rate, name_of
+from moesaic.planning.hardware.products import Rate, dtype_name
 from moesaic.planning.hardware.timing import Clock, Show, Stopwatch
 from moesaic.runtime.machine import available_memory, cores
 
@@ -34,7 +34,7 @@ class Converting:
     """The conversion of one expert that a checkpoint has otherwise than the kernels read it."""
 
     name: str
-    """See ModelSizes.conversion."""
+    """Name of the conversion, as in `ModelSizes.conversion`."""
     size: int
     """Bytes of the files that are converted."""
     run: Callable[[], object]
@@ -47,9 +47,9 @@ class Effort:
 
     seconds: float = 0.5
     """Seconds for each figure."""
-    read: int = 512 << 20
+    read_bytes: int = 512 << 20
     """Minimum number of bytes of memory that are read."""
-    copied: int = 256 << 20
+    copy_bytes: int = 256 << 20
     """Bytes of one copy to or from a GPU."""
     disk: disk.Sizes = field(default_factory=disk.Sizes)
     products: products.Sizes = field(default_factory=products.Sizes)
@@ -61,7 +61,7 @@ FULL = Effort()
 """An effort of well under a minute."""
 SHORT = Effort(
     seconds=0.15,
-    read=256 << 20,
+    read_bytes=256 << 20,
     disk=disk.Sizes(file=256 << 20, blocks=(1 << 20, 8 << 20)),
     products=products.Sizes(matrices=16, rows=(1, 4, 16, 512), most_rows=1024),
 )
@@ -89,14 +89,16 @@ class Processing:
 
         It has the bandwidth with all threads, the peak flops/s, and the share of the peak in long products.
         """
-        bandwidth = [one.bandwidth for one in self.readings if one.dtype == self.dtype][-1]
+        bandwidth = [
+            measurement.bandwidth for measurement in self.readings if measurement.dtype == self.dtype
+        ][-1]
         efficiency = products.prefill_efficiency(self.rates, self.dtype)
-        overlap = products.overlap(self.rates, self.dtype, bandwidth)
-        experts = products.by_rows(self.rates, self.dtype)
-        kinds = sorted({one.dtype for one in self.rates} & QUANTIZED.keys())
-        packed = tuple((kind, products.by_rows(self.rates, kind)) for kind in kinds)
-        peak = products.peak(self.rates, self.dtype)
-        processor = Processor(peak, efficiency, overlap=overlap, experts=experts, packed=packed)
+        overlap = products.compute_overlap(self.rates, self.dtype, bandwidth)
+        experts = products.flops_by_rows(self.rates, self.dtype)
+        kinds = sorted({measurement.dtype for measurement in self.rates} & QUANTIZED.keys())
+        packed_curves = tuple((kind, products.flops_by_rows(self.rates, kind)) for kind in kinds)
+        peak = products.find_peak(self.rates, self.dtype)
+        processor = Processor(peak, efficiency, overlap=overlap, experts=experts, packed=packed_curves)
         return Level(self.name, self.memory, bandwidth, processor, usable)
 
 
@@ -116,113 +118,128 @@ class Measuring:
 
         Raises ConfigError if the disk cannot be measured.
         """
-        begun = self.clock()
-        found = disk.measure(path, self.effort.disk, self.effort.seconds, self.clock, self.show)
+        start = self.clock()
+        disk_speed = disk.measure(path, self.effort.disk, self.effort.seconds, self.clock, self.show)
         processing = self._cpu()
-        slow = Level("disk", found.memory, found.bandwidth, None)
-        up = found.bandwidth if found.write is None else found.write
-        link = Link(found.bandwidth, up, conversions=self._conversions())
+        slow = Level("disk", disk_speed.memory, disk_speed.bandwidth, None)
+        up = disk_speed.bandwidth if disk_speed.write is None else disk_speed.write
+        link = Link(disk_speed.bandwidth, up, conversions=self._conversions())
         hardware = Hardware(name, processing.level(), slow, link)
-        return self._described(hardware, begun, processing, {**_processing("", processing), **_disk(found)})
+        return self._describe(
+            hardware, start, processing, {**_processing_figures("", processing), **_disk_figures(disk_speed)}
+        )
 
     def gpu_over_ram(self, device: Device, name: str) -> Hardware:
         """Measure the device's memory as fast level.
 
         The slow level is RAM with the CPU, reached through pinned memory.
         """
-        begun = self.clock()
+        start = self.clock()
         cpu, gpu = self._cpu(), self._device(device)
-        moved = cuda.copies(device, self.effort.copied, self._watch(device), self.show)
+        copies = cuda.copies(device, self.effort.copy_bytes, self._watch(device), self.show)
+        # A worker may need next what torch has cached here.
         device.release()
-        speed = {one.way: one.bandwidth for one in moved if one.pinned}
+        speed = {copy.way: copy.bandwidth for copy in copies if copy.pinned}
         link = Link(speed["down"], speed["up"], speed["staging"])
         hardware = Hardware(name, gpu.level(), cpu.level(0.8), link)
-        found = {**_processing("fast_", gpu), **_processing("slow_", cpu), "link": _copies(moved)}
-        return self._described(hardware, begun, gpu, found)
+        figures = {
+            **_processing_figures("fast_", gpu),
+            **_processing_figures("slow_", cpu),
+            "link": _copy_figures(copies),
+        }
+        return self._describe(hardware, start, gpu, figures)
 
     def _conversions(self) -> tuple[tuple[str, float], ...]:
-        """See `Link.conversions`."""
-        one = self.effort.converting
-        if one is None:
+        """The bytes/s of converting an expert, as `Link.conversions` has them."""
+        conversion = self.effort.converting
+        if conversion is None:
             return ()
         self.show("conversion", 0, 1)
-        rate = one.size / self._watch().seconds(one.run)
+        rate = conversion.size / self._watch().seconds(conversion.run)
         self.show("conversion", 1, 1)
-        return ((one.name, rate),)
+        return ((conversion.name, rate),)
 
     def _cpu(self) -> Processing:
         kernels, threads, free = pick("cpu", "auto"), self.threads or cores(), available_memory()
         dtypes, watch = _stored_dtypes(kernels), self._watch()
-        size = memory.enough(self.effort.read, free)
+        size = memory.choose_read_bytes(self.effort.read_bytes, free)
         ways = [(dtype, count) for dtype in dtypes for count in dict.fromkeys((1, threads))]
         readings: list[Reading] = []
         for dtype, count in ways:
             self.show("memory", len(readings), len(ways))
             kernels.set_threads(count, False)
-            readings.append(Reading(count, name_of(dtype), memory.read(kernels, dtype, size, watch)))
+            readings.append(Reading(count, dtype_name(dtype), memory.read(kernels, dtype, size, watch)))
         self.show("memory", len(ways), len(ways))
         kernels.set_threads(threads, False)
-        beyond = memory.beyond_caches(free)
-        rates = products.rates(kernels, dtypes, self.effort.products, watch, self.show, beyond=beyond)
+        matrix_bytes = memory.choose_matrix_bytes(free)
+        rates = products.measure_rates(
+            kernels, dtypes, self.effort.products, watch, self.show, min_bytes=matrix_bytes
+        )
         name = f"RAM, {threads} thread{'s' if threads > 1 else ''}"
         return Processing(name, kernels.name, free, tuple(readings), rates)
 
     def _device(self, device: Device) -> Processing:
         kernels, watch, free = pick("cuda", "auto"), self._watch(device), device.free()
-        size = min(self.effort.read, free // 8)
+        size = min(self.effort.read_bytes, free // 8)
         readings = tuple(
-            Reading(1, name_of(dtype), memory.read(kernels, dtype, size, watch, device.name))
+            Reading(1, dtype_name(dtype), memory.read(kernels, dtype, size, watch, device.name))
             for dtype in DTYPES
         )
-        rates = products.rates(kernels, DTYPES, self.effort.products, watch, self.show, device.name)
+        rates = products.measure_rates(kernels, DTYPES, self.effort.products, watch, self.show, device.name)
         return Processing(device.title, kernels.name, free, readings, rates)
 
     def _watch(self, device: Device | None = None) -> Stopwatch:
         watch = Stopwatch(self.effort.seconds, self.clock)
         return watch if device is None else replace(watch, wait=device.wait)
 
-    def _described(
-        self, hardware: Hardware, begun: float, fast: Processing, found: dict[str, Any]
+    def _describe(
+        self, hardware: Hardware, start: float, fast: Processing, measurements: dict[str, Any]
     ) -> Hardware:
-        took = self.clock() - begun
+        took = self.clock() - start
         source = f"measured in {took:.0f} s by microbenchmarks: {fast.kernels}, weights in {fast.dtype}"
         sizes = self.effort.products
-        form = "" if sizes.packed is None else f", also {sizes.packed}"
-        form = ", compressed where bf16" if sizes.packed == COMPRESSED else form
+        form = "" if sizes.packed_type is None else f", also {sizes.packed_type}"
+        form = ", compressed where bf16" if sizes.packed_type == COMPRESSED else form
         figures = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}{form}"}
-        return replace(hardware, source=source, measured={**figures, **found})
+        return replace(hardware, source=source, measured={**figures, **measurements})
 
 
 def _stored_dtypes(kernels: Kernels) -> list[torch.dtype]:
     return [dtype for dtype in DTYPES if dtype in kernels.unconverted_dtypes]
 
 
-def _processing(prefix: str, found: Processing) -> dict[str, Any]:
+def _processing_figures(prefix: str, processing: Processing) -> dict[str, Any]:
     """The figures for the hardware file, in GiB/s and Gflops/s."""
     return {
         f"{prefix}memory": [
-            {"threads": one.threads, "dtype": one.dtype, "gib": one.bandwidth / GIB} for one in found.readings
+            {"threads": measurement.threads, "dtype": measurement.dtype, "gib": measurement.bandwidth / GIB}
+            for measurement in processing.readings
         ],
         f"{prefix}products": [
-            {"shape": one.shape, "dtype": one.dtype, "rows": one.rows, "gflops": one.flops / 1e9}
-            for one in found.rates
+            {
+                "shape": measurement.shape,
+                "dtype": measurement.dtype,
+                "rows": measurement.rows,
+                "gflops": measurement.flops / 1e9,
+            }
+            for measurement in processing.rates
         ],
     }
 
 
-def _disk(found: Disk) -> dict[str, Any]:
-    figures: dict[str, Any] = {"file": found.file, "direct": found.direct}
+def _disk_figures(measurement: Disk) -> dict[str, Any]:
+    figures: dict[str, Any] = {"file": measurement.file, "direct": measurement.direct}
     figures["disk"] = [
         {
-            "repeated": one.repeated,
-            "block_kib": one.block // 1024,
-            "readers": one.readers,
-            "gib": one.bandwidth / GIB,
+            "repeated": read.is_repeated,
+            "block_kib": read.block // 1024,
+            "readers": read.readers,
+            "gib": read.bandwidth / GIB,
         }
-        for one in found.reads
+        for read in measurement.reads
     ]
-    return figures if found.write is None else {**figures, "write_gib": found.write / GIB}
+    return figures if measurement.write is None else {**figures, "write_gib": measurement.write / GIB}
 
 
-def _copies(found: Sequence[Copy]) -> list[dict[str, Any]]:
-    return [{"way": one.way, "pinned": one.pinned, "gib": one.bandwidth / GIB} for one in found]
+def _copy_figures(copies: Sequence[Copy]) -> list[dict[str, Any]]:
+    return [{"way": copy.way, "pinned": copy.pinned, "gib": copy.bandwidth / GIB} for copy in copies]

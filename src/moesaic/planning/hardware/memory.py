@@ -39,7 +39,7 @@ def read(kernels: Kernels, dtype: torch.dtype, size: int, stopwatch: Stopwatch, 
     return matrix.nbytes / stopwatch.seconds(lambda: kernels.linear(row, matrix))
 
 
-def enough(least: int, available: int, caches: Path = _CACHES) -> int:
+def choose_read_bytes(least: int, available: int, caches: Path = _CACHES) -> int:
     """Number of bytes to read: `least`, or more if caches are large, but at most an eighth of `available`.
 
     Example: with 12 last-level caches of 32 MiB and 24 GiB available, it is 8 * 12 * 32 MiB = 3 GiB.
@@ -47,7 +47,7 @@ def enough(least: int, available: int, caches: Path = _CACHES) -> int:
     return max(1, min(max(least, TIMES_THE_CACHES * _cache_bytes(caches)), available // 8))
 
 
-def beyond_caches(available: int, caches: Path = _CACHES) -> int:
+def choose_matrix_bytes(available: int, caches: Path = _CACHES) -> int:
     """Size of matrices that products with few rows do not find in a cache, at most a 32nd of `available`.
 
     Example: with a last-level cache of 260 MiB and 24 GiB available, it is 520 MiB.
@@ -57,13 +57,13 @@ def beyond_caches(available: int, caches: Path = _CACHES) -> int:
 
 def _cache_bytes(root: Path) -> int:
     """Bytes of all last-level caches together, or 0 if the kernel does not list them."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for processor in root.glob("cpu[0-9]*"):
         levels = sorted(processor.glob("cache/index[0-9]*"))
         if levels:
-            shared = (levels[-1] / "shared_cpu_list").read_text(encoding="utf-8").strip()
-            found[shared] = _size((levels[-1] / "size").read_text(encoding="utf-8"))
-    return sum(found.values())
+            processors = (levels[-1] / "shared_cpu_list").read_text(encoding="utf-8").strip()
+            sizes[processors] = _size((levels[-1] / "size").read_text(encoding="utf-8"))
+    return sum(sizes.values())
 
 
 def _size(text: str) -> int:

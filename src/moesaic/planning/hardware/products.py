@@ -27,7 +27,7 @@ from moesaic.planning.hardware.timing import Show, Stopwatch
 Shape = Literal["experts", "dense"]
 WEIGHTS = 16 * 3 * 2048 * 768
 """Number of weights of all experts together."""
-FEWEST, MOST = 2, 64
+MIN_MATRICES, MAX_MATRICES = 2, 64
 """Minimum and maximum number of matrices, whatever their size."""
 SHAPES: tuple[Shape, ...] = ("experts", "dense")
 
@@ -48,16 +48,18 @@ class Sizes:
     top_k: int = 8
     """Number of experts of a row. Their answers are stored separately. With many rows these exceed the
     caches."""
-    packed: str | None = None
+    packed_type: str | None = None
     """A type of core.stored.PACKED that is measured, if the kernels compute from it: compressed experts in
     place of those in bf16, quantised ones beside the others."""
 
-    def of_experts(self, hidden: int, width: int, top_k: int, packed: str | None = None) -> Sizes:
+    def with_experts(self, hidden: int, width: int, top_k: int, packed_type: str | None = None) -> Sizes:
         """The same sizes with a model's own experts, in such a number that no cache can hold them."""
-        matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
-        return replace(self, hidden=hidden, width=width, top_k=top_k, matrices=matrices, packed=packed)
+        matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), MIN_MATRICES), MAX_MATRICES)
+        return replace(
+            self, hidden=hidden, width=width, top_k=top_k, matrices=matrices, packed_type=packed_type
+        )
 
-    def beyond(self, size: int, number: int) -> Sizes:
+    def with_matrix_bytes(self, size: int, number: int) -> Sizes:
         """The same sizes with so many matrices that each shape takes `size` bytes.
 
         number: bytes of one weight.
@@ -67,7 +69,7 @@ class Sizes:
         least = number * self.hidden * min(self.hidden, 3 * self.width)
         return replace(self, matrices=max(self.matrices, math.ceil(size / least)))
 
-    def used(self, shape: Shape, rows: int) -> int:
+    def count_matrices(self, shape: Shape, rows: int) -> int:
         """Number of matrices that are multiplied with `rows` rows each.
 
         Example: 16 projections of 64 rows, 4 of 512, one of 2048; 16 experts of 512 rows, 8 of 2048.
@@ -89,60 +91,68 @@ class Rate:
     """Measured flops/s."""
 
 
-def rates(
+def measure_rates(
     kernels: Kernels,
     dtypes: Sequence[torch.dtype],
     sizes: Sizes,
     stopwatch: Stopwatch,
     show: Show,
     device: str = "cpu",
-    beyond: int = 0,
+    min_bytes: int = 0,
 ) -> tuple[Rate, ...]:
-    """Measure every combination of dtype, shape and rows. beyond: minimum bytes of a shape's matrices."""
-    found: list[Rate] = []
-    packed = sizes.packed if sizes.packed in QUANTIZED and kernels.can_use_quantized else None
-    total = (len(dtypes) * len(SHAPES) + (packed is not None)) * len(sizes.rows)
-    jobs = [(name_of(one), _jobs(kernels, one, sizes.beyond(beyond, one.itemsize), device)) for one in dtypes]
-    if packed is not None:
-        store = partial(_like, packed)
-        jobs.append((packed, _expert_jobs(kernels, torch.float32, sizes.beyond(beyond, 1), device, store)))
-    for name, mine in jobs:
-        for shape, rows, flops, run in mine:
-            show(f"products on {device}", len(found), total)
-            found.append(Rate(shape, name, rows, flops / stopwatch.seconds(run)))
+    """Measure every combination of dtype, shape and rows. min_bytes: minimum bytes of a shape's matrices."""
+    measured_rates: list[Rate] = []
+    packed_type = sizes.packed_type if sizes.packed_type in QUANTIZED and kernels.can_use_quantized else None
+    total = (len(dtypes) * len(SHAPES) + (packed_type is not None)) * len(sizes.rows)
+    jobs = [
+        (dtype_name(dtype), _jobs(kernels, dtype, sizes.with_matrix_bytes(min_bytes, dtype.itemsize), device))
+        for dtype in dtypes
+    ]
+    if packed_type is not None:
+        store = partial(_randomize_like, packed_type)
+        jobs.append(
+            (
+                packed_type,
+                _expert_jobs(kernels, torch.float32, sizes.with_matrix_bytes(min_bytes, 1), device, store),
+            )
+        )
+    for name, dtype_jobs in jobs:
+        for shape, rows, flops, run in dtype_jobs:
+            show(f"products on {device}", len(measured_rates), total)
+            measured_rates.append(Rate(shape, name, rows, flops / stopwatch.seconds(run)))
     show(f"products on {device}", total, total)
-    return tuple(found)
+    return tuple(measured_rates)
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype: torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-def peak(found: Sequence[Rate], dtype: str) -> float:
+def find_peak(rates: Sequence[Rate], dtype: str) -> float:
     """Flops/s of the fastest product with weights of `dtype`."""
-    return max(one.flops for one in found if one.dtype == dtype)
+    return max(rate.flops for rate in rates if rate.dtype == dtype)
 
 
-def prefill_efficiency(found: Sequence[Rate], dtype: str) -> float:
+def prefill_efficiency(rates: Sequence[Rate], dtype: str) -> float:
     """Share of the peak that long products reach: those with the most rows, with equal flops for each
     shape.
 
     Example: with 2048 rows, experts reach 75 Gflops/s and projections 100. Together that is 85.7. The peak
     is 100, so the share is 0.857.
     """
-    longest = max(one.rows for one in found)
-    rates = [one.flops for one in found if one.rows == longest and one.dtype == dtype]
-    return statistics.harmonic_mean(rates) / peak(found, dtype)
+    longest = max(rate.rows for rate in rates)
+    long_rates = [rate.flops for rate in rates if rate.rows == longest and rate.dtype == dtype]
+    return statistics.harmonic_mean(long_rates) / find_peak(rates, dtype)
 
 
-def by_rows(found: Sequence[Rate], dtype: str) -> tuple[tuple[float, float], ...]:
+def flops_by_rows(rates: Sequence[Rate], dtype: str) -> tuple[tuple[float, float], ...]:
     """(rows for each expert, flops/s) of the routed experts with weights of `dtype`, fewest rows first."""
-    mine = [one for one in found if one.shape == "experts" and one.dtype == dtype]
-    return tuple(sorted((float(one.rows), one.flops) for one in mine))
+    expert_rates = [rate for rate in rates if rate.shape == "experts" and rate.dtype == dtype]
+    return tuple(sorted((float(rate.rows), rate.flops) for rate in expert_rates))
 
 
-def overlap(found: Sequence[Rate], dtype: str, bandwidth: float) -> float:
+def compute_overlap(rates: Sequence[Rate], dtype: str, bandwidth: float) -> float:
     """How much reading weights and computing overlap, 0 to 1.
 
     It is the share of the shorter one that runs during the longer one, derived from the times of products
@@ -151,14 +161,14 @@ def overlap(found: Sequence[Rate], dtype: str, bandwidth: float) -> float:
     Example: weights have 2 bytes, are read at 1 byte/s, and the peak is 2 flops/s. With 2 rows, reading a
     weight takes 2 s, and so does computing. 4 s in all mean an overlap of 0; 3 s mean 0.5.
     """
-    top, size = peak(found, dtype), getattr(torch, dtype).itemsize
-    beyond = shorter = 0.0
-    for one in found:
-        if one.dtype == dtype:
-            took, times = 2 * one.rows / one.flops, (2 * one.rows / top, size / bandwidth)
-            beyond += min(times) * (took - max(times)) / took**2
+    top, size = find_peak(rates, dtype), getattr(torch, dtype).itemsize
+    exposed = shorter = 0.0
+    for rate in rates:
+        if rate.dtype == dtype:
+            took, times = 2 * rate.rows / rate.flops, (2 * rate.rows / top, size / bandwidth)
+            exposed += min(times) * (took - max(times)) / took**2
             shorter += (min(times) / took) ** 2
-    return min(max(1 - beyond / shorter, 0.0), 1.0)
+    return min(max(1 - exposed / shorter, 0.0), 1.0)
 
 
 Store = Callable[[torch.Tensor], torch.Tensor]
@@ -168,25 +178,28 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
-    hidden, stored = sizes.hidden, sizes.packed == COMPRESSED and kernels.can_use_compressed
-    stored = stored and dtype is torch.bfloat16
-    yield from _expert_jobs(kernels, dtype, sizes, device, _compressed if stored else _as_it_is)
+    hidden, is_compressed = sizes.hidden, sizes.packed_type == COMPRESSED and kernels.can_use_compressed
+    is_compressed = is_compressed and dtype is torch.bfloat16
+    yield from _expert_jobs(kernels, dtype, sizes, device, _compress if is_compressed else _keep)
     matrices = [random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
     for rows in sizes.rows:
-        used, states = sizes.used("dense", rows), random((rows, hidden), torch.float32, device)
+        num_matrices, states = (
+            sizes.count_matrices("dense", rows),
+            random((rows, hidden), torch.float32, device),
+        )
         yield (
-            *("dense", rows, 2.0 * used * rows * hidden * hidden),
-            partial(_each, kernels, states, matrices[:used]),
+            *("dense", rows, 2.0 * num_matrices * rows * hidden * hidden),
+            partial(_multiply_all, kernels, states, matrices[:num_matrices]),
         )
 
 
 def _expert_jobs(
-    kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str, stored: Store
+    kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str, store: Store
 ) -> Iterator[Job]:
     hidden, width = sizes.hidden, sizes.width
-    weights = _experts(sizes, dtype, device, stored)
+    weights = _experts(sizes, dtype, device, store)
     for rows in sizes.rows:
-        ids = _ids(sizes.used("experts", rows), rows, sizes.top_k).to(device)
+        ids = _ids(sizes.count_matrices("experts", rows), rows, sizes.top_k).to(device)
         states = random((len(ids), hidden), torch.float32, device)
         answers = torch.empty((*ids.shape, hidden), device=device)
         yield (
@@ -201,53 +214,55 @@ def _ids(experts: int, rows: int, top_k: int) -> torch.Tensor:
     If that is not possible, some experts have one more row. Example: 4 experts of 3 rows each, 2 experts a
     row: 0 1, 2 3, 0 1, ...
     """
-    each = min(top_k, experts)
-    pairs = math.ceil(experts * rows / each) * each
-    return (torch.arange(pairs) % experts).view(-1, each)
+    experts_per_row = min(top_k, experts)
+    pairs = math.ceil(experts * rows / experts_per_row) * experts_per_row
+    return (torch.arange(pairs) % experts).view(-1, experts_per_row)
 
 
-def _each(kernels: Kernels, states: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
+def _multiply_all(kernels: Kernels, states: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
     for matrix in matrices:
         kernels.linear(states, matrix)
 
 
-def _experts(sizes: Sizes, dtype: torch.dtype, device: str, stored: Store) -> ExpertWeights:
+def _experts(sizes: Sizes, dtype: torch.dtype, device: str, store: Store) -> ExpertWeights:
     def part(*shape: int) -> tuple[torch.Tensor, ...]:
-        return tuple(stored(random(shape, dtype, device)) for _ in range(sizes.matrices))
+        return tuple(store(random(shape, dtype, device)) for _ in range(sizes.matrices))
 
     hidden, width = sizes.hidden, sizes.width
     parts = part(width, hidden), part(width, hidden), part(hidden, width)
-    return ExpertWeights(*parts, packed_dtype=sizes.packed or COMPRESSED)
+    return ExpertWeights(*parts, packed_dtype=sizes.packed_type or COMPRESSED)
 
 
-def _as_it_is(matrix: torch.Tensor) -> torch.Tensor:
+def _keep(matrix: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
-def _compressed(matrix: torch.Tensor) -> torch.Tensor:
+def _compress(matrix: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(compress(matrix.view(torch.uint16).numpy()))
 
 
-def _like(kind: str, matrix: torch.Tensor) -> torch.Tensor:
+def _randomize_like(kind: str, matrix: torch.Tensor) -> torch.Tensor:
     """A matrix of random numbers in a quantised type, of the size of `matrix`."""
-    return _quantised(kind, matrix.shape)
+    return _quantize_random(kind, matrix.shape)
 
 
-def in_type(kind: str, shape: tuple[int, int]) -> torch.Tensor:
+def random_in_type(kind: str, shape: tuple[int, int]) -> torch.Tensor:
     """A matrix of random numbers in a type of `core.stored.OF_EXPERTS`."""
     if kind in QUANTIZED:
-        return _quantised(kind, shape)
+        return _quantize_random(kind, shape)
     if kind == COMPRESSED:
-        return _compressed(random(shape, torch.bfloat16, "cpu"))
+        return _compress(random(shape, torch.bfloat16, "cpu"))
     return random(shape, getattr(torch, kind), "cpu")
 
 
-def _quantised(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _quantize_random(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A matrix of random numbers in a quantised type."""
-    stored, (rows, columns) = QUANTIZED[kind], shape
-    codes = torch.randint(0x7F if stored.bits == 8 else 16, (rows, columns), dtype=torch.uint8).numpy()
-    scales = random((rows, -(-columns // stored.group)), torch.float32, "cpu").numpy()
-    return torch.from_numpy(pack(kind, codes, scales, -scales if stored.offset else None))
+    quantized_format, (rows, columns) = QUANTIZED[kind], shape
+    codes = torch.randint(
+        0x7F if quantized_format.bits == 8 else 16, (rows, columns), dtype=torch.uint8
+    ).numpy()
+    scales = random((rows, -(-columns // quantized_format.group)), torch.float32, "cpu").numpy()
+    return torch.from_numpy(pack(kind, codes, scales, -scales if quantized_format.offset else None))
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -7,6 +7,9 @@ numbers that stay in registers.
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,7 +20,6 @@ from moesaic.cost.ops import Work
 from moesaic.kernels.table import BY_NAME, INTEGER, ROUNDING, SPLITTING, Kernels
 from moesaic.planning.hardware import operations, products
 from moesaic.planning.hardware.operations import Call, Sizes
-from moesaic.planning.hardware.read_test import ReadTest
 from moesaic.planning.hardware.timing import Show, Stopwatch
 
 SIZE = 2048
@@ -26,8 +28,11 @@ ROUNDS = 1_000_000
 """Rounds of multiply-adds in registers of one timing: about a millisecond, with tiles twenty."""
 DEVICE_SIZE, DEVICE_BYTES = 8192, 1 << 30
 """Rows and columns of the matrices for the roof of a GPU, and the bytes that are copied for its memory."""
-RECORDED = 8
+CALLS_PER_RECORDING = 8
 """Calls of an operation in a recording. A GPU would otherwise wait for the host between its kernels."""
+READ_BYTES = 1 << 30
+"""Bytes that a test reads, far more than any cache holds."""
+READS = 6
 
 
 @dataclass(frozen=True)
@@ -39,18 +44,22 @@ class Roofs:
     writes."""
     flops: float
     """Flops/s in float32: of multiply-adds in registers, or of torch's product of two large matrices."""
-    own: float | None = None
+    own_flops: float | None = None
     """The same of the products that the instruction set has for some types (`has_own_products`). None: it has
     none."""
 
-    def best(self, other: Roofs) -> Roofs:
+    def best(self, roofs: Roofs) -> Roofs:
         """The higher roofs of two measurements. A shared machine is not always equally fast."""
-        own = None if self.own is None or other.own is None else max(self.own, other.own)
-        return Roofs(max(self.bandwidth, other.bandwidth), max(self.flops, other.flops), own)
+        own_flops = (
+            None
+            if self.own_flops is None or roofs.own_flops is None
+            else max(self.own_flops, roofs.own_flops)
+        )
+        return Roofs(max(self.bandwidth, roofs.bandwidth), max(self.flops, roofs.flops), own_flops)
 
-    def of(self, own: bool) -> Roofs:
+    def for_products(self, own_products: bool) -> Roofs:
         """The roofs of operations that are computed with the set's own products, or with float32's."""
-        return replace(self, flops=self.own) if own and self.own is not None else self
+        return replace(self, flops=self.own_flops) if own_products and self.own_flops is not None else self
 
     def seconds(self, work: Work) -> float:
         """The least seconds of an operation."""
@@ -67,25 +76,25 @@ class Speed:
 
     call: Call
     seconds: float
-    own: bool = False
+    has_own_products: bool = False
     """Whether it was computed with the set's own products."""
 
     def share(self, roofs: Roofs) -> float:
         """Share of the roof that bounds the operation."""
-        return roofs.of(self.own).seconds(self.call.work) / self.seconds
+        return roofs.for_products(self.has_own_products).seconds(self.call.work) / self.seconds
 
     def bound(self, roofs: Roofs) -> str:
         """ "memory" or "compute": what takes longer at least."""
-        return roofs.of(self.own).bound(self.call.work)
+        return roofs.for_products(self.has_own_products).bound(self.call.work)
 
 
 def has_own_products(name: str, call: Call) -> bool:
     """Whether the instruction set `name` has products of its own for an operation's weights or cache: of rows
     that are rounded to int8 or bf16, or split into numbers of bf16."""
     if name in INTEGER:
-        return call.operation != "attention" and is_integer(call.stored)
+        return call.operation != "attention" and is_integer(call.stored_type)
     sets = ROUNDING if call.operation == "attention" else ROUNDING | SPLITTING
-    return name in sets and call.stored == "bfloat16"
+    return name in sets and call.stored_type == "bfloat16"
 
 
 def roofs(kernels: Kernels, name: str, threads: int, stopwatch: Stopwatch) -> Roofs:
@@ -95,14 +104,14 @@ def roofs(kernels: Kernels, name: str, threads: int, stopwatch: Stopwatch) -> Ro
     """
     torch.set_num_threads(threads)
     kernels.set_threads(threads, False)
-    own = None
+    own_flops = None
     if kernels.peak is None:
         left, right = (products.random((SIZE, SIZE), torch.float32, "cpu") for _ in range(2))
         flops = 2.0 * SIZE**3 / stopwatch.seconds(lambda: left @ right)
     else:
         flops = _peak(kernels.peak, True, stopwatch)
-        own = _peak(kernels.peak, False, stopwatch) if name in BY_NAME else None
-    return Roofs(1e9 * ReadTest(threads).gb_per_s(), flops, own)
+        own_flops = _peak(kernels.peak, False, stopwatch) if name in BY_NAME else None
+    return Roofs(1e9 * ReadTest(threads).gb_per_s(), flops, own_flops)
 
 
 def _peak(peak: Callable[[int, bool], int], floats: bool, stopwatch: Stopwatch) -> float:
@@ -125,17 +134,48 @@ def _seconds(kernels: Kernels, call: Call, stopwatch: Stopwatch) -> float:
     if kernels.recorder is None or kernels.name != "triton":
         return stopwatch.seconds(call.run)
     call.run()  # what is compiled on first use
-    recording = kernels.recorder()(lambda: [call.run() for _ in range(RECORDED)])
-    return stopwatch.seconds(recording.run) / RECORDED
+    recording = kernels.recorder()(lambda: [call.run() for _ in range(CALLS_PER_RECORDING)])
+    return stopwatch.seconds(recording.run) / CALLS_PER_RECORDING
 
 
 @torch.inference_mode()
 def measure(kernels: Kernels, name: str, sizes: Sizes, stopwatch: Stopwatch, show: Show) -> list[Speed]:
     """Time every operation with every number of rows. name: as of `roofs`."""
-    found: list[Speed] = []
-    total = len(sizes.rows) * (len(operations.names(sizes.model)) + len(sizes.types))
-    for call in operations.every(kernels, sizes):
-        show("kernels", len(found), total)
-        found.append(Speed(call, _seconds(kernels, call, stopwatch), has_own_products(name, call)))
+    speeds: list[Speed] = []
+    total = len(sizes.rows) * (len(operations.operation_names(sizes.model)) + len(sizes.types))
+    for call in operations.list_calls(kernels, sizes):
+        show("kernels", len(speeds), total)
+        speeds.append(Speed(call, _seconds(kernels, call, stopwatch), has_own_products(name, call)))
     show("kernels", total, total)
-    return found
+    return speeds
+
+
+class ReadTest:
+    """Measures how fast a machine's memory can be read at all, without the engine's kernels.
+
+    Several threads read it with libc's memcmp, which does nothing else. Each compares two parts: a core reads
+    two streams faster than one.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._length = threads, READ_BYTES // (2 * threads)
+        self._memory = b"\1" * READ_BYTES
+        self._memcmp = ctypes.CDLL(None).memcmp
+        self._memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+    def gb_per_s(self) -> float:
+        """The best of some reads: what the machine has to give in this second."""
+        return max(READ_BYTES / self._read() / 1e9 for _ in range(READS))
+
+    def _read(self) -> float:
+        """Seconds that one pass over the memory takes."""
+        start = ctypes.cast(ctypes.c_char_p(self._memory), ctypes.c_void_p).value or 0
+        parts = [start + part * self._length for part in range(2 * self._threads)]
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        threads = [threading.Thread(target=self._memcmp, args=(*pair, self._length)) for pair in pairs]
+        start_time = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start_time

@@ -16,7 +16,7 @@ SHORTEST = 0.01
 """Minimum seconds of one timing. A faster function is run several times for each timing."""
 
 
-def _at_once() -> None:
+def _do_not_wait() -> None:
     """Wait for nothing: a CPU has finished when the call returns."""
 
 
@@ -27,7 +27,7 @@ class Stopwatch:
     limit: float
     """Seconds to spend on each figure."""
     clock: Clock = time.perf_counter
-    wait: Callable[[], None] = _at_once
+    wait: Callable[[], None] = _do_not_wait
     """A function that waits until the device has finished all its work."""
 
     def seconds(self, run: Callable[[], object]) -> float:
@@ -36,20 +36,20 @@ class Stopwatch:
 
         If the first run takes longer than `limit`, it is the only one and counts.
         """
-        first = max(self._timed(run, 1), 1e-9)
+        first = max(self._time_runs(run, 1), 1e-9)
         if first >= self.limit:
             return first
         times = math.ceil(SHORTEST / first)
-        begun = self.clock()
-        taken = [self._timed(run, times) / times]
-        while self.clock() - begun < self.limit:
-            taken.append(self._timed(run, times) / times)
-        return max(statistics.median(taken), 1e-9)
+        start = self.clock()
+        timings = [self._time_runs(run, times) / times]
+        while self.clock() - start < self.limit:
+            timings.append(self._time_runs(run, times) / times)
+        return max(statistics.median(timings), 1e-9)
 
-    def _timed(self, run: Callable[[], object], times: int) -> float:
+    def _time_runs(self, run: Callable[[], object], times: int) -> float:
         self.wait()
-        begun = self.clock()
+        start = self.clock()
         for _ in range(times):
             run()
         self.wait()
-        return self.clock() - begun
+        return self.clock() - start

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from moesaic.planning.sim.connection import (
     Submission,
 )
 from moesaic.planning.sim.device import Stream
-from moesaic.planning.sim.shares import Share, by_server
 from moesaic.planning.sim.timeline import Timeline
 from moesaic.policy.fleet.relays import Relays, needing, waited_for
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
@@ -46,14 +46,14 @@ class SimulatedExperts:
         portion_rows: int | None = None,
         every_server: bool = False,
         wake: Callable[[], None] = lambda: None,
-        done: Callable[[Call, float], None] = lambda call, now: None,
+        on_call_answered: Callable[[Call, float], None] = lambda call, now: None,
         way: Callable[[int], Way] | None = None,
         relays: Relays | None = None,
         partial: bool = False,
     ) -> None:
         """row_bytes: of a row that travels. portion_rows, every_server: as in `RemoteExperts`.
 
-        wake: called when something has arrived. done: called with each call that is answered, and the time.
+        wake: called when something has arrived. on_call_answered: called with each answered call and when.
         way: returns the way to a server. None: all servers are near.
         relays: which servers are asked through another one. None: none. partial: answers are sums.
         """
@@ -62,57 +62,57 @@ class SimulatedExperts:
         self._timeline = timeline
         self._num_experts, self._row_bytes = num_experts, row_bytes
         self._portion_rows, self._every_server = portion_rows, every_server
-        self._done = done
+        self._on_call_answered = on_call_answered
         self._way, self._relays, self._partial = way, relays, partial
-        self._through: list[RelayedCall] = []
+        self._relayed_calls: list[RelayedCall] = []
         """Calls that go through a relay, as long as some of their parts are open."""
         self._entries: dict[int, ServerEnd] = {}
         """The servers of the directory."""
         self._connections: dict[int, Connection] = {}
-        """By server. Those that answered the worker's hello."""
+        """Connections by server. Their servers have answered the worker's hello."""
         self._news: list[tuple[Connection, Callable[[], None]]] = []
-        self._lost: list[Connection] = []
+        self._lost_connections: list[Connection] = []
         self._leaving = False
         """Whether a server that left the directory is still connected."""
         self._open: dict[int, Submission] = {}
         """Submissions without a complete answer, by number."""
-        self._stuck: list[Submission] = []
+        self._stuck_submissions: list[Submission] = []
         self._arrivals: list[tuple[int, IntArray]] = []
-        self._submitted = self._called = 0
+        self._num_submissions = self._num_calls = 0
         self._work: bool | None = None
         """The `work` flag to arrive at the barrier with. None: it does not wait there."""
         self._at_barrier: set[Connection] = set()
         self._step = 1
         """Number of the step that it begins next."""
-        self._passed = False
+        self._has_passed_barrier = False
 
     # ---- what a step asks for
 
     def submit(self, layer: int, expert_ids: IntArray) -> int:
         """Ask for rows. expert_ids: [n, k]. Returns the number of the submission."""
-        self._submitted += 1
+        self._num_submissions += 1
         experts = expert_ids.reshape(-1)
-        one = Submission(self._submitted, layer, experts, expert_ids.shape[1], len(experts))
-        self._open[one.number] = one
-        self._send(one, np.arange(len(experts)))
+        submission = Submission(self._num_submissions, layer, experts, expert_ids.shape[1], len(experts))
+        self._open[submission.number] = submission
+        self._send(submission, np.arange(len(experts)))
         if self._every_server:
-            self._send_empty(one)
-        if not one.missing:
-            del self._open[one.number]
-        return one.number
+            self._send_empty(submission)
+        if not submission.missing:
+            del self._open[submission.number]
+        return submission.number
 
-    def complete(self, number: int) -> bool:
+    def is_complete(self, number: int) -> bool:
         """Whether the whole answer is here."""
         return number not in self._open
 
     def arrivals(self) -> list[tuple[int, IntArray]]:
         """The pairs that came in since the last call, by submission."""
         self.progress()
-        found, self._arrivals = self._arrivals, []
-        return found
+        new_arrivals, self._arrivals = self._arrivals, []
+        return new_arrivals
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether an answer is missing."""
         return bool(self._open)
 
@@ -122,32 +122,35 @@ class SimulatedExperts:
         self, entries: Mapping[int, ServerEnd], experts: Mapping[int, Mapping[int, Sequence[int]]]
     ) -> None:
         """Use these servers from now on. experts: server -> layer -> its experts."""
-        known, self._entries = self._entries, dict(entries)
+        old_entries, self._entries = self._entries, dict(entries)
         ways = {} if self._way is None else {server: self._way(server) for server in entries}
         self.replicas.place(experts, self._num_experts, ways=ways)
         for server, end in entries.items():
-            if server not in known:
+            if server not in old_entries:
                 self._connect(server)
-            elif known[server] is not end:
+            elif old_entries[server] is not end:
                 self.replicas.replaced(server)
                 self._fail(server)
+        # Servers that left may have answered everything already, and no later answer would close them.
         self._leaving = True
         self._retire()
         self.progress()
 
-    def broke(self, connection: Connection) -> None:
+    def on_connection_broken(self, connection: Connection) -> None:
         """The connection's server is gone, and its end is seen once the worker looks."""
-        self._lost.append(connection)
+        self._lost_connections.append(connection)
         self.wake()
 
     def deadline(self) -> float:
         """When to look again although nothing has arrived: the next timeout of a server."""
-        slow = self.replicas.next_slow(waited_for(self._relayed())) if self._through else None
-        found = [one for one in (self.replicas.next_deadline(), slow) if one is not None]
-        return max(self._timeline.now + SOON, min(found)) if found else math.inf
+        slow = (
+            self.replicas.next_slow(waited_for(self._drop_complete_relays())) if self._relayed_calls else None
+        )
+        deadlines = [time for time in (self.replicas.next_deadline(), slow) if time is not None]
+        return max(self._timeline.now + SOON, min(deadlines)) if deadlines else math.inf
 
     def take(self, connection: Connection, news: Callable[[], None]) -> None:
-        """See `ClientEnd`."""
+        """Keep what arrived on a connection until the worker looks, as `ClientEnd` asks."""
         self._news.append((connection, news))
         self.wake()
 
@@ -155,19 +158,23 @@ class SimulatedExperts:
         """Do everything that can be done without waiting."""
         news, self._news = self._news, []
         for connection, act in news:
-            if not connection.closed:
+            if not connection.is_closed:
                 act()
-        lost, self._lost = self._lost, []
-        for connection in lost:
+        lost_connections, self._lost_connections = self._lost_connections, []
+        for connection in lost_connections:
             if self._connections.get(connection.server) is connection:
                 self._fail(connection.server)
-        through = self._relayed()
-        for server in self.replicas.slow(waited_for(through), self._timeline.now) if through else ():
-            self._take_back([part for one in through for part in needing(one, server)])
+        relayed_calls = self._drop_complete_relays()
+        for server in (
+            self.replicas.slow(waited_for(relayed_calls), self._timeline.now) if relayed_calls else ()
+        ):
+            self._take_back(
+                [part for relayed_call in relayed_calls for part in needing(relayed_call, server)]
+            )
         for server in self.replicas.late(self._timeline.now):
             self.replicas.mask(server)
             self._fail(server)
-        if self._stuck:
+        if self._stuck_submissions:
             self._retry()
         if self._work is not None:
             self._arrive()
@@ -178,13 +185,13 @@ class SimulatedExperts:
         """Wait at the barrier, with rows to compute or without. Call it again when that changes."""
         self._work, self._at_barrier = work, set()
 
-    def passed_barrier(self) -> bool:
+    def has_passed_barrier(self) -> bool:
         """True once after `enter_barrier`, when all workers begin the step."""
-        if self._work is None and not self._passed:
+        if self._work is None and not self._has_passed_barrier:
             return False
         self.progress()
-        passed, self._passed = self._passed, False
-        return passed
+        has_passed, self._has_passed_barrier = self._has_passed_barrier, False
+        return has_passed
 
     @property
     def cause(self) -> str:
@@ -193,10 +200,10 @@ class SimulatedExperts:
             return "barrier" if self._work else "requests"
         return "experts" if self._open else "requests"
 
-    def opened(self, step: int) -> None:
+    def on_barrier_opened(self, step: int) -> None:
         """A server's barrier has opened for this step. The worker may have begun it before."""
         if self._work is not None and step >= self._step:
-            self._work, self._passed, self._step = None, True, step + 1
+            self._work, self._has_passed_barrier, self._step = None, True, step + 1
 
     def _arrive(self) -> None:
         assert self._work is not None
@@ -207,109 +214,119 @@ class SimulatedExperts:
 
     # ---- calls
 
-    def joined(self, connection: Connection) -> None:
+    def on_server_joined(self, connection: Connection) -> None:
         """A server has answered the hello."""
         server = connection.server
         current = self._entries.get(server) is connection.server_end
         if not current or server in self._connections:
-            connection.closed = True
+            connection.is_closed = True
             return
         self._connections[server] = connection
         self.replicas.joined(server)
 
-    def answered(self, connection: Connection, number: int, pairs: IntArray) -> None:
+    def on_answer(self, connection: Connection, number: int, pairs: IntArray) -> None:
         """A server has answered these of the call's pairs: indices [r]."""
+        # An answer of a connection that was given up has been asked of another server since.
         if self._connections.get(connection.server) is not connection or number not in connection.calls:
             return  # it came through a relay, and was taken back meanwhile
         call, now = connection.calls[number], self._timeline.now
-        fresh, one = call.receive(pairs), call.submission
-        one.missing -= fresh
+        fresh, submission = call.receive(pairs), call.submission
+        submission.missing -= fresh
         self.replicas.answered(connection.server, fresh, now)
-        self._report(one, call.pairs[pairs])
+        self._report(submission, call.pairs[pairs])
         if not call.left:
             del connection.calls[number]
-            if call.relayed is not None:
-                call.relayed.end(call)
-            self._done(call, now)
-        if not one.missing:
-            self._open.pop(one.number, None)
+            if call.relayed_call is not None:
+                call.relayed_call.end(call)
+            self._on_call_answered(call, now)
+        if not submission.missing:
+            self._open.pop(submission.number, None)
         if self._leaving:
             self._retire()
 
-    def _report(self, one: Submission, pairs: IntArray) -> None:
+    def _report(self, submission: Submission, pairs: IntArray) -> None:
         """Keep for `arrivals` what came in: large submissions part by part, others once complete."""
         if self._portion_rows is None:
             return
-        if len(one.experts) > self._portion_rows * one.top_k and not one.whole:
-            self._arrivals.append((one.number, pairs))
-        elif not one.missing:
-            self._arrivals.append((one.number, np.arange(len(one.experts))))
+        if (
+            len(submission.experts) > self._portion_rows * submission.top_k
+            and not submission.is_reported_whole
+        ):
+            self._arrivals.append((submission.number, pairs))
+        elif not submission.missing:
+            self._arrivals.append((submission.number, np.arange(len(submission.experts))))
 
-    def _send(self, one: Submission, pairs: IntArray) -> None:
-        experts = one.experts[pairs]
-        found = by_server(self.replicas.route(one.layer, experts), pairs, experts, one.top_k)
-        shares = {share.server: share for share in found}
+    def _send(self, submission: Submission, pairs: IntArray) -> None:
+        experts = submission.experts[pairs]
+        server_shares = by_server(
+            self.replicas.route(submission.layer, experts), pairs, experts, submission.top_k
+        )
+        shares = {share.server: share for share in server_shares}
         if self._relays is not None:
-            mine = {server: share.pairs for server, share in shares.items()}
+            pairs_by_server = {server: share.pairs for server, share in shares.items()}
             ways, now = self.replicas.ways, self._timeline.now
-            for group in self._relays.groups(mine, one.top_k, ways, self._partial, now):
-                self._post_parts(one, [shares.pop(server) for server in group])
+            for group in self._relays.groups(pairs_by_server, submission.top_k, ways, self._partial, now):
+                self._post_parts(submission, [shares.pop(server) for server in group])
         for share in shares.values():
             if share.server == NOBODY:
-                one.unsent.append(share.pairs)
+                submission.unsent_pairs.append(share.pairs)
             else:
-                self._post(one, share)
-        if one.unsent and one not in self._stuck:
-            self._stuck.append(one)
+                self._post(submission, share)
+        if submission.unsent_pairs and submission not in self._stuck_submissions:
+            self._stuck_submissions.append(submission)
 
-    def _send_empty(self, one: Submission) -> None:
+    def _send_empty(self, submission: Submission) -> None:
         """Call every server that has no pairs of this submission, too."""
-        nothing = np.zeros(0, dtype=np.int64)
+        no_pairs = np.zeros(0, dtype=np.int64)
         for server in sorted(self._connections.keys() & self._entries.keys()):
-            if not any(call.submission is one for call in self._connections[server].calls.values()):
-                one.missing, one.whole = one.missing + 1, True
-                self._post(one, Share(server, nothing, nothing, 0))
+            if not any(call.submission is submission for call in self._connections[server].calls.values()):
+                submission.missing, submission.is_reported_whole = submission.missing + 1, True
+                self._post(submission, Share(server, no_pairs, no_pairs, 0))
 
-    def _post(self, one: Submission, share: Share) -> None:
-        call = self._call(one, share)
+    def _post(self, submission: Submission, share: Share) -> None:
+        call = self._call(submission, share)
         self.calls += 1
         self._connections[share.server].send(call, share.rows * self._row_bytes)
 
-    def _post_parts(self, one: Submission, shares: list[Share]) -> None:
+    def _post_parts(self, submission: Submission, shares: list[Share]) -> None:
         """Send the shares as the parts of one call to the server of the first share."""
-        over = self._connections[shares[0].server]
-        rows = len(np.unique(np.concatenate([share.pairs for share in shares]) // one.top_k))
-        parts = [RelayedPart(self._connections[share.server], self._call(one, share)) for share in shares]
-        relayed = RelayedCall(over, self.replicas.ways[over.server].host, rows, self._partial, parts)
+        relay_connection = self._connections[shares[0].server]
+        rows = len(np.unique(np.concatenate([share.pairs for share in shares]) // submission.top_k))
+        parts = [
+            RelayedPart(self._connections[share.server], self._call(submission, share)) for share in shares
+        ]
+        relayed_call = RelayedCall(
+            relay_connection, self.replicas.ways[relay_connection.server].host, rows, self._partial, parts
+        )
         for part in parts:
-            part.call.relayed = relayed
-        self._through.append(relayed)
+            part.call.relayed_call = relayed_call
+        self._relayed_calls.append(relayed_call)
         self.calls += 1
-        over.send(relayed, rows * self._row_bytes)
+        relay_connection.send(relayed_call, rows * self._row_bytes)
 
-    def _call(self, one: Submission, share: Share) -> Call:
+    def _call(self, submission: Submission, share: Share) -> Call:
         """A call that is under way from now on."""
         now, count = self._timeline.now, len(share.pairs)
-        self._called += 1
-        call = Call(self._called, one, share.pairs, share.experts, share.rows, max(1, count), now)
+        self._num_calls += 1
+        call = Call(self._num_calls, submission, share.pairs, share.experts, share.rows, max(1, count), now)
         self._connections[share.server].calls[call.number] = call
         self.pairs += count
-        self.replicas.sent(share.server, call.left, now, again=one.attempt > 0)
+        self.replicas.sent(share.server, call.left, now, again=submission.attempt > 0)
         return call
 
-    def _relayed(self) -> list[RelayedCall]:
+    def _drop_complete_relays(self) -> list[RelayedCall]:
         """The calls of which parts are open."""
-        self._through = [one for one in self._through if one.live]
-        return self._through
+        self._relayed_calls = [relayed_call for relayed_call in self._relayed_calls if relayed_call.live]
+        return self._relayed_calls
 
     def _take_back(self, parts: list[RelayedPart]) -> None:
         """Send what these parts lack directly, as `posting.Sender` does."""
-        for part in [one for one in parts if one.live]:
+        for part in [live_part for live_part in parts if live_part.live]:
             call = part.call
-            assert call.relayed is not None and self._relays is not None
+            assert call.relayed_call is not None and self._relays is not None
             del part.connection.calls[call.number]
-            self._relays.rest(call.relayed.host, self._timeline.now)
-            call.relayed.end(call)
+            self._relays.rest(call.relayed_call.host, self._timeline.now)
+            call.relayed_call.end(call)
             call.submission.attempt += 1
             self._send(call.submission, call.missing)
             self.replicas.taken_back(part.server, call.left)
@@ -319,12 +336,17 @@ class SimulatedExperts:
 
     def _fail(self, server: int) -> None:
         """Give up a connection, connect again, and send its unanswered pairs to other servers."""
-        others = [part for one in self._relayed() for part in needing(one, server) if part.server != server]
+        affected_parts = [
+            part
+            for one in self._drop_complete_relays()
+            for part in needing(one, server)
+            if part.server != server
+        ]
         connection = self._connections.pop(server, None)
         if connection is not None:
             for call in connection.calls.values():
-                if call.relayed is not None:
-                    call.relayed.end(call)
+                if call.relayed_call is not None:
+                    call.relayed_call.end(call)
             self.replicas.lost(
                 server, sum(len(call.pairs) and call.left for call in connection.calls.values())
             )
@@ -341,17 +363,17 @@ class SimulatedExperts:
                 continue
             one.attempt += 1
             self._send(one, call.missing)
-        self._take_back(others)
+        self._take_back(affected_parts)
 
     def _close(self, connection: Connection) -> None:
-        connection.closed = True
+        connection.is_closed = True
         connection.send(Goodbye(), 0)
 
     def _retry(self) -> None:
-        stuck, self._stuck = self._stuck, []
-        for one in stuck:
-            unsent, one.unsent = one.unsent, []
-            self._send(one, np.sort(np.concatenate(unsent)))
+        submissions, self._stuck_submissions = self._stuck_submissions, []
+        for submission in submissions:
+            unsent_pairs, submission.unsent_pairs = submission.unsent_pairs, []
+            self._send(submission, np.sort(np.concatenate(unsent_pairs)))
 
     def _retire(self) -> None:
         """Close connections to servers that left the directory, once they have answered their calls."""
@@ -362,3 +384,41 @@ class SimulatedExperts:
                 connection = self._connections.pop(server)
                 self.replicas.lost(server)
                 self._close(connection)
+
+
+class Share(NamedTuple):
+    """The pairs of a submission that one server gets."""
+
+    server: int
+    pairs: IntArray
+    """[p] ascending."""
+    experts: IntArray
+    """[p] the expert of each."""
+    rows: int
+    """Number of their rows."""
+
+
+def by_server(servers: IntArray, pairs: IntArray, experts: IntArray, top_k: int) -> list[Share]:
+    """The pairs [n] of each server, by ascending servers. servers, experts: [n] of each pair.
+
+    Example: top-2, pairs 0 1 2 3 with servers 5 5 3 5 -> server 3 has pair 2, and server 5 has pairs 0 1 3 of
+    two rows.
+    """
+    if not len(pairs):
+        return []
+    order = np.argsort(servers, kind="stable")
+    sorted_servers, sorted_pairs, sorted_experts = servers[order], pairs[order], experts[order]
+    is_new_server = sorted_servers[1:] != sorted_servers[:-1]
+    row, first = sorted_pairs // top_k, np.ones(len(sorted_pairs), dtype=np.int64)
+    first[1:] = is_new_server | (row[1:] != row[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(is_new_server) + 1])
+    rows, numbers, bounds = (
+        np.add.reduceat(first, starts).tolist(),
+        sorted_servers[starts].tolist(),
+        starts.tolist(),
+    )
+    ends = [*bounds[1:], len(sorted_pairs)]
+    return [
+        Share(server, sorted_pairs[begin:end], sorted_experts[begin:end], count)
+        for server, begin, end, count in zip(numbers, bounds, ends, rows, strict=True)
+    ]

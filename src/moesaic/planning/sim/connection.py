@@ -24,9 +24,9 @@ class Submission:
     top_k: int
     missing: int
     """Pairs and empty calls without an answer."""
-    whole: bool = False
-    """As of `experts.outstanding.Submission`."""
-    unsent: list[IntArray] = field(default_factory=list)
+    is_reported_whole: bool = False
+    """Whether its answer is reported at once when it is complete, as in `experts.outstanding.Submission`."""
+    unsent_pairs: list[IntArray] = field(default_factory=list)
     """Pairs that no server could take yet."""
     attempt: int = 0
     """How often pairs of it were sent again."""
@@ -47,15 +47,15 @@ class Call:
     """Distinct rows that travel."""
     left: int
     """Pairs without an answer; 1 for an empty call."""
-    sent: float
-    arrived: float = 0.0
-    begun: float = 0.0
+    send_time: float
+    arrival_time: float = 0.0
+    begin_time: float = 0.0
     """When the run of its first pairs began."""
-    computed: float = 0.0
+    end_time: float = 0.0
     """When the run of its last pairs ended."""
-    relayed: RelayedCall | None = None
+    relayed_call: RelayedCall | None = None
     """The call of which it is a part. None: it was sent directly."""
-    _arrived: npt.NDArray[np.bool_] | None = None
+    _answered_mask: npt.NDArray[np.bool_] | None = None
     """[p] whether each pair has its answer. None before the first part of the answer."""
 
     def receive(self, indices: IntArray) -> int:
@@ -63,15 +63,15 @@ class Call:
         fresh = max(1, len(indices))
         self.left -= fresh
         if self.left:
-            if self._arrived is None:
-                self._arrived = np.zeros(len(self.pairs), dtype=bool)
-            self._arrived[indices] = True
+            if self._answered_mask is None:
+                self._answered_mask = np.zeros(len(self.pairs), dtype=bool)
+            self._answered_mask[indices] = True
         return fresh
 
     @property
     def missing(self) -> IntArray:
         """The pairs without an answer, of a call under way."""
-        return self.pairs if self._arrived is None else self.pairs[~self._arrived]
+        return self.pairs if self._answered_mask is None else self.pairs[~self._answered_mask]
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class RelayedPart:
     """The part of a call that one server computes."""
 
     connection: Connection
-    """Of the worker to that server."""
+    """The worker's connection to that server."""
     call: Call
     live: bool = True
     """Whether its answer is awaited."""
@@ -94,21 +94,21 @@ class RelayedPart:
 class RelayedCall:
     """A call that goes to a relay, which passes on all parts but the first."""
 
-    over: Connection
-    """To the relay."""
+    relay_connection: Connection
+    """The worker's connection to the relay."""
     host: str
     rows: int
     """Distinct rows of all parts."""
     summed: bool
     """Whether the relay adds up the parts' sums."""
     parts: list[RelayedPart]
-    computed: int = 0
+    num_sums: int = 0
     """Parts whose sums the relay has."""
 
     @property
     def relay(self) -> int:
         """The relay's number."""
-        return self.over.server
+        return self.relay_connection.server
 
     @property
     def live(self) -> list[RelayedPart]:
@@ -122,7 +122,7 @@ class RelayedCall:
 
 
 @dataclass(frozen=True)
-class Returned:
+class PartAnswer:
     """A server has computed pairs [r] of a part, and the relay has the answer."""
 
     call: Call
@@ -149,7 +149,7 @@ class AtBarrier:
     step: int
 
 
-Message = Hello | Goodbye | AtBarrier | Call | RelayedCall | Returned
+Message = Hello | Goodbye | AtBarrier | Call | RelayedCall | PartAnswer
 
 
 class ServerEnd(Protocol):
@@ -182,18 +182,18 @@ class Connection:
     server_end: ServerEnd
     calls: dict[int, Call] = field(default_factory=dict)
     """Calls without a complete answer, by number of the call."""
-    closed: bool = False
-    """By the worker: what comes later is lost."""
-    broken: bool = False
-    """The server's process is gone."""
+    is_closed: bool = False
+    """Whether the worker has closed it: what comes later is lost."""
+    is_broken: bool = False
+    """Whether the server's process is gone."""
 
     def send(self, message: Message, size: float) -> None:
-        """From the worker to the server."""
-        if not self.broken:
-            arrive = lambda: None if self.broken else self.server_end.take(self, message)  # noqa: E731
+        """Send a message from the worker to the server."""
+        if not self.is_broken:
+            arrive = lambda: None if self.is_broken else self.server_end.take(self, message)  # noqa: E731
             self.client_end.stream.send(self.server_end.stream.name, size, arrive)
 
     def answer(self, news: Callable[[], None], size: float) -> None:
-        """From the server to the worker. It is lost if the worker has closed the connection."""
-        arrive = lambda: None if self.closed else self.client_end.take(self, news)  # noqa: E731
+        """Send an answer from the server to the worker. It is lost if the worker has closed its end."""
+        arrive = lambda: None if self.is_closed else self.client_end.take(self, news)  # noqa: E731
         self.server_end.stream.send(self.client_end.stream.name, size, arrive)

@@ -1,4 +1,4 @@
-"""Devices that compute one run after another, and the streams by which they send rows."""
+"""Devices that compute one run after another, the streams by which they send rows, and links of hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from moesaic.core.errors import ConfigError
 from moesaic.core.paced import LinkModel
+from moesaic.core.topology import Topology, Way
 from moesaic.planning.sim.timeline import Timeline
 
 Span = Callable[[str, str, float, float, dict[str, int]], None]
@@ -27,7 +29,7 @@ class Device:
     """When the runs so far end."""
 
     def compute(
-        self, process: str, what: str, seconds: float, **numbers: int
+        self, process: str, label: str, seconds: float, **numbers: int
     ) -> Generator[float, None, None]:
         """Compute for `seconds`, once the device is free. Yields the seconds until the end."""
         now = self.timeline.now
@@ -36,7 +38,7 @@ class Device:
         self.busy += seconds
         self.runs += 1
         if self.span is not None:
-            self.span(process, what, begin, self._free, numbers)
+            self.span(process, label, begin, self._free, numbers)
         if self._free > now:
             yield self._free - now
 
@@ -47,7 +49,7 @@ class Device:
 
 @dataclass(eq=False)
 class Channel:
-    """One direction of a link. Messages pass one after another. Each then travels for the link's latency."""
+    """A direction of a link. Messages pass one after another. Each then travels for the link's latency."""
 
     timeline: Timeline
     link: LinkModel
@@ -64,11 +66,11 @@ class Channel:
         self.busy += passing
         self.size += round(size)
         arrival = self._free + self.link.latency
-        self.timeline.at(arrival, arrive)
+        self.timeline.schedule(arrival, arrive)
         return arrival
 
 
-def _no_channel(device: str, other: str) -> Channel | None:
+def _no_channel(sender: str, receiver: str) -> Channel | None:
     return None
 
 
@@ -81,24 +83,68 @@ class Stream:
     link: LinkModel
     channel: Callable[[str, str], Channel | None] = _no_channel
     """Returns the link that a host's devices share, for the names of a sender and a receiver, or None."""
-    sent: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes by receiver."""
 
     def __post_init__(self) -> None:
-        self._own = Channel(self.timeline, self.link)
+        self._own_channel = Channel(self.timeline, self.link)
 
     @property
     def busy(self) -> float:
         """Seconds that it has sent so far, without those on shared links."""
-        return self._own.busy
+        return self._own_channel.busy
 
-    def send(self, to: str, size: float, arrive: Callable[[], None]) -> float:
+    def send(self, receiver: str, size: float, arrive: Callable[[], None]) -> float:
         """Send `size` bytes; `arrive` is called when all of them have arrived. Returns that time.
 
         A message to the own device takes no time and uses no link.
         """
-        if to == self.name:
-            self.timeline.at(self.timeline.now, arrive)
+        # Also without time the message is an event: it arrives after what was set for this moment before.
+        if receiver == self.name:
+            self.timeline.schedule(self.timeline.now, arrive)
             return self.timeline.now
-        self.sent[to] += round(size)
-        return (self.channel(self.name, to) or self._own).send(size, arrive)
+        self.sent_bytes[receiver] += round(size)
+        return (self.channel(self.name, receiver) or self._own_channel).send(size, arrive)
+
+
+class HostLinks:
+    """Which device is on which host. All devices of a host share its link to another host."""
+
+    def __init__(self, timeline: Timeline, topology: Topology, is_colocated: bool) -> None:
+        """is_colocated: server i shares the device of worker i."""
+        self.topology = topology
+        self.channels: dict[tuple[str, str], Channel] = {}
+        """(from, to) -> that direction of their link. Those that were used so far."""
+        self._timeline = timeline
+        self._is_colocated = is_colocated
+
+    def channel(self, sender: str, receiver: str) -> Channel | None:
+        """What messages from one device to another pass. None if both are on one host."""
+        ends = self._host(sender), self._host(receiver)
+        if ends[0] == ends[1]:
+            return None
+        if ends not in self.channels:
+            self.channels[ends] = Channel(self._timeline, self.topology.link(*ends))
+        return self.channels[ends]
+
+    def measure_traffic(self) -> dict[tuple[str, str], tuple[int, float]]:
+        """(from, to) -> bytes that have passed so far, and the seconds for which they did."""
+        return {ends: (channel.size, channel.busy) for ends, channel in self.channels.items()}
+
+    def way(self, worker: int, server: int) -> Way:
+        """The way from a worker to a server."""
+        return self.topology.way(worker, server)
+
+    def _host(self, device: str) -> str:
+        kind, _, number = device.rpartition(" ")
+        if kind == "server":
+            return self.topology.host_of_server(int(number))
+        return self.topology.host_of_worker(int(number))
+
+    def check(self, ranks: int) -> None:
+        """Raise ConfigError if a worker and the server beside it are on different hosts."""
+        for rank in range(ranks) if self._is_colocated else ():
+            ends = self.topology.host_of_worker(rank), self.topology.host_of_server(rank)
+            if ends[0] != ends[1]:
+                allowed_host = f"{ends[0]!r}, as worker {rank}, with servers.beside_workers"
+                raise ConfigError.field(f"links.topology: host of server {rank}", ends[1], allowed_host)

@@ -21,42 +21,42 @@ ROWS = tuple(2**power for power in range(15))
 """Rows for which a roofline is evaluated. Between them the curve is straight."""
 
 
-def of_scenario(scenario: Scenario, model: ModelSizes) -> PacedDevices:
+def build_scenario_devices(scenario: Scenario, model: ModelSizes) -> PacedDevices:
     """The devices and the link of a scenario. Raises ConfigError for a file that cannot be read."""
-    given, topology = scenario.devices, scenario.topology
-    if isinstance(given, str) and given in MACHINES:
+    name_or_tables, topology = scenario.devices, scenario.topology
+    if isinstance(name_or_tables, str) and name_or_tables in MACHINES:
         for name in () if topology is not None else LINKS:
             if getattr(scenario.links, name) is None:
-                raise ConfigError(f"links.{name}: it is missing, with devices {given!r}")
+                raise ConfigError(f"links.{name}: it is missing, with devices {name_or_tables!r}")
         context = sum(scenario.workload.prompt) / 2 + sum(scenario.workload.answer) / 4
-        found = of_machine(model, MACHINES[given], context)
+        devices = build_machine_devices(model, MACHINES[name_or_tables], context)
     else:
-        found = _of_file(scenario, given)
+        devices = _read_devices(scenario, name_or_tables)
     if topology is not None:
-        return replace(found, link=topology.inside)
+        return replace(devices, link=topology.inside)
     link = LinkModel(
-        _or(scenario.links.latency_us, 1e-6, found.link.latency),
-        _or(scenario.links.gb_per_s, 1e9, found.link.bandwidth),
+        _scale_or_default(scenario.links.latency_us, 1e-6, devices.link.latency),
+        _scale_or_default(scenario.links.gb_per_s, 1e9, devices.link.bandwidth),
     )
-    return replace(found, link=link)
+    return replace(devices, link=link)
 
 
-def _of_file(scenario: Scenario, given: str | dict[str, object]) -> PacedDevices:
+def _read_devices(scenario: Scenario, devices: str | dict[str, object]) -> PacedDevices:
     try:
-        if isinstance(given, dict):
-            return paced.of_tables(given, "the scenario")
-        if not given.endswith(".toml"):
-            raise ConfigError.field("devices", given, ", ".join((*MACHINES, "a .toml file")))
-        return paced.read(scenario.path(given))
+        if isinstance(devices, dict):
+            return paced.of_tables(devices, "the scenario")
+        if not devices.endswith(".toml"):
+            raise ConfigError.field("devices", devices, ", ".join((*MACHINES, "a .toml file")))
+        return paced.read(scenario.path(devices))
     except ConfigError as error:
         raise ConfigError("devices" + str(error).removeprefix(paced.FLAG).removeprefix("devices")) from error
 
 
-def _or(given: float | None, unit: float, default: float) -> float:
-    return default if given is None else unit * given
+def _scale_or_default(value: float | None, unit: float, default: float) -> float:
+    return default if value is None else unit * value
 
 
-def of_machine(model: ModelSizes, machine: Hardware, context: float) -> PacedDevices:
+def build_machine_devices(model: ModelSizes, machine: Hardware, context: float) -> PacedDevices:
     """The devices of a known machine by its roofline, where every request has `context` cached tokens.
 
     A run of experts takes the time to read the chosen experts, and then that of its products. The link must
@@ -68,8 +68,8 @@ def of_machine(model: ModelSizes, machine: Hardware, context: float) -> PacedDev
     def attention(rows: float) -> float:
         products = ops.query_key_value(model, rows) + ops.output_projection(model, rows)
         products += ops.gate(model, rows) + ops.shared(model, rows)
-        attended = ops.attention(model, rows, context, model.number)
-        return launch + roofline.seconds(products, level) + roofline.attention_seconds(attended, level)
+        attention_work = ops.attention(model, rows, context, model.number)
+        return launch + roofline.seconds(products, level) + roofline.attention_seconds(attention_work, level)
 
     def experts(pairs: float) -> float:
         wide = pairs * (2 * model.hidden + 2 * model.expert_width) * model.row_number
@@ -79,7 +79,7 @@ def of_machine(model: ModelSizes, machine: Hardware, context: float) -> PacedDev
         f"{machine.name} by its roofline, {context:.0f} cached tokens a request; {machine.source}",
         Curve(tuple((rows, attention(rows)) for rows in ROWS)),
         Curve(tuple((pairs, experts(pairs)) for pairs in ROWS), model.expert_bytes / level.bandwidth),
-        LinkModel(0.0, 1.0),
+        LinkModel(0.0, 1.0),  # a placeholder, which the scenario's links replace
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from moesaic.core.tokens import IntArray
 from moesaic.planning.sim.client import SimulatedExperts
 from moesaic.planning.sim.device import Device
-from moesaic.planning.sim.routes import Routes, Rows, rows_of
+from moesaic.planning.sim.routes import Routes, Rows, number_rows
 from moesaic.planning.sim.timeline import Timeline, Waits
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -40,17 +40,17 @@ Sample = Callable[[StepPlan], tuple[IntArray, IntArray | None]]
 class Reports(Protocol):
     """Gets what a worker would send to the engine."""
 
-    def admitted(self, action: Admit) -> None:
+    def on_admitted(self, action: Admit) -> None:
         """Requests have joined the batch."""
         ...
 
-    def tokens(self, action: Emit) -> None:
+    def on_tokens(self, action: Emit) -> None:
         """Requests have new tokens."""
         ...
 
 
-def constant(plan: StepPlan) -> tuple[IntArray, IntArray | None]:
-    """One token for each entry, and always the same."""
+def sample_constant(plan: StepPlan) -> tuple[IntArray, IntArray | None]:
+    """Sample the same token for each entry."""
     return np.full(len(plan.sampled), TOKEN, dtype=np.int64), None
 
 
@@ -77,7 +77,7 @@ class SimulatedExecutor:
         seconds: Seconds,
         reports: Reports,
         layerwise: bool,
-        sample: Sample = constant,
+        sample: Sample = sample_constant,
     ) -> None:
         """layerwise: for a scheduler that runs the model segment by segment."""
         self.experts = experts
@@ -114,9 +114,9 @@ class SimulatedExecutor:
             case EnterBarrier(work):
                 self.experts.enter_barrier(work)
             case Admit():
-                self._reports.admitted(action)
+                self._reports.on_admitted(action)
             case Emit():
-                self._reports.tokens(action)
+                self._reports.on_tokens(action)
 
     def progress(self, events: list[Event]) -> Waits:
         """Go on with every step as far as its experts have answered. Adds what happened to `events`."""
@@ -124,11 +124,11 @@ class SimulatedExecutor:
         if self._layerwise and arrivals:
             events.append(PartsArrived([(self._run_of[number], pairs) for number, pairs in arrivals]))
             for number, _ in arrivals:
-                if self.experts.complete(number):
+                if self.experts.is_complete(number):
                     self._run_of.pop(number, None)
         events += self._events
         self._events = []
-        if self.experts.passed_barrier():
+        if self.experts.has_passed_barrier():
             events.append(BarrierPassed())
         yield from self._advance(events)
         while len(self._steps) > 1 and self._any_ready():
@@ -139,7 +139,7 @@ class SimulatedExecutor:
         return any(self._ready(step) for step in self._steps.values())
 
     def _ready(self, step: _Step) -> bool:
-        return step.submission is None or self.experts.complete(step.submission)
+        return step.submission is None or self.experts.is_complete(step.submission)
 
     def _advance(self, events: list[Event]) -> Waits:
         for number, step in list(self._steps.items()):
@@ -175,11 +175,11 @@ class SimulatedExecutor:
 
     def _ask(self, plan: StepPlan, segment: int) -> int:
         """Send the rows to the experts of the routed layer `segment`. Returns the submission."""
-        known, rows = self._last
-        if known is not plan:
+        last_plan, rows = self._last
+        if last_plan is not plan:
             batch, owners = plan.batch, plan.request_ids
             if batch.num_rows != len(owners):
                 owners = np.repeat(owners, np.diff(batch.query_starts))
-            rows = rows_of(owners, batch.positions)
+            rows = number_rows(owners, batch.positions)
             self._last = plan, rows
-        return self.experts.submit(segment, self._routes.of(segment, rows, self._timeline.now))
+        return self.experts.submit(segment, self._routes.choose_experts(segment, rows, self._timeline.now))

@@ -13,68 +13,69 @@ from moesaic.core.errors import ConfigError
 T = TypeVar("T")
 
 
-def _as_it_is(value: Any) -> Any:
+def _keep(value: Any) -> Any:
     return value
 
 
 @dataclass(frozen=True)
-class Allowed:
+class Rule:
     """What a field may have."""
 
     text: str
     """What is allowed, in words."""
-    good: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = _as_it_is
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = _keep
 
 
-def setting(default: Any, allowed: Allowed) -> Any:
+def setting(default: Any, rule: Rule) -> Any:
     """A field of a record. default: its value where the file does not have it; MISSING: it must."""
-    return field(default=default, metadata={"allowed": allowed})
+    return field(default=default, metadata={"allowed": rule})
 
 
-def whole(low: int, high: int | None = None) -> Allowed:
-    """An integer in a range."""
+def whole_number(low: int, high: int | None = None) -> Rule:
+    """A rule for an integer in a range."""
     top = "" if high is None else f" and at most {high}"
 
     def good(value: Any) -> bool:
+        # isinstance would also accept true and false, which are integers in Python.
         return type(value) is int and value >= low and (high is None or value <= high)
 
-    return Allowed(f"an integer of at least {low}{top}", good)
+    return Rule(f"an integer of at least {low}{top}", good)
 
 
-def number(low: float = 0.0, above: bool = False) -> Allowed:
-    """A finite number with a lower limit. above: the limit itself is not allowed."""
+def number(low: float = 0.0, is_exclusive: bool = False) -> Rule:
+    """A finite number with a lower limit. is_exclusive: the limit itself is not allowed."""
 
     def good(value: Any) -> bool:
         fits = type(value) in (int, float) and math.isfinite(value)
-        return bool(fits and (value > low if above else value >= low))
+        return bool(fits and (value > low if is_exclusive else value >= low))
 
-    return Allowed(f"a number {'above' if above else 'of at least'} {low:g}", good, float)
-
-
-def choice(*names: str) -> Allowed:
-    """One of some words."""
-    return Allowed(", ".join(names), lambda value: value in names)
+    return Rule(f"a number {'above' if is_exclusive else 'of at least'} {low:g}", good, float)
 
 
-def text(what: str) -> Allowed:
-    """A text that is not empty."""
-    return Allowed(what, lambda value: isinstance(value, str) and bool(value))
+def choice(*names: str) -> Rule:
+    """A rule for one of some words."""
+    return Rule(", ".join(names), lambda value: value in names)
 
 
-def names() -> Allowed:
-    """A list of texts that are not empty."""
-    good = lambda value: isinstance(value, list) and all(isinstance(one, str) and one for one in value)  # noqa: E731
-    return Allowed("a list of names", good, tuple)
+def text(description: str) -> Rule:
+    """A rule for a text that is not empty."""
+    return Rule(description, lambda value: isinstance(value, str) and bool(value))
 
 
-def flag() -> Allowed:
-    """true or false."""
-    return Allowed("true, false", lambda value: isinstance(value, bool))
+def names() -> Rule:
+    """A rule for a list of texts that are not empty."""
+    good = lambda value: isinstance(value, list) and all(isinstance(item, str) and item for item in value)  # noqa: E731
+    return Rule("a list of names", good, tuple)
 
 
-def length() -> Allowed:
-    """A number of tokens, or the two ends of a range."""
+def flag() -> Rule:
+    """A rule for true or false."""
+    return Rule("true, false", lambda value: isinstance(value, bool))
+
+
+def length() -> Rule:
+    """A rule for a number of tokens, or the two ends of a range."""
 
     def good(value: Any) -> bool:
         ends = value if isinstance(value, list) else [value, value]
@@ -83,7 +84,7 @@ def length() -> Allowed:
     def convert(value: Any) -> tuple[int, int]:
         return tuple(value) if isinstance(value, list) else (value, value)
 
-    return Allowed("an integer of at least 1, or [lowest, highest]", good, convert)
+    return Rule("an integer of at least 1, or [lowest, highest]", good, convert)
 
 
 def read(kind: type[T], table: Any, place: str) -> T:
@@ -93,21 +94,23 @@ def read(kind: type[T], table: Any, place: str) -> T:
     """
     if not isinstance(table, Mapping):
         raise ConfigError.field(place.rstrip("."), table, "a table")
-    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    known_fields = {known_field.name: known_field for known_field in fields(kind)}  # type: ignore[arg-type]
     for name in table:
-        if name not in known:
-            raise ConfigError.field(f"{place}{name}", table[name], f"only these fields: {', '.join(known)}")
-    found: dict[str, Any] = {}
-    for name, one in known.items():
-        allowed: Allowed = one.metadata["allowed"]
+        if name not in known_fields:
+            raise ConfigError.field(
+                f"{place}{name}", table[name], f"only these fields: {', '.join(known_fields)}"
+            )
+    values: dict[str, Any] = {}
+    for name, known_field in known_fields.items():
+        rule: Rule = known_field.metadata["allowed"]
         if name not in table:
-            if one.default is MISSING:
-                raise ConfigError(f"{place}{name}: it is missing; allowed: {allowed.text}")
-        elif not allowed.good(table[name]):
-            raise ConfigError.field(f"{place}{name}", table[name], allowed.text)
+            if known_field.default is MISSING:
+                raise ConfigError(f"{place}{name}: it is missing; allowed: {rule.text}")
+        elif not rule.accepts(table[name]):
+            raise ConfigError.field(f"{place}{name}", table[name], rule.text)
         else:
-            found[name] = allowed.convert(table[name])
-    return kind(**found)
+            values[name] = rule.convert(table[name])
+    return kind(**values)
 
 
 def override(tables: dict[str, Any], change: str) -> None:
@@ -121,21 +124,21 @@ def override(tables: dict[str, Any], change: str) -> None:
     if not equals or not all(path):
         raise ConfigError.field("--set", change, "KEY=VALUE, such as workers.count=8")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
+        new_value = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        parsed = value.strip()
+        new_value = value.strip()
     inner: Any = tables
     for name in path[:-1]:
-        inner = _inside(inner, name, change)
+        inner = _descend(inner, name, change)
     if isinstance(inner, list):
-        inner[_index(inner, path[-1], change)] = parsed
+        inner[_index(inner, path[-1], change)] = new_value
     elif isinstance(inner, dict):
-        inner[path[-1]] = parsed
+        inner[path[-1]] = new_value
     else:
         raise ConfigError.field("--set", change, "a key of a table")
 
 
-def _inside(outer: Any, name: str, change: str) -> Any:
+def _descend(outer: Any, name: str, change: str) -> Any:
     if isinstance(outer, list):
         return outer[_index(outer, name, change)]
     if isinstance(outer, dict):

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from moesaic.planning.sim.connection import Call
-from moesaic.policy.scheduling.schedulers.server_setup import SEPARATE
-
-if TYPE_CHECKING:
-    from moesaic.planning.sim.cluster import SimulatedCluster
 
 PERCENTILES = (50, 90, 99)
 
@@ -28,15 +20,15 @@ class Spread:
     """"p50", "p90" and "p99"."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         """The spread of these values, which may be none."""
         if not len(values):
             return cls(0)
-        found = np.percentile(values, PERCENTILES)
+        percentiles = np.percentile(values, PERCENTILES)
         return cls(
             len(values),
             float(np.mean(values)),
-            {f"p{p}": float(value) for p, value in zip(PERCENTILES, found, strict=True)},
+            {f"p{p}": float(value) for p, value in zip(PERCENTILES, percentiles, strict=True)},
         )
 
 
@@ -52,7 +44,7 @@ class Sample:
     pairs: int
     """(row, expert) pairs that wait at servers."""
     tokens_per_second: float
-    """Since the sample before."""
+    """Generated tokens per second since the sample before."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +52,12 @@ class CallTimes:
     """Mean seconds of a (row, expert) pair, from the gate until its worker uses the answer."""
 
     link_out: float = 0.0
-    """On the way to the server, and until the server looks."""
+    """Seconds on the way to the server, and until the server looks."""
     queue: float = 0.0
-    """In the server's queues."""
+    """Seconds in the server's queues."""
     compute: float = 0.0
     link_back: float = 0.0
-    """On the way back, and until the worker looks."""
+    """Seconds on the way back, and until the worker looks."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +93,9 @@ class Figures:
     good_share: float | None
     """Share of the completed requests that met them."""
     queue_seconds: Spread
-    """From arrival to admission."""
+    """Time from arrival to admission."""
     ttft: Spread
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     tpot: Spread
     """Mean time between the tokens of a request."""
     itl: Spread
@@ -116,7 +108,7 @@ class Figures:
     pairs_per_run: float
     """Mean (row, expert) pairs of an expert run."""
     partial_runs: float | None
-    """With async and auto: share of the workers' runs that computed only some of the rows in flight."""
+    """Share of the workers' runs that computed only some of the rows in flight, with async and auto."""
     call: CallTimes
     utilisation: dict[str, float]
     """Share of the time that each device computed."""
@@ -133,199 +125,10 @@ class Figures:
     failovers: int
     """Servers that workers gave up."""
     silent_failovers: int
-    """Those of them for a timeout."""
+    """Servers that workers gave up after a timeout."""
     resent_pairs: int
     changes: list[tuple[float, str]]
     """What happened to the servers, and when."""
     samples: list[Sample]
     events: int
     """Events of the simulation."""
-
-
-@dataclass
-class _Snapshot:
-    """Counters at one moment."""
-
-    time: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)
-    sent: dict[str, Counter[str]] = field(default_factory=dict)
-    sending: dict[str, float] = field(default_factory=dict)
-    channels: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
-    """(from host, to host) -> bytes and seconds so far."""
-    idle: dict[str, dict[str, float]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    server_pairs: dict[int, int] = field(default_factory=dict)
-    in_flight: float = 0.0
-
-
-def _host_links(begin: _Snapshot, end: _Snapshot) -> dict[str, dict[str, HostLink]]:
-    """What went from host to host between two snapshots."""
-    found: dict[str, dict[str, HostLink]] = {}
-    for (one, other), (size, busy) in sorted(end.channels.items()):
-        size_before, busy_before = begin.channels.get((one, other), (0, 0.0))
-        share = (busy - busy_before) / (end.time - begin.time)
-        found.setdefault(one, {})[other] = HostLink(size - size_before, share)
-    return found
-
-
-def _share(counts: Counter[str]) -> float:
-    """Share of the runs that were partial."""
-    return counts["partial_runs"] / max(1, counts["runs"])
-
-
-class Record:
-    """Counts while the cluster runs."""
-
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
-        self._began = _Snapshot()
-        self._samples: list[Sample] = []
-        self._tokens = 0
-        self._times = [0.0] * 4
-        self._pairs = 0
-
-    def begin(self) -> None:
-        """The warm-up is over."""
-        self._began = self._snapshot()
-        self._times, self._pairs = [0.0] * 4, 0
-
-    def answered(self, call: Call, now: float) -> None:
-        """A worker has the whole answer of a call."""
-        pairs, times = len(call.pairs), self._times
-        times[0] += pairs * (call.arrived - call.sent)
-        times[1] += pairs * (call.begun - call.arrived)
-        times[2] += pairs * (call.computed - call.begun)
-        times[3] += pairs * (now - call.computed)
-        self._pairs += pairs
-
-    def sample(self) -> None:
-        """Look at the queues."""
-        cluster = self._cluster
-        stats = [worker.scheduler.stats() for worker in cluster.workers]
-        pairs = sum(server.waiting_pairs for server in cluster.fleet.servers.values() if server.alive)
-        tokens, now = sum(len(life.times) for life in cluster.front.lives), cluster.timeline.now
-        before = self._samples[-1].time if self._samples else 0.0
-        rate = (tokens - self._tokens) / (now - before)
-        self._tokens = tokens
-        waiting, running = sum(one.waiting for one in stats), sum(one.running for one in stats)
-        self._samples.append(Sample(now, waiting, running, pairs, rate))
-
-    def _snapshot(self) -> _Snapshot:
-        cluster, now = self._cluster, self._cluster.timeline.now
-        cluster.front.settle()
-        stats = [worker.scheduler.stats() for worker in cluster.workers]
-        executors = [worker.executor for worker in cluster.workers]
-        counts = Counter(
-            runs=sum(one.steps for one in stats),
-            partial_runs=sum(one.partial_runs for one in stats),
-            run_rows=sum(one.run_rows for one in executors),
-            segments=sum(one.segments for one in executors),
-            server_runs=sum(server.runs for server in cluster.fleet.everybody),
-        )
-        idle = {f"attention worker {i}": worker.idle.seconds for i, worker in enumerate(cluster.workers)}
-        pairs: Counter[int] = Counter()
-        for server in cluster.fleet.everybody:
-            name = f"expert server {server.number}"
-            before = idle.get(name, {})
-            causes = server.idle.seconds
-            idle[name] = before | {cause: before.get(cause, 0.0) + s for cause, s in causes.items()}
-            pairs[server.number] += int(server.load.sum())
-        return _Snapshot(
-            time=now,
-            busy={name: device.busy_until(now) for name, device in cluster.hardware.items()},
-            sent={name: Counter(stream.sent) for name, stream in cluster.streams.items()},
-            sending={name: stream.busy for name, stream in cluster.streams.items()},
-            channels={} if cluster.links is None else cluster.links.passed(),
-            idle=idle,
-            counts=counts,
-            server_pairs=dict(pairs),
-            in_flight=cluster.front.in_flight_seconds,
-        )
-
-    def figures(self) -> Figures:
-        """The measurement up to now."""
-        cluster, begin, end = self._cluster, self._began, self._snapshot()
-        span = end.time - begin.time
-        counts = end.counts - begin.counts
-        pairs = {
-            number: end.server_pairs[number] - begin.server_pairs.get(number, 0)
-            for number in end.server_pairs
-        }
-        stats = [worker.executor.experts.replicas.stats for worker in cluster.workers]
-        schedule = cluster.scenario.schedule.kind
-        times = [one / max(1, self._pairs) for one in self._times]
-        return Figures(
-            model=cluster.model,
-            devices=cluster.devices.source,
-            schedule=schedule,
-            seconds=span,
-            **self._latencies(begin.time, span),
-            in_flight=(end.in_flight - begin.in_flight) / span,
-            preemptions=sum(worker.scheduler.stats().preemptions for worker in cluster.workers),
-            rows_per_run=counts["run_rows"] / max(1, counts["segments"]),
-            pairs_per_run=sum(pairs.values()) / max(1, counts["server_runs"]),
-            partial_runs=_share(counts) if schedule in SEPARATE else None,
-            call=CallTimes(*times),
-            utilisation={name: (busy - begin.busy.get(name, 0.0)) / span for name, busy in end.busy.items()},
-            idle={
-                name: {
-                    cause: (after - begin.idle.get(name, {}).get(cause, 0.0)) / span
-                    for cause, after in found.items()
-                }
-                for name, found in end.idle.items()
-            },
-            link_bytes={
-                name: dict(sent - begin.sent.get(name, Counter())) for name, sent in end.sent.items()
-            },
-            link_utilisation={
-                name: (busy - begin.sending.get(name, 0.0)) / span for name, busy in end.sending.items()
-            },
-            host_links=_host_links(begin, end),
-            expert_load=[pairs[number] for number in sorted(pairs)],
-            failovers=sum(one.failovers for one in stats),
-            silent_failovers=sum(one.silent_failovers for one in stats),
-            resent_pairs=sum(one.resent_pairs for one in stats),
-            changes=cluster.fleet.changes,
-            samples=self._samples,
-            events=cluster.timeline.events,
-        )
-
-    def _latencies(self, begin: float, span: float) -> dict[str, Any]:
-        """The figures of requests and tokens, as fields of `Figures`."""
-        front = self._cluster.front
-        tokens, itl, ttft, tpot, queued, good, ended = 0, [], [], [], [], 0, 0
-        for life in front.lives:
-            times = np.array(life.times)
-            inside = times >= begin
-            tokens += int(np.count_nonzero(inside))
-            itl.append(np.diff(times)[inside[1:]])
-            if not inside.any():
-                continue
-            first = life.times[0] - life.request.arrival
-            mean = (life.times[-1] - life.times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-            if inside[0]:
-                ttft.append(first)
-                queued.append(life.queue_seconds or 0.0)
-            if life.ended:
-                ended += 1
-                tpot += [mean] if len(times) > 1 else []
-                good += self._good(first, mean)
-        asked = front.slo_ttft is not None or front.slo_itl is not None
-        return {
-            "requests": sum(life.request.arrival >= begin for life in front.lives),
-            "completed": ended,
-            "tokens": tokens,
-            "throughput": tokens / span,
-            "goodput": good / span if asked else None,
-            "good_share": good / max(1, ended) if asked else None,
-            "queue_seconds": Spread.of(queued),
-            "ttft": Spread.of(ttft),
-            "tpot": Spread.of(tpot),
-            "itl": Spread.of([] if not itl else np.concatenate(itl).tolist()),
-        }
-
-    def _good(self, first: float, mean: float) -> bool:
-        front = self._cluster.front
-        return (front.slo_ttft is None or first <= front.slo_ttft) and (
-            front.slo_itl is None or mean <= front.slo_itl
-        )

@@ -23,29 +23,34 @@ REPORT_SECONDS = 0.2
 """Seconds between two reports of a server, as in `experts.process`."""
 
 
-def layout_of(layers: int, experts: int, top_k: int, hidden: int, width: int) -> ExpertLayout:
+def build_layout(layers: int, experts: int, top_k: int, hidden: int, width: int) -> ExpertLayout:
     """The layout of a model that is not here."""
     prefixes = {layer: f"layers.{layer}.experts" for layer in range(layers)}
     return ExpertLayout(prefixes, "gate", "up", "down", hidden, width, experts, top_k, "bfloat16")
 
 
 def first_placement(
-    scenario: Scenario, layout: ExpertLayout, solved: Placement | None, hosts: Mapping[int, str] | None = None
+    scenario: Scenario,
+    layout: ExpertLayout,
+    solved_placement: Placement | None,
+    hosts: Mapping[int, str] | None = None,
 ) -> Placement:
-    """The placement at the beginning. solved: by the scenario's solver. hosts: server -> its host.
+    """The placement at the beginning. solved_placement: by the scenario's solver. hosts: server -> its host.
 
     Raises ConfigError for a file that does not fit the model or the servers.
     """
     table, servers, layers = scenario.placement, scenario.servers.count, layout.layers
     if table.kind == "round-robin":
-        held = {server: list(range(server, layout.num_experts, servers)) for server in range(servers)}
-        return Placement(0, layout.num_experts, dict.fromkeys(layers, held))
+        experts_by_server = {
+            server: list(range(server, layout.num_experts, servers)) for server in range(servers)
+        }
+        return Placement(0, layout.num_experts, dict.fromkeys(layers, experts_by_server))
     if table.kind == "even":
         load = np.ones((len(layers), layout.num_experts))
         weights = dict.fromkeys(range(servers), 1.0)
         copies = table.redundant_experts, table.min_replicas
         return balance.place(load, layers, weights, *copies, hosts=hosts)
-    placement = solved
+    placement = solved_placement
     if placement is None:
         assert table.file is not None
         try:
@@ -58,7 +63,11 @@ def first_placement(
             "placement.file", got, f"{len(layers)} layers with {layout.num_experts} experts"
         )
     inner = dict(zip(placement.layers, layers, strict=True))  # routed layers count from 0 here
-    return Placement(0, layout.num_experts, {inner[layer]: held for layer, held in placement.held.items()})
+    return Placement(
+        0,
+        layout.num_experts,
+        {inner[layer]: experts_by_server for layer, experts_by_server in placement.held.items()},
+    )
 
 
 class Fleet:
@@ -97,12 +106,12 @@ class Fleet:
             self._start(number)
         self._publish()
         for fault in self._scenario.faults:
-            self._timeline.at(fault.at, partial(self._strike, fault))
+            self._timeline.schedule(fault.at, partial(self._strike, fault))
         if self._scenario.placement.rebalance_interval or self._scenario.placement.autoscale:
-            self._timeline.at(REPORT_SECONDS, self._look)
+            self._timeline.schedule(REPORT_SECONDS, self._look)
 
     @property
-    def everybody(self) -> list[SimulatedServer]:
+    def all_servers(self) -> list[SimulatedServer]:
         """All processes, past ones first."""
         return [*self.past, *self.servers.values()]
 
@@ -134,7 +143,7 @@ class Fleet:
             return
         server.die(silent=fault.kind == "vanishes")
         if fault.back is not None:
-            self._timeline.at(self._timeline.now + fault.back, lambda: self._return(server))
+            self._timeline.schedule(self._timeline.now + fault.back, lambda: self._return(server))
 
     def _return(self, dead: SimulatedServer) -> None:
         if self.servers.get(dead.number) is dead:
@@ -147,7 +156,7 @@ class Fleet:
     def _look(self) -> None:
         """What the supervisor does with the servers' reports."""
         now, balancing = self._timeline.now, self._balancing
-        self._timeline.at(now + REPORT_SECONDS, self._look)
+        self._timeline.schedule(now + REPORT_SECONDS, self._look)
         for number, server in self.servers.items():
             stats = ExpertServerStats(busy_seconds=server.busy_seconds)
             balancing.loads.add_report(number, self._incarnations[number], stats, server.load.tolist())
@@ -155,38 +164,42 @@ class Fleet:
         if self._changing:
             return
         weights = dict.fromkeys(self.servers, 1.0)
-        waiting = sum(life.queue_seconds is None for life in self._front.lives if not life.ended)
+        waiting = sum(life.queue_seconds is None for life in self._front.lives if not life.has_ended)
         busy = {(n, self._incarnations[n]): server.busy_seconds for n, server in self.servers.items()}
-        wanted = balancing.wanted_servers(now, waiting, busy, len(weights), self._front.missed)
-        if wanted != len(weights):
-            self._scale(wanted)
+        num_servers = balancing.count_needed_servers(
+            now, waiting, busy, len(weights), self._front.missed_tokens
+        )
+        if num_servers != len(weights):
+            self._scale(num_servers)
             return
-        new = balancing.rebalanced(now, self.placement, weights)
+        new = balancing.plan_rebalance(now, self.placement, weights)
         if new is not None:
             self._move(new, 0.0, f"experts move, placement {new.version}")
 
-    def _scale(self, wanted: int) -> None:
+    def _scale(self, num_servers: int) -> None:
         numbers = sorted(self.servers)
-        more = range(numbers[-1] + 1, numbers[-1] + 1 + wanted - len(numbers))
-        left = [*numbers[:wanted], *more]
+        new_numbers = range(numbers[-1] + 1, numbers[-1] + 1 + num_servers - len(numbers))
+        numbers_left = [*numbers[:num_servers], *new_numbers]
         table, load = self._scenario.placement, self._balancing.loads.window()
-        replicas = min(table.min_replicas, len(left))
-        weights = dict.fromkeys(left, 1.0)
+        replicas = min(table.min_replicas, len(numbers_left))
+        weights = dict.fromkeys(numbers_left, 1.0)
         new = balance.place(
             load, self._layout.layers, weights, table.redundant_experts, replicas, self.placement
         )
-        self._move(new, table.start_seconds if more else 0.0, f"{wanted} servers", weights)
+        self._move(new, table.start_seconds if new_numbers else 0.0, f"{num_servers} servers", weights)
 
     def _move(
-        self, new: Placement, seconds: float, what: str, servers: Mapping[int, float] | None = None
+        self, new: Placement, seconds: float, change: str, servers: Mapping[int, float] | None = None
     ) -> None:
         """Serve by another placement, once its experts are read. seconds: until the reading begins."""
         size = balance.busiest_bytes(balance.moves(self.placement, new), self._layout.expert_bytes)
         rate = 1e9 * self._scenario.placement.read_gb_per_s
         self._changing = True
-        self._timeline.at(self._timeline.now + seconds + size / rate, lambda: self._serve(new, what, servers))
+        self._timeline.schedule(
+            self._timeline.now + seconds + size / rate, lambda: self._serve(new, change, servers)
+        )
 
-    def _serve(self, new: Placement, what: str, servers: Mapping[int, float] | None) -> None:
+    def _serve(self, new: Placement, change: str, servers: Mapping[int, float] | None) -> None:
         self.placement, self._changing = new, False
         for number in servers or ():
             if number not in self.servers:
@@ -194,5 +207,5 @@ class Fleet:
         if servers is not None:
             for number in self.servers.keys() - servers.keys():
                 self.past.append(self.servers.pop(number))
-        self._note(what)
+        self._note(change)
         self._publish()

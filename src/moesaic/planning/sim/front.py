@@ -19,7 +19,7 @@ from moesaic.planning.sim.worker import SimulatedWorker
 from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad
 from moesaic.policy.scheduling.schedulers.actions import Admit, Emit
 
-MOST = 1 << 40
+MAX_TRACE_ROWS = 1 << 40
 """More rows than a recorded workload has."""
 
 
@@ -41,10 +41,10 @@ class Life:
     blocks: int = 0
     """KV blocks that its tokens fill at its worker."""
     queue_seconds: float | None = None
-    """Until it was admitted."""
+    """Seconds until it was admitted. None while it waits."""
     times: list[float] = field(default_factory=list)
     """When each token came."""
-    ended: bool = False
+    has_ended: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -57,11 +57,11 @@ def _prompt(tokens: int) -> list[int]:
     return [TOKEN] * tokens
 
 
-def items(scenario: Scenario) -> Iterator[Item]:
+def generate_items(scenario: Scenario) -> Iterator[Item]:
     """The requests of a workload, by ascending arrivals. Those of closed clients arrive when they may."""
     work, rng = scenario.workload, np.random.default_rng([scenario.seed, 1])
     if work.kind == "trace":
-        yield from _recorded(scenario, work)
+        yield from _read_recorded_items(scenario, work)
         return
     now, count = 0.0, 0
     while work.requests is None or count < work.requests:
@@ -76,10 +76,10 @@ def items(scenario: Scenario) -> Iterator[Item]:
         count += 1
 
 
-def _recorded(scenario: Scenario, work: WorkloadTable) -> Iterator[Item]:
+def _read_recorded_items(scenario: Scenario, work: WorkloadTable) -> Iterator[Item]:
     assert work.file is not None
     try:
-        rows = read_trace(scenario.path(work.file), work.requests or MOST, work.speed)
+        rows = read_trace(scenario.path(work.file), work.requests or MAX_TRACE_ROWS, work.speed)
     except ConfigError as error:
         raise ConfigError("workload.file" + str(error).removeprefix("--trace")) from error
     for row in rows:
@@ -96,14 +96,19 @@ class Front:
     """Sends each request to a worker, as `cluster.router.Router` does, and notes its tokens."""
 
     def __init__(
-        self, timeline: Timeline, dispatch: Dispatch, block_size: int, total_blocks: int, closed: int | None
+        self,
+        timeline: Timeline,
+        dispatch: Dispatch,
+        block_size: int,
+        total_blocks: int,
+        num_clients: int | None,
     ) -> None:
-        """closed: number of clients that send a request once theirs is answered. None: there are none."""
+        """num_clients: clients that send a request once theirs is answered. None: there are none."""
         self.lives: list[Life] = []
         self.in_flight = 0
         self.in_flight_seconds = 0.0
         """Requests in flight, summed over time."""
-        self.missed = 0
+        self.missed_tokens = 0
         """First and later tokens that came later than the objectives allow."""
         self.slo_ttft: float | None = None
         self.slo_itl: float | None = None
@@ -111,21 +116,21 @@ class Front:
         self._dispatch = dispatch
         self._block_size = block_size
         self._total_blocks = total_blocks
-        self._closed = closed
+        self._num_clients = num_clients
         self._workers: list[SimulatedWorker] = []
         self._requests: list[int] = []
         self._blocks: list[int] = []
         self._items: Iterator[Item] = iter(())
-        self._counted = 0.0
+        self._last_count_time = 0.0
 
     def begin(self, workers: list[SimulatedWorker], items: Iterator[Item]) -> None:
         """Let the requests come."""
         self._workers, self._items = workers, items
         self._requests, self._blocks = [0] * len(workers), [0] * len(workers)
-        if self._closed is None:
+        if self._num_clients is None:
             self._set_next()
         else:
-            for _ in range(self._closed):
+            for _ in range(self._num_clients):
                 self._next_now()
 
     def reports(self, worker: int) -> WorkerReports:
@@ -135,16 +140,17 @@ class Front:
     def settle(self) -> None:
         """Count the requests in flight up to now."""
         now = self._timeline.now
-        self.in_flight_seconds += self.in_flight * (now - self._counted)
-        self._counted = now
+        self.in_flight_seconds += self.in_flight * (now - self._last_count_time)
+        self._last_count_time = now
 
-    def admitted(self, action: Admit) -> None:
+    def record_admissions(self, action: Admit) -> None:
         """Requests have joined a batch."""
         for request, seconds, epoch in zip(action.requests, action.queue_seconds, action.epochs, strict=True):
+            # A request that was preempted is admitted again, but it waited in the queue only once.
             if not epoch:
                 self.lives[request.request_id].queue_seconds = seconds
 
-    def tokens(self, worker: int, action: Emit) -> None:
+    def record_tokens(self, worker: int, action: Emit) -> None:
         """A worker's requests have new tokens."""
         now, size = self._timeline.now, self._block_size
         for request_id, finish in zip(action.request_ids, action.finish, strict=True):
@@ -154,29 +160,30 @@ class Front:
             rows = len(life.request.prompt_token_ids) + len(life.times)
             if finish is not None:
                 self._end(life)
+            # The token's row begins a new block, as in the worker's block table.
             elif rows % size == 1 or size == 1:
                 life.blocks += 1
                 self._blocks[worker] += 1
 
     def _check(self, life: Life, now: float) -> None:
         if not life.times:
-            self.missed += self.slo_ttft is not None and now - life.request.arrival > self.slo_ttft
+            self.missed_tokens += self.slo_ttft is not None and now - life.request.arrival > self.slo_ttft
         else:
-            self.missed += self.slo_itl is not None and now - life.times[-1] > self.slo_itl
+            self.missed_tokens += self.slo_itl is not None and now - life.times[-1] > self.slo_itl
 
     def _end(self, life: Life) -> None:
         self.settle()
         self.in_flight -= 1
-        life.ended = True
+        life.has_ended = True
         self._requests[life.worker] -= 1
         self._blocks[life.worker] -= life.blocks
-        if self._closed is not None:
+        if self._num_clients is not None:
             self._next_now()
 
     def _set_next(self) -> None:
         item = next(self._items, None)
         if item is not None:
-            self._timeline.at(item.arrival, lambda: self._arrive(item))
+            self._timeline.schedule(item.arrival, lambda: self._arrive(item))
 
     def _arrive(self, item: Item) -> None:
         self._submit(item)
@@ -211,10 +218,10 @@ class WorkerReports:
     front: Front
     worker: int
 
-    def admitted(self, action: Admit) -> None:
-        """See `Reports`."""
-        self.front.admitted(action)
+    def on_admitted(self, action: Admit) -> None:
+        """Pass on that requests have joined the worker's batch."""
+        self.front.record_admissions(action)
 
-    def tokens(self, action: Emit) -> None:
-        """See `Reports`."""
-        self.front.tokens(self.worker, action)
+    def on_tokens(self, action: Emit) -> None:
+        """Pass on that the worker's requests have new tokens."""
+        self.front.record_tokens(self.worker, action)

@@ -27,19 +27,19 @@ def exponential(experts: int) -> FloatArray:
     Example: 4 experts -> 0.568 0.268 0.128 0.036.
     """
     middles = (np.arange(experts)[::-1] + 0.5) / experts
-    return normal(-np.log1p(-middles))
+    return normalize(-np.log1p(-middles))
 
 
-def normal(weights: FloatArray) -> FloatArray:
+def normalize(weights: FloatArray) -> FloatArray:
     """Shares that are proportional to these weights, along the last axis."""
-    found: FloatArray = weights / weights.sum(axis=-1, keepdims=True)
-    return found
+    shares: FloatArray = weights / weights.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def zipf(experts: int, exponent: float) -> FloatArray:
     """[E] shares that fall as a power: share i is proportional to (i + 1) ** -exponent."""
     shares: FloatArray = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
-    return normal(shares)
+    return normalize(shares)
 
 
 def draw(shares: FloatArray, rows: int, top_k: int, rng: np.random.Generator) -> npt.NDArray[np.int16]:
@@ -53,10 +53,10 @@ def draw(shares: FloatArray, rows: int, top_k: int, rng: np.random.Generator) ->
     return np.take_along_axis(best, order, axis=1).astype(np.int16)
 
 
-def rows_of(requests: IntArray, positions: IntArray) -> Rows:
+def number_rows(requests: IntArray, positions: IntArray) -> Rows:
     """[n] a number for each row of these requests and positions [n]."""
-    found: Rows = (requests.astype(np.uint64) << np.uint64(24)) + positions.astype(np.uint64)
-    return found
+    rows: Rows = (requests.astype(np.uint64) << np.uint64(24)) + positions.astype(np.uint64)
+    return rows
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class Routes:
     def experts(self) -> int:
         return len(self.shares[0])
 
-    def of(self, layer: int, rows: Rows, now: float) -> IntArray:
+    def choose_experts(self, layer: int, rows: Rows, now: float) -> IntArray:
         """[n, k] experts of rows (`rows_of`)."""
         pool = self._pools.get(layer)
         if pool is None:
@@ -91,8 +91,8 @@ class Routes:
         key ^= key >> _SHIFT
         key *= _MIX
         key >>= np.uint64(50)
-        found: IntArray = pool[key.view(np.int64)]
-        return found if self.moves_every is None else self._order(layer, now)[found]
+        experts: IntArray = pool[key.view(np.int64)]
+        return experts if self.moves_every is None else self._order(layer, now)[experts]
 
     def _order(self, layer: int, now: float) -> IntArray:
         """[E] the expert that stands in the place of each one at this time."""

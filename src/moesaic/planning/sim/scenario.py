@@ -13,7 +13,17 @@ from moesaic.config import ClusterConfig, QueueConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.topology import FLAG, Topology
 from moesaic.core.topology import read as read_topology
-from moesaic.planning.sim.fields import choice, flag, length, number, override, read, setting, text, whole
+from moesaic.planning.sim.fields import (
+    choice,
+    flag,
+    length,
+    number,
+    override,
+    read,
+    setting,
+    text,
+    whole_number,
+)
 from moesaic.policy.fleet.autoscale import EXPERT_SERVERS
 
 LINKS = ("latency_us", "gb_per_s")
@@ -26,12 +36,12 @@ class Links:
 
     latency_us: float | None = setting(None, number())
     """Microseconds of one way. Without it: of the devices' file."""
-    gb_per_s: float | None = setting(None, number(above=True))
+    gb_per_s: float | None = setting(None, number(is_exclusive=True))
     """10^9 bytes/s that a device sends. Without it: of the devices' file."""
     topology: str | None = setting(None, text("the path of a topology"))
     """Hosts and links, as of --topology, in place of `latency_us` and `gb_per_s`. The devices of a host share
     its links to other hosts. A device that no host names is on the first one."""
-    number_bytes: int = setting(4, whole(1, 4))
+    number_bytes: int = setting(4, whole_number(1, 4))
     """Bytes of one number of a row. moesaic sends float32."""
 
 
@@ -39,15 +49,15 @@ class Links:
 class Workers:
     """The attention workers. All are alike."""
 
-    count: int = setting(1, whole(1))
-    max_num_seqs: int = setting(256, whole(1))
+    count: int = setting(1, whole_number(1))
+    max_num_seqs: int = setting(256, whole_number(1))
     """Maximum number of requests that a worker runs at once."""
-    max_num_batched_tokens: int = setting(2048, whole(1))
+    max_num_batched_tokens: int = setting(2048, whole_number(1))
     """Maximum rows of a step, or of all units in flight with the schedule async."""
-    max_model_len: int = setting(8192, whole(2))
+    max_model_len: int = setting(8192, whole_number(2))
     """Maximum tokens of a request."""
-    block_size: int = setting(16, whole(1))
-    kv_tokens: int | None = setting(None, whole(1))
+    block_size: int = setting(16, whole_number(1))
+    kv_tokens: int | None = setting(None, whole_number(1))
     """Tokens in a worker's KV cache. Without it: enough for `max_num_seqs` of the longest requests."""
     dispatch: str = setting("least-loaded", choice("least-loaded", "round-robin"))
     """Which worker gets a request."""
@@ -61,14 +71,14 @@ class Workers:
 class Servers:
     """The expert servers. All are alike."""
 
-    count: int = setting(1, whole(1))
+    count: int = setting(1, whole_number(1))
     beside_workers: bool = setting(False, flag())
     """Server i shares the device of worker i. They take turns, and rows between them use no link."""
-    batch_pairs: int | None = setting(None, whole(1))
+    batch_pairs: int | None = setting(None, whole_number(1))
     """Minimum pairs of a run; 1: a server computes whatever is there. Without it: as --expert-batch-pairs."""
     batch_wait_ms: float = setting(0.0, number())
     """Milliseconds after which a server computes fewer pairs."""
-    queue_history: int = setting(0, whole(0))
+    queue_history: int = setting(0, whole_number(0))
     """Past choices whose queues count in the look-ahead of the queue policy."""
     by_expert: bool = setting(False, flag())
     """A queue for each expert of a layer, as in Asynchronous Expert Parallelism. false: one a layer."""
@@ -83,15 +93,15 @@ class PlacementTable:
     file: what `moesaic place` wrote. solver: solved here, from the profile of `routing`."""
     file: str | None = setting(None, text("the path of a placement"))
     solver: str = setting("ours", text("the name of a solver of moesaic place"))
-    redundant_experts: int = setting(0, whole(0))
+    redundant_experts: int = setting(0, whole_number(0))
     """Further copies of experts in each layer."""
-    min_replicas: int = setting(1, whole(1))
+    min_replicas: int = setting(1, whole_number(1))
     """Minimum number of servers that hold each expert."""
     rebalance_interval: float = setting(0.0, number())
     """Seconds between two checks whether experts should move; 0: they stay."""
     autoscale: str | None = setting(None, text("MIN:MAX, such as 2:6"))
     """The number of servers follows the load."""
-    read_gb_per_s: float = setting(1.073741824, number(above=True))
+    read_gb_per_s: float = setting(1.073741824, number(is_exclusive=True))
     """10^9 bytes/s at which a server reads experts that move to it."""
     start_seconds: float = setting(5.0, number())
     """Seconds until a server's new process serves, beside reading its experts."""
@@ -102,20 +112,20 @@ class ScheduleTable:
     """How workers and servers work together."""
 
     kind: str = setting("lockstep", choice("barrier", "lockstep", "async", "auto"))
-    inflight_batches: int = setting(1, whole(1, 2))
-    """With lockstep: steps of a worker that run at once."""
+    inflight_batches: int = setting(1, whole_number(1, 2))
+    """Steps of a worker that run at once, with lockstep."""
     queue_policy: str = setting("defrag", choice("defrag", "mtfs", "flfs"))
-    """With async: which rows run next."""
+    """The rule that says which rows run next, with async."""
     queue_urgency: float = setting(0.1, number())
-    """With async: seconds after which the oldest rows of a worker run next; 0: never."""
-    queue_history: int = setting(0, whole(0))
-    run_rows: int | None = setting(None, whole(0))
-    """With async: rows from which a run may begin while others are with the experts, and from which answers
-    are used part by part. 0: always, as in the paper. Without it: as the devices' curves say."""
+    """Seconds after which the oldest rows of a worker run next, with async; 0: never."""
+    queue_history: int = setting(0, whole_number(0))
+    run_rows: int | None = setting(None, whole_number(0))
+    """Rows from which a run may begin while others are with the experts, and from which answers are used part
+    by part, with async. 0: always, as in the paper. Without it: as the devices' curves say."""
     combine: str = setting("exact", choice("exact", "partial"))
     """Whether a server answers each (row, expert) pair, or a sum for each row."""
     relay: str = setting("auto", choice("auto", "always", "off"))
-    """With a topology: whether a row goes to another host once, also if several servers there need it."""
+    """Whether a row goes to another host once, also if several servers there need it, with a topology."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,19 +134,19 @@ class WorkloadTable:
 
     kind: str = setting("poisson", choice("poisson", "trace", "closed"))
     """poisson: at a rate. trace: as recorded. closed: clients that send a request once theirs is answered."""
-    rate: float | None = setting(None, number(above=True))
-    """With poisson: requests per second."""
-    clients: int | None = setting(None, whole(1))
-    """With closed: number of clients."""
+    rate: float | None = setting(None, number(is_exclusive=True))
+    """Requests per second, with poisson."""
+    clients: int | None = setting(None, whole_number(1))
+    """Number of clients, with closed."""
     file: str | None = setting(None, text("the path of a CSV file"))
-    """With trace: columns arrival_s, input_tokens, output_tokens."""
-    speed: float = setting(1.0, number(above=True))
-    """With trace: factor of the arrivals' rate."""
+    """File with the columns arrival_s, input_tokens, output_tokens, with trace."""
+    speed: float = setting(1.0, number(is_exclusive=True))
+    """Factor of the arrivals' rate, with trace."""
     prompt: tuple[int, int] = setting((100, 100), length())
     """Tokens of a prompt."""
     answer: tuple[int, int] = setting((100, 100), length())
     """Tokens of an answer."""
-    requests: int | None = setting(None, whole(1))
+    requests: int | None = setting(None, whole_number(1))
     """Number of requests. Without it: as many as come in the time."""
     prefill: bool = setting(True, flag())
     """false: the keys and values of prompts come from elsewhere and take no time, but memory."""
@@ -150,16 +160,16 @@ class RoutingTable:
     """exponential: the experts' shares have an exponential distribution, as in Asynchronous Expert
     Parallelism. zipf: see `exponent`. profile: as recorded."""
     exponent: float = setting(1.0, number())
-    """With zipf: share i is proportional to (i + 1) ** -exponent."""
+    """Exponent of zipf: share i is proportional to (i + 1) ** -exponent."""
     shuffled: bool = setting(True, flag())
     """Whether other experts are popular in each layer. false: expert 0 is the most popular one everywhere."""
-    moves_every: float | None = setting(None, number(above=True))
+    moves_every: float | None = setting(None, number(is_exclusive=True))
     """Seconds after which other experts are popular."""
     file: str | None = setting(None, text("the path of a profile"))
-    """With profile: what `moesaic profile` wrote."""
-    experts: int | None = setting(None, whole(1))
+    """File that `moesaic profile` wrote, with profile."""
+    experts: int | None = setting(None, whole_number(1))
     """Experts of a layer. Without it: the model's."""
-    top_k: int | None = setting(None, whole(1))
+    top_k: int | None = setting(None, whole_number(1))
     """Experts that a token chooses. Without it: the model's."""
 
 
@@ -169,11 +179,11 @@ class Fault:
 
     at: float = setting(MISSING, number())
     """Seconds from the start."""
-    server: int = setting(MISSING, whole(0))
+    server: int = setting(MISSING, whole_number(0))
     kind: str = setting("dies", choice("dies", "vanishes", "freezes"))
     """dies: its process ends, and its connections break. vanishes: its host is gone, and nobody is told.
     freezes: it does nothing for a time."""
-    back: float | None = setting(None, number(above=True))
+    back: float | None = setting(None, number(is_exclusive=True))
     """Seconds until its new process serves, or until it goes on. Without it: it stays away."""
 
 
@@ -181,9 +191,9 @@ class Fault:
 class ObjectivesTable:
     """The latencies of a good request."""
 
-    ttft_ms: float | None = setting(None, number(above=True))
+    ttft_ms: float | None = setting(None, number(is_exclusive=True))
     """Maximum milliseconds from its arrival to its first token."""
-    itl_ms: float | None = setting(None, number(above=True))
+    itl_ms: float | None = setting(None, number(is_exclusive=True))
     """Maximum mean milliseconds between its tokens."""
 
 
@@ -220,17 +230,17 @@ class _Plain:
     """The fields outside of tables."""
 
     model: str = setting(MISSING, text("a model, such as mixtral-8x7b, or a path"))
-    seed: int = setting(0, whole(0))
-    duration: float = setting(10.0, number(above=True))
+    seed: int = setting(0, whole_number(0))
+    duration: float = setting(10.0, number(is_exclusive=True))
     warm_up: float = setting(0.0, number())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A scenario."""
+    """All that a simulation is told: the model, the devices, and a record for each table of the file."""
 
     model: str
-    """As for `moesaic plan`: a known name, a config.json, or a checkpoint's directory."""
+    """The model, as for `moesaic plan`: a known name, a config.json, or a checkpoint's directory."""
     devices: str | dict[str, Any]
     """A file of modelled devices, a machine of `moesaic plan`, or the tables of such a file."""
     folder: Path
@@ -254,21 +264,33 @@ class Scenario:
         """Check what depends on several fields. Raises ConfigError."""
         if self.warm_up >= self.duration:
             raise ConfigError.field("warm_up", self.warm_up, f"less than duration, {self.duration:g}")
+        self._check_links()
+        self._check_workload()
+        self._check_placement()
+        self._check_servers()
+        self._check_serve_settings()
+
+    def _check_links(self) -> None:
         for name in LINKS:
             if self.links.topology is not None and getattr(self.links, name) is not None:
                 raise ConfigError.field(
                     f"links.{name}", getattr(self.links, name), "only without links.topology"
                 )
+
+    def _check_workload(self) -> None:
         for kind, name in (("poisson", "rate"), ("closed", "clients"), ("trace", "file")):
-            given = getattr(self.workload, name)
-            if self.workload.kind == kind and given is None:
+            value = getattr(self.workload, name)
+            if self.workload.kind == kind and value is None:
                 raise ConfigError(f"workload.{name}: it is missing, with workload.kind {kind!r}")
-            if self.workload.kind != kind and given is not None:
-                raise ConfigError.field(f"workload.{name}", given, f"only with workload.kind {kind!r}")
+            if self.workload.kind != kind and value is not None:
+                raise ConfigError.field(f"workload.{name}", value, f"only with workload.kind {kind!r}")
         longest = self.workload.prompt[1] + self.workload.answer[1]
         if self.workload.kind != "trace" and longest > self.workers.max_model_len:
             allowed = f"at least {longest}, the longest prompt and answer"
             raise ConfigError.field("workers.max_model_len", self.workers.max_model_len, allowed)
+
+    def _check_placement(self) -> None:
+        """Check routing and placement together: a solver places by the routing of a profile."""
         if (self.routing.kind == "profile") != (self.routing.file is not None):
             raise ConfigError.field(
                 "routing.file", self.routing.file, "a profile, with routing.kind 'profile'"
@@ -278,6 +300,8 @@ class Scenario:
             raise ConfigError.field("placement.file", self.placement.file, allowed)
         if self.placement.kind == "solver" and self.routing.kind != "profile":
             raise ConfigError.field("routing.kind", self.routing.kind, "profile with placement.kind 'solver'")
+
+    def _check_servers(self) -> None:
         if self.servers.beside_workers and self.servers.count != self.workers.count:
             allowed = f"{self.workers.count} as workers.count, with servers.beside_workers"
             raise ConfigError.field("servers.count", self.servers.count, allowed)
@@ -287,6 +311,9 @@ class Scenario:
                 raise ConfigError.field(f"faults.{index}.server", fault.server, allowed)
             if fault.kind == "freezes" and fault.back is None:
                 raise ConfigError(f"faults.{index}.back: it is missing, with kind 'freezes'")
+
+    def _check_serve_settings(self) -> None:
+        """Check what `serve` checks in its flags. Messages name the scenario's fields in their place."""
         try:
             self.queues.check("async", self.schedule.queue_policy)  # type: ignore[arg-type]
             if set(autoscale_rules(self.cluster)) - {EXPERT_SERVERS}:
@@ -356,22 +383,22 @@ def load(file: Path, changes: Sequence[str] = ()) -> Scenario:
 
 def parse(tables: dict[str, Any], folder: Path = Path()) -> Scenario:
     """A scenario from parsed TOML. folder: where its paths begin."""
-    rest = dict(tables)
-    devices = rest.pop("devices", None)
+    plain_fields = dict(tables)
+    devices = plain_fields.pop("devices", None)
     if not devices or not isinstance(devices, str | dict):
         allowed = "a file of modelled devices, a machine of moesaic plan, or a table"
         raise ConfigError.field("devices", devices, allowed)
-    found: dict[str, Any] = {
-        name: read(kind, rest.pop(name, {}), f"{name}.") for name, kind in TABLES.items()
+    records: dict[str, Any] = {
+        name: read(kind, plain_fields.pop(name, {}), f"{name}.") for name, kind in TABLES.items()
     }
-    faults = rest.pop("faults", [])
+    faults = plain_fields.pop("faults", [])
     if not isinstance(faults, list):
         raise ConfigError.field("faults", faults, "tables [[faults]]")
-    found["faults"] = tuple(read(Fault, one, f"faults.{index}.") for index, one in enumerate(faults))
-    known = {"devices", "faults", *TABLES}
-    for name in rest:
+    records["faults"] = tuple(read(Fault, fault, f"faults.{index}.") for index, fault in enumerate(faults))
+    table_names = {"devices", "faults", *TABLES}
+    for name in plain_fields:
         if name not in _Plain.__dataclass_fields__:
-            every = ", ".join((*_Plain.__dataclass_fields__, *sorted(known)))
-            raise ConfigError.field(name, rest[name], f"only these fields: {every}")
-    plain = read(_Plain, rest, "")
-    return Scenario(devices=devices, folder=folder, **vars(plain), **found)
+            all_names = ", ".join((*_Plain.__dataclass_fields__, *sorted(table_names)))
+            raise ConfigError.field(name, plain_fields[name], f"only these fields: {all_names}")
+    plain = read(_Plain, plain_fields, "")
+    return Scenario(devices=devices, folder=folder, **vars(plain), **records)

@@ -17,12 +17,12 @@ from moesaic.planning.sim.connection import (
     Goodbye,
     Hello,
     Message,
+    PartAnswer,
     RelayedCall,
     RelayedPart,
-    Returned,
 )
 from moesaic.planning.sim.device import Device, Stream
-from moesaic.planning.sim.timeline import Idle, Process, Timeline, Until, Waits
+from moesaic.planning.sim.timeline import Idle, Process, Sleep, Timeline, Waits
 from moesaic.policy.fleet.relays import HOP
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.policy.scheduling.step_barrier import StepBarrier
@@ -34,7 +34,7 @@ TICK = 1e-9
 
 
 class SimulatedServer:
-    """One process of an expert server. After its death another one takes its number."""
+    """A process of an expert server. After its death another one takes its number."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SimulatedServer:
         self.busy_seconds = 0.0
         self.runs = 0
         self.idle = Idle(timeline)
-        self._waited = 0
+        self._last_waiting_pairs = 0
         self._timeline = timeline
         self._device = device
         self._service = service
@@ -80,7 +80,7 @@ class SimulatedServer:
         self._arrivals: dict[int, Connection] = {}
         """Number of each call at the barrier -> the connection."""
         self._next_client = self._next_call = 0
-        self._counted = timeline.now
+        self._last_count_time = timeline.now
         self._process = Process(timeline, self._run())
 
     @property
@@ -89,20 +89,20 @@ class SimulatedServer:
         return self._service.waiting_pairs + self._inbox_pairs
 
     def take(self, connection: Connection, message: Message) -> None:
-        """See `ServerEnd`."""
+        """Put a message into the inbox, as `ServerEnd` asks."""
         if self.alive:
             self._count()
             call = message.parts[0].call if isinstance(message, RelayedCall) else message
             if isinstance(call, Call):
-                call.arrived = self._timeline.now
+                call.arrival_time = self._timeline.now
                 self._inbox_pairs += len(call.pairs)
             self._inbox.append((connection, message))
-            self._waited = self.waiting_pairs
+            self._last_waiting_pairs = self.waiting_pairs
             self._process.wake()
 
-    def freeze(self, until: float) -> None:
+    def freeze(self, resume_time: float) -> None:
         """Do nothing until then."""
-        self._process.freeze(until)
+        self._process.freeze(resume_time)
 
     def die(self, silent: bool) -> None:
         """End. The workers see their connections break, unless the whole host is `silent`."""
@@ -110,10 +110,10 @@ class SimulatedServer:
         self._process.stop()
         self.idle.end()
         for connection in self._clients:
-            connection.broken = True
+            connection.is_broken = True
             if not silent:
-                notice = partial(_broken, connection)
-                self._timeline.at(self._timeline.now + self.stream.link.latency, notice)
+                notice = partial(_report_broken, connection)
+                self._timeline.schedule(self._timeline.now + self.stream.link.latency, notice)
 
     def _run(self) -> Waits:
         while True:
@@ -127,18 +127,19 @@ class SimulatedServer:
             now = self._timeline.now
             patience = self._service.wait(now)
             self.idle.begin("calls" if patience is None else "more rows")
-            yield Until(math.inf if patience is None else now + max(TICK, patience))
+            yield Sleep(math.inf if patience is None else now + max(TICK, patience))
             self.idle.end()
 
     def _count(self) -> None:
         """Add what has waited since the last time."""
         now = self._timeline.now
-        self.pair_seconds += self._waited * (now - self._counted)
-        self._counted, self._waited = now, self.waiting_pairs
+        self.pair_seconds += self._last_waiting_pairs * (now - self._last_count_time)
+        self._last_count_time, self._last_waiting_pairs = now, self.waiting_pairs
 
     def _collect(self) -> None:
         """Take what has arrived, client by client, as a server does that looks at one after another."""
         inbox, self._inbox, self._inbox_pairs = self._inbox, [], 0
+        # Python's sort is stable, so messages of one client keep their order.
         if len(inbox) > 1:
             inbox.sort(key=lambda item: self._clients.get(item[0], math.inf))
         for connection, message in inbox:
@@ -155,7 +156,7 @@ class SimulatedServer:
                     self._take(connection, message.parts[0].call)
                     for part in message.parts[1:]:
                         self._after_a_hop(partial(self._pass_on, part))
-                case Returned():
+                case PartAnswer():
                     self._after_a_hop(partial(self._pass_back, message))
 
     def _accept(self, connection: Connection) -> None:
@@ -165,7 +166,7 @@ class SimulatedServer:
         self._barrier.joined(client)
         end = connection.client_end
         assert isinstance(end, SimulatedExperts)
-        connection.answer(partial(end.joined, connection), 0)
+        connection.answer(partial(end.on_server_joined, connection), 0)
 
     def _forget(self, connection: Connection) -> None:
         client = self._clients.pop(connection, None)
@@ -173,7 +174,7 @@ class SimulatedServer:
             return
         self._service.client_left(client)
         self._open(self._barrier.left(client))
-        self._calls = {number: one for number, one in self._calls.items() if one[0] is not connection}
+        self._calls = {number: entry for number, entry in self._calls.items() if entry[0] is not connection}
 
     def _at_barrier(self, connection: Connection, message: AtBarrier) -> None:
         client = self._clients[connection]
@@ -190,7 +191,7 @@ class SimulatedServer:
         if connection in self._clients:
             end = connection.client_end
             assert isinstance(end, SimulatedExperts)
-            connection.answer(partial(end.opened, self._barrier.step - 1), 0)
+            connection.answer(partial(end.on_barrier_opened, self._barrier.step - 1), 0)
 
     def _open(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -211,21 +212,21 @@ class SimulatedServer:
     def _compute(self, run: Run) -> Waits:
         began = self._timeline.now
         parts = [(number, self._calls[number][1], pairs) for number, pairs in run.parts]
-        ids = np.concatenate([_chosen(call, pairs) for _, call, pairs in parts])
+        ids = np.concatenate([_select_experts(call, pairs) for _, call, pairs in parts])
         for _, call, _ in parts:
-            call.begun = call.begun or began
+            call.begin_time = call.begin_time or began
         if len(ids):
             counts = np.bincount(ids, minlength=self.load.shape[1])
             self.load[run.layer] += counts
-            chosen = int(np.count_nonzero(counts))
-            seconds = self._seconds(len(ids), chosen)
-            what = f"layer {run.layer}"
+            num_experts = int(np.count_nonzero(counts))
+            seconds = self._seconds(len(ids), num_experts)
+            label = f"layer {run.layer}"
             yield from self._device.compute(
                 f"expert server {self.number}",
-                what,
+                label,
                 seconds,
                 pairs=len(ids),
-                experts=chosen,
+                experts=num_experts,
                 calls=len(parts),
             )
             self.busy_seconds += seconds
@@ -237,70 +238,72 @@ class SimulatedServer:
     def _answer(self, number: int, pairs: IntArray) -> None:
         connection, call, left = self._calls[number]
         left -= len(pairs)
-        call.computed = self._timeline.now
+        call.end_time = self._timeline.now
         if left:
             self._calls[number] = connection, call, left
         else:
             del self._calls[number]
         if not self._partial:
-            rows, answered = len(pairs), pairs
+            rows, answered_pairs = len(pairs), pairs
         elif left:
             return
         else:
-            rows, answered = call.rows, np.arange(len(call.pairs))
-        if call.relayed is None or (connection is call.relayed.over and not self._partial):
+            rows, answered_pairs = call.rows, np.arange(len(call.pairs))
+        if call.relayed_call is None or (
+            connection is call.relayed_call.relay_connection and not self._partial
+        ):
             end = connection.client_end
             assert isinstance(end, SimulatedExperts)
-            news = partial(end.answered, connection, call.number, answered)
+            news = partial(end.on_answer, connection, call.number, answered_pairs)
             connection.answer(news, rows * self._row_bytes)
-        elif connection is call.relayed.over:
-            self._pass_back(Returned(call, answered, rows))
+        elif connection is call.relayed_call.relay_connection:
+            self._pass_back(PartAnswer(call, answered_pairs, rows))
         else:
-            over, found = call.relayed.over, Returned(call, answered, rows)
-            arrive = lambda: None if over.broken else over.server_end.take(over, found)  # noqa: E731
-            self.stream.send(over.server_end.stream.name, rows * self._row_bytes, arrive)
+            relay, part_answer = call.relayed_call.relay_connection, PartAnswer(call, answered_pairs, rows)
+            arrive = lambda: None if relay.is_broken else relay.server_end.take(relay, part_answer)  # noqa: E731
+            self.stream.send(relay.server_end.stream.name, rows * self._row_bytes, arrive)
 
     # ---- as a relay
 
     def _after_a_hop(self, act: Callable[[], None]) -> None:
         """Do it once this process has received and copied a message, unless it dies."""
-        self._timeline.at(self._timeline.now + self._hop, lambda: act() if self.alive else None)
+        self._timeline.schedule(self._timeline.now + self._hop, lambda: act() if self.alive else None)
 
     def _pass_on(self, part: RelayedPart) -> None:
         """Send a part to its server, which takes its rows as those of the worker."""
-        there, call = part.connection, part.call
-        arrive = lambda: None if there.broken else there.server_end.take(there, call)  # noqa: E731
-        self.stream.send(there.server_end.stream.name, call.rows * self._row_bytes, arrive)
+        connection, call = part.connection, part.call
+        arrive = lambda: None if connection.is_broken else connection.server_end.take(connection, call)  # noqa: E731
+        self.stream.send(connection.server_end.stream.name, call.rows * self._row_bytes, arrive)
 
-    def _pass_back(self, found: Returned) -> None:
+    def _pass_back(self, part_answer: PartAnswer) -> None:
         """Send an answer of a part to the worker. Sums are sent once all parts have theirs."""
-        relayed = found.call.relayed
-        assert relayed is not None
-        if not relayed.summed:
-            news, rows = [(found.call, found.pairs)], found.rows
+        relayed_call = part_answer.call.relayed_call
+        assert relayed_call is not None
+        if not relayed_call.summed:
+            news, rows = [(part_answer.call, part_answer.pairs)], part_answer.rows
         else:
-            relayed.computed += 1
-            if relayed.computed < len(relayed.parts):
+            relayed_call.num_sums += 1
+            if relayed_call.num_sums < len(relayed_call.parts):
                 return
-            news = [(part.call, np.arange(len(part.call.pairs))) for part in relayed.parts]
-            rows = relayed.rows
-        connections = {part.call.number: part.connection for part in relayed.parts}
-        end = relayed.over.client_end
+            news = [(part.call, np.arange(len(part.call.pairs))) for part in relayed_call.parts]
+            rows = relayed_call.rows
+        connections = {part.call.number: part.connection for part in relayed_call.parts}
+        end = relayed_call.relay_connection.client_end
         assert isinstance(end, SimulatedExperts)
 
         def tell() -> None:
             for call, pairs in news:
-                end.answered(connections[call.number], call.number, pairs)
+                end.on_answer(connections[call.number], call.number, pairs)
 
-        relayed.over.answer(tell, rows * self._row_bytes)
+        relayed_call.relay_connection.answer(tell, rows * self._row_bytes)
 
 
-def _chosen(call: Call, pairs: IntArray) -> IntArray:
+def _select_experts(call: Call, pairs: IntArray) -> IntArray:
     """The experts of these pairs of a call, in any order if it is all of them."""
     return call.experts if len(pairs) == len(call.pairs) else call.experts[pairs]
 
 
-def _broken(connection: Connection) -> None:
+def _report_broken(connection: Connection) -> None:
     end = connection.client_end
     assert isinstance(end, SimulatedExperts)
-    end.broke(connection)
+    end.on_connection_broken(connection)

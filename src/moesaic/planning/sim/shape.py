@@ -11,7 +11,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.profile import Profile
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.sim import routes
-from moesaic.planning.sim.fleet import layout_of
+from moesaic.planning.sim.fleet import build_layout
 from moesaic.planning.sim.routes import Routes
 from moesaic.planning.sim.scenario import Scenario
 
@@ -24,7 +24,7 @@ class Shape:
     routes: Routes
 
     @classmethod
-    def of(cls, scenario: Scenario, model: ModelSizes) -> Shape:
+    def from_scenario(cls, scenario: Scenario, model: ModelSizes) -> Shape:
         """Raises ConfigError for a profile that cannot be read or does not fit the model."""
         table, layers = scenario.routing, model.moe_layers
         experts = table.experts or model.experts
@@ -32,31 +32,32 @@ class Shape:
         if not 1 <= top_k <= experts:
             raise ConfigError.field("routing.top_k", top_k, f"1 to {experts}, the experts of a layer")
         if table.file is None:
-            shares = _shares(scenario, layers, experts)
+            shares = _distribution_shares(scenario, layers, experts)
         else:
-            shares = _recorded(Profile.load(scenario.path(table.file)), layers, experts)
-        layout = layout_of(layers, experts, top_k, model.hidden, model.expert_width)
+            shares = _profile_shares(Profile.load(scenario.path(table.file)), layers, experts)
+        layout = build_layout(layers, experts, top_k, model.hidden, model.expert_width)
         return cls(layout, Routes(shares, top_k, scenario.seed, table.moves_every))
 
 
-def _recorded(profile: Profile, layers: int, experts: int) -> routes.FloatArray:
+def _profile_shares(profile: Profile, layers: int, experts: int) -> routes.FloatArray:
     """[layers, E] the shares of a profile. An expert that no token chose gets a very small one."""
     if (len(profile.layers), profile.num_experts) != (layers, experts):
         got = f"{len(profile.layers)} layers with {profile.num_experts} experts"
         raise ConfigError.field("routing.file", got, f"{layers} layers with {experts} experts")
-    return routes.normal(profile.loads.astype(np.float64) + 1e-9)
+    # A share of zero could leave a row with fewer than top-k experts to draw.
+    return routes.normalize(profile.loads.astype(np.float64) + 1e-9)
 
 
-def _shares(scenario: Scenario, layers: int, experts: int) -> routes.FloatArray:
+def _distribution_shares(scenario: Scenario, layers: int, experts: int) -> routes.FloatArray:
     """[layers, E] the shares of a distribution."""
     table = scenario.routing
     if table.kind == "exponential":
-        one = routes.exponential(experts)
+        shares = routes.exponential(experts)
     elif table.kind == "zipf":
-        one = routes.zipf(experts, table.exponent)
+        shares = routes.zipf(experts, table.exponent)
     else:
-        one = np.full(experts, 1 / experts)
+        shares = np.full(experts, 1 / experts)
     if not table.shuffled:
-        return np.tile(one, (layers, 1))
+        return np.tile(shares, (layers, 1))
     rng = np.random.default_rng([scenario.seed, 2])
-    return np.stack([rng.permutation(one) for _ in range(layers)])
+    return np.stack([rng.permutation(shares) for _ in range(layers)])

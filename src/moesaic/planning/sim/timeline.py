@@ -15,13 +15,13 @@ DELIVER, RESUME, SAMPLE = 0, 1, 2
 """Priorities. What arrives at a moment is there when a process goes on at that moment."""
 
 
-class Until(NamedTuple):
+class Sleep(NamedTuple):
     """A process sleeps until it is woken, at most until `time`."""
 
     time: float = math.inf
 
 
-Waits = Generator[float | Until, None, None]
+Waits = Generator[float | Sleep, None, None]
 """The code of a process. It yields the seconds for which it computes, or `Until`."""
 
 
@@ -35,23 +35,23 @@ class Timeline:
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._set = 0
 
-    def at(self, time: float, action: Callable[[], None], priority: int = DELIVER) -> None:
+    def schedule(self, time: float, action: Callable[[], None], priority: int = DELIVER) -> None:
         """Do this at `time`, seconds. A time that has passed counts as now."""
         self._set += 1
         heapq.heappush(self._heap, (max(time, self.now), priority, self._set, action))
 
-    def run(self, until: float = math.inf) -> None:
+    def run(self, end_time: float = math.inf) -> None:
         """Let everything happen up to and including this time. The clock stands at it then.
 
         Without a limit the run ends when nothing is set any more.
         """
         heap = self._heap
-        while heap and heap[0][0] <= until:
+        while heap and heap[0][0] <= end_time:
             self.now, _, _, action = heapq.heappop(heap)
             self.events += 1
             action()
-        if until < math.inf:
-            self.now = until
+        if end_time < math.inf:
+            self.now = end_time
 
 
 class Process:
@@ -63,7 +63,7 @@ class Process:
         self._ticket = 0
         """Number of the resumption that counts. Earlier ones are void."""
         self._sleeps = False
-        self._frozen = -math.inf
+        self._resume_time = -math.inf
         """Until when it does nothing."""
         self._set(timeline.now)
 
@@ -73,33 +73,34 @@ class Process:
             self._sleeps = False
             self._set(self._timeline.now)
 
-    def freeze(self, until: float) -> None:
+    def freeze(self, resume_time: float) -> None:
         """Do nothing until then. What it computes meanwhile ends later by as much at the most."""
-        self._frozen = until
+        self._resume_time = resume_time
 
     def stop(self) -> None:
         """End at once, as a killed process."""
         self._ticket += 1
         self._sleeps = False
-        self._frozen = math.inf
+        self._resume_time = math.inf
         self._code.close()
 
     def _set(self, time: float) -> None:
         self._ticket += 1
         ticket = self._ticket
-        self._timeline.at(time, lambda: self._resume(ticket), RESUME)
+        self._timeline.schedule(time, lambda: self._resume(ticket), RESUME)
 
     def _resume(self, ticket: int) -> None:
+        # The process was woken before this time, so a later resumption counts.
         if ticket != self._ticket:
             return
         self._sleeps = False
-        if self._frozen > self._timeline.now:
-            self._set(self._frozen)
+        if self._resume_time > self._timeline.now:
+            self._set(self._resume_time)
             return
         waits = next(self._code, None)
         if waits is None:
             self._ticket += 1
-        elif isinstance(waits, Until):
+        elif isinstance(waits, Sleep):
             self._sleeps = True
             if waits.time < math.inf:
                 self._set(waits.time)
@@ -113,12 +114,12 @@ class Idle:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._seconds: dict[str, float] = {}
-        self._since = 0.0
+        self._sleep_start = 0.0
         self._cause: str | None = None
 
     def begin(self, cause: str) -> None:
         """It falls asleep."""
-        self._since, self._cause = self._timeline.now, cause
+        self._sleep_start, self._cause = self._timeline.now, cause
 
     def end(self) -> None:
         """It goes on."""
@@ -129,5 +130,5 @@ class Idle:
         """Seconds so far by cause, with those of a sleep under way."""
         if self._cause is None:
             return self._seconds
-        slept = self._timeline.now - self._since
-        return {**self._seconds, self._cause: self._seconds.get(self._cause, 0.0) + slept}
+        sleep_seconds = self._timeline.now - self._sleep_start
+        return {**self._seconds, self._cause: self._seconds.get(self._cause, 0.0) + sleep_seconds}

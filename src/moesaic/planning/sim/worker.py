@@ -8,7 +8,7 @@ from typing import Protocol
 
 from moesaic.core.messages import Cancel, Submit
 from moesaic.planning.sim.executor import SimulatedExecutor
-from moesaic.planning.sim.timeline import Idle, Process, Timeline, Until, Waits
+from moesaic.planning.sim.timeline import Idle, Process, Sleep, Timeline, Waits
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Arrived,
@@ -81,7 +81,7 @@ class SimulatedWorker:
     def _sleep(self) -> Waits:
         experts = self.executor.experts
         self.idle.begin(experts.cause)
-        yield Until(experts.deadline())
+        yield Sleep(experts.deadline())
         self.idle.end()
 
     def _receive(self) -> None:

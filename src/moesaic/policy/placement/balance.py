@@ -17,6 +17,8 @@ handles each layer alone:
     peak within `slack` of a placement from scratch, and to have no more experts on one host only.
 
 A layer without any load counts as evenly loaded. The load of an expert is divided evenly among its copies.
+
+Question: How many copies does each expert get, and on which servers (EPLB)?
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Servers that joined keep their experts when their supervisor is gone. The next supervisor knows no load. But
 the last one gave more copies to hot experts. So the number of copies that the servers have stands for load.
 
-Question: Which experts does a server get that has some in memory already?
+Question: Which experts does a server get if some are in its memory already?
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Thrashing: a step that preempted admits nothing. An admission also leaves one fr
 request that may still grow. So each can decode a block's worth of tokens before anyone is preempted.
 
 Question: Who is preempted?
-Question: Which requests and which of their tokens are in the next step?
+Question: Which requests and tokens are in the next step (continuous batching, chunked prefill)?
 """
 
 from __future__ import annotations

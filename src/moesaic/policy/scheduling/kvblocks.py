@@ -24,7 +24,7 @@ them use a hash as the key and keep duplicates.
 
 Every operation takes O(1) per block that it touches.
 
-Question: Which KV blocks does a request get, and which prefixes are reused?
+Question: Which KV blocks does a request get, and which prefixes are reused (prefix caching)?
 """
 
 from __future__ import annotations

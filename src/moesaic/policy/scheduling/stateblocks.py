@@ -15,7 +15,7 @@ A snapshot costs no copy: its page is not written any more, and the sequence get
 found by the identity of the KV block that ends at their position. The least recently used ones give way. No
 sequence reads a page that is given to another one.
 
-Question: Who gets a seat and a page for the states of linear attention?
+Question: Which requests get memory for states of linear attention?
 """
 
 from __future__ import annotations

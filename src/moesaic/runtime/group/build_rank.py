@@ -11,13 +11,16 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import distributed
 
 from moesaic.config import ParallelConfig, WorkerConfig
-from moesaic.core.errors import ConfigError
+from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.messages import RanksMeet
 from moesaic.core.offload import Offload
 from moesaic.experts.collectives.group import Group
 from moesaic.gpu.ranks.recorded_attention import AttentionRecordings
 from moesaic.gpu.ranks.recorded_rank import RecordedRank
+from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import files, fingerprint, registry
@@ -42,15 +45,18 @@ from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
-from moesaic.runtime.group.row_backends import check_backend, connect
-from moesaic.runtime.group.rows import RowCollectives
+from moesaic.runtime.group.rows import HostRows, RowCollectives
 from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
+from moesaic.runtime.group.tensor_rows import DeviceRows
+from moesaic.runtime.group.torch_peers import TorchPeers
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
     context_length,
+    device_of,
+    gpus_of,
     kv_type,
     layout_of,
     load_model,
@@ -59,6 +65,7 @@ from moesaic.trace.parts import whole_of
 
 _CACHE_SIZE = struct.Struct("<3q")
 """A CacheSize, which the first rank announces."""
+FLAG = "--collectives-backend"
 
 
 def check(config: WorkerConfig) -> None:
@@ -196,7 +203,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     with launcher.starting():
         group = launcher.gather(context.connection.send)
         check_placement(config, group, owners)
-        rows = connect(config, group)
+        rows = connect_rows(config, group)
         loaded = load_rank(config, group, owners, context.progress)
         kv_dtype = kv_type(config.cache, loaded)
         free = least_free(config, group, loaded)
@@ -236,7 +243,7 @@ def _with_servers(context: WorkerContext) -> WorkerParts:
     config = of_rank(context.config, 0)
     with launcher.starting():
         group = launcher.gather(context.connection.send)
-        rows = connect(config, group)
+        rows = connect_rows(config, group)
         loaded = load_rank(config, group, None, context.progress)
         free = least_free(config, group, loaded)
         size = cache_size_of(
@@ -287,7 +294,7 @@ def follower(config: WorkerConfig, group: Group) -> Follower:
         owners = None if config.remote_experts else placed(config)
         if owners is not None:
             check_placement(config, group, owners)
-        rows = connect(config, group)
+        rows = connect_rows(config, group)
         loaded = load_rank(config, group, owners)
         least_free(config, group, loaded)
         size = CacheSize(*_CACHE_SIZE.unpack(group.announce(b"")))
@@ -351,3 +358,62 @@ def _collectives(
     return Shuffled(
         rows, experts, ExpectedRanks(rows.group, counts, owners.tables, parallel.shuffle_align, ranks)
     )
+
+
+def check_backend(config: WorkerConfig) -> None:
+    """Raises ConfigError where --collectives-backend does not fit the devices of the ranks."""
+    backend, ranks = config.parallel.collectives_backend, config.parallel.tensor_parallel_size
+    if backend == "host":
+        return
+    device, gpus = device_of(config.model).type, gpus_of(config.model)
+    allowed = ""
+    if config.offload is not None:
+        allowed = "host with --fast-memory"
+    elif backend == "gloo" and device != "cpu":
+        allowed = f"host, nccl with --device {device}"
+    elif backend == "nccl" and device != "cuda":
+        allowed = f"host, gloo with --device {device}"
+    elif backend == "nccl" and gpus < ranks:
+        allowed = f"host: {ranks} ranks need a GPU each, and torch sees {gpus}"
+    elif backend == "nccl" and not distributed.is_nccl_available():
+        allowed = "host: this torch has no NCCL"
+    if allowed:
+        raise ConfigError.field(FLAG, backend, allowed)
+
+
+def connect_rows(config: WorkerConfig, group: Group) -> RowCollectives:
+    """The collectives of this rank as --collectives-backend says, which own the group. All ranks call it.
+
+    Raises ConnectionLost if they cannot connect.
+    """
+    backend = config.parallel.collectives_backend
+    if backend == "host":
+        return HostRows(group)
+    device = device_of(config.model)
+    return DeviceRows(
+        group, TorchPeers(backend, group, device), table.pick(str(device), config.model.kernels)
+    )
+
+
+def follow(config: WorkerConfig, meeting: RanksMeet, lost: Callable[[str], None]) -> None:
+    """Compute with the ranks of this host, which is not the one of rank 0, until the group ends.
+
+    config: of the worker, for this host. meeting: with the number of this host. lost: called from a thread
+    if another rank of this host ends.
+
+    Raises ConnectionLost at the end of the group, and ConfigError or CheckpointError, one line each, for what
+    the user has to change.
+    """
+    launcher = RankLauncher(config, meeting)
+    try:
+        with launcher.starting():
+            group = launcher.gather()
+            ranks = follower(of_rank(config, group.rank), group)
+        launcher.when_lost(lost)
+        ranks.follow()
+    except ConnectionLost as error:
+        raise launcher.why(error) from None
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(out_of_memory.of_step(error)) from error
+    finally:
+        launcher.close()

@@ -24,8 +24,8 @@ import torch
 
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import equal_sizes
-from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
 from moesaic.kernels.moving import move_array
+from moesaic.kernels.table import MOST_RECORDED_ROWS
 from moesaic.models.block import Block, GateOutput
 from moesaic.policy.placement.shuffle import Shuffle
 from moesaic.runtime.group.exchanges import (
@@ -115,7 +115,7 @@ class AllReduce:
 
     @property
     def recorded(self) -> RecordedRows:
-        return RecordedRows(1, MOST_ROWS if self._rows.capturable else MOST_BETWEEN)
+        return RecordedRows(1, MOST_RECORDED_ROWS if self._rows.capturable else MOST_BETWEEN)
 
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""

@@ -17,9 +17,8 @@ import torch
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import equal_sizes
 from moesaic.experts.collectives.routing import Route
-from moesaic.gpu.exchange.exchange_launches import MOST_ROWS
 from moesaic.kernels.moving import move_array, to_host_arrays
-from moesaic.kernels.table import Kernels
+from moesaic.kernels.table import MOST_RECORDED_ROWS, Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import GateOutput
 from moesaic.runtime.group.arrays import to_host
@@ -89,7 +88,7 @@ class GroupExperts:
         weights, count = self._weights(layer), len(gated.expert_ids)
         if not weights.resident_ids:
             return torch.zeros_like(gated.normed_rows)
-        if count <= MOST_ROWS:
+        if count <= MOST_RECORDED_ROWS:
             return self._held(weights, gated.normed_rows, gated.expert_ids, gated.weights)
         sums = torch.empty_like(gated.normed_rows)
         for part in self._parts(count):

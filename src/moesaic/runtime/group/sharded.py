@@ -3,6 +3,8 @@
 The first rank has the scheduler, the sampler and the connection to the engine. It announces each step to the
 others, which compute the step too. All ranks have the same KV blocks under the same numbers, each with the
 keys and values of its own heads.
+
+Question: Where is tensor parallelism computed (`--tensor-parallel-size`)?
 """
 
 from __future__ import annotations

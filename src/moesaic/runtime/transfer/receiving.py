@@ -24,7 +24,7 @@ from moesaic.models.kvcache.images import Bytes, CopiedMemory
 from moesaic.policy.scheduling.schedulers.actions import Restore
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers, parse
 from moesaic.transport.calls import Answerer, Incoming
-from moesaic.transport.listening import Listener
+from moesaic.transport.listening import ONE_SIDED, Listener
 from moesaic.transport.waiting import wait
 from moesaic.transport.wakeup import Wakeup
 
@@ -66,10 +66,12 @@ class KVReceiver(Transfers):
         one_sided: bool = False,
     ) -> None:
         """report: sends a message to the router, from any thread. remote_address: see `WorkerConfig`.
-        one_sided: see `Listener`."""
+        one_sided: whether senders may write into memory of this process."""
         self._memory, self._block_size, self._report = memory, block_size, report
         self.secret = secrets.token_bytes(32)
-        self._listener = Listener("unix:@", self.secret, remote=remote_address, one_sided=one_sided)
+        self._listener = Listener(
+            "unix:@", self.secret, remote=remote_address, kinds=ONE_SIDED if one_sided else None
+        )
         self.endpoint = self._listener.endpoint
         self._lock = threading.Lock()
         """Protects what follows."""

@@ -3,6 +3,8 @@
 A layer has the keys and values of a step's rows as soon as the step has come to that layer. So they are
 sent while later layers are computed, in groups of layers of some size. The last layer is sent once the step
 has ended: a layer that drafts tokens is the last one, and it runs after the others.
+
+Question: How does a prefill worker send KV?
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Special tokens in the content of messages: found, and written in other characters while a template runs.
+"""What is done to the content of messages before a template runs.
+
+Special tokens in it are found, and written in other characters. The end of a message that the model
+continues is marked.
 
 A template writes special tokens around the contents of messages. In the rendered text nobody can tell whose
 they are. So they are replaced in the contents by characters of a private-use plane, one for one. The
@@ -11,10 +14,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from moesaic.core.errors import RequestError
+
 _PLANES = (0xF0000, 0x100000)
 """First characters of Unicode's private-use planes."""
 _USED = 0xFFFE
 """Number of characters in a plane."""
+CONTINUE_MARK = "\ue000"
+"""A private-use character. It marks the end of a continued message while the template is rendered."""
 
 
 class SpecialTokens:
@@ -99,3 +106,22 @@ def _moved(text: str, offset: int) -> str:
         chr(there) if ord(character) < _USED or offset < 0 else character
         for character, there in zip(text, moved, strict=True)
     )
+
+
+def mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """`messages` with CONTINUE_MARK and a space added to the last one's content.
+
+    The space shows whether the template trims contents: then it is gone.
+    """
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or not content.strip():
+        raise RequestError("messages: the last message has no content to continue", "messages")
+    return [*messages[:-1], {**messages[-1], "content": f"{content}{CONTINUE_MARK} "}]
+
+
+def cut_at_mark(text: str) -> str:
+    """`text` up to the end of the last message's content, which the model then continues."""
+    before, found, after = text.rpartition(CONTINUE_MARK)
+    if not found:
+        raise RequestError("messages: the chat template leaves the last message out", "messages")
+    return before if after.startswith(" ") else before.rstrip()

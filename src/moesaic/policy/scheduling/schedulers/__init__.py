@@ -1,4 +1,4 @@
 """One scheduler per file. All of them use the events and actions that `actions` defines.
 
-Question: Where is a schedule (`--schedule`) written, and where is it built?
+Question: How is a schedule (`--schedule`) added, and where is it built?
 """

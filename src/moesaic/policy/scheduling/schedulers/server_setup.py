@@ -1,6 +1,6 @@
 """How an expert server's scheduler is set up for a schedule: its start rule, queue policy and queues.
 
-Question: Where is a schedule (`--schedule`) written, and where is it built?
+Question: How is a schedule (`--schedule`) added, and where is it built?
 """
 
 from __future__ import annotations
