@@ -35,7 +35,7 @@ from moesaic.models import files
 from moesaic.runtime.machine import cores
 from moesaic.server.chat_threads import ChatThreads
 from moesaic.server.service import CHATS_AT_ONCE
-from moesaic.text.templates.compiled import compiled, rendered
+from moesaic.text.templates.jinja_template import compile_template, render_template
 from moesaic.text.templates.pool import Renderers
 
 Way = Callable[[], Awaitable[str]]
@@ -109,10 +109,10 @@ async def measure(source: str, arguments: argparse.Namespace) -> list[dict[str, 
 
 
 def ways_of(source: str, renderers: Renderers, variables: dict[str, Any]) -> dict[str, Way]:
-    template, threads = compiled(source), ChatThreads(CHATS_AT_ONCE)
+    template, threads = compile_template(source), ChatThreads(CHATS_AT_ONCE)
 
     async def here() -> str:
-        return rendered(template, variables, MOST)
+        return render_template(template, variables, MOST)
 
     async def renderer() -> str:
         return renderers.render(variables)

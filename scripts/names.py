@@ -93,6 +93,19 @@ KEPT: dict[str, str] = {
     "planning/sim/scenario.py: back": "a field of a scenario's table [[faults]]",
     "planning/sim/scenario.py: shuffled": "a field of a scenario's table [routing]",
     "cluster/member.py: STOPPED": "a stage of the status, where it is written `stopped`",
+    "config/cluster.py: paced": "the flag --paced",
+    "config/expert_server.py: joined": "a field of the JSON on an expert server's command line",
+    "config/expert_server.py: paced": "the flag --paced, in the JSON on an expert server's command line",
+    "config/worker.py: beside": "a field of the JSON on a worker's command line",
+    "config/worker.py: paced": "the flag --paced, in the JSON on a worker's command line",
+    "config/worker.py: supervised": "a field of the JSON on a worker's command line",
+    "server/openai_responses/body.py: parsed": "a field of requests to /v1/responses",
+    "server/openai_responses/objects.py: completed_at": "a field of answers of /v1/responses",
+    "server/openai_responses/objects.py: created_at": "a field of answers of /v1/responses",
+    "server/responses.py: Detokenized": "the name of a schema in /openapi.json",
+    "server/responses.py: Tokenized": "the name of a schema in /openapi.json",
+    "server/responses.py: created": "a field of answers in OpenAI's form",
+    "server/responses.py: owned_by": "a field of answers of /v1/models",
 }
 """Interfaces that keep their names, as "cluster/x.py: lost": the reason. Others see these names: they are
 flags, fields of a file or of an answer, or methods that a library calls."""

@@ -5,6 +5,7 @@ A rule that stands in the way of clearer code is changed here, by name and with 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,13 +25,18 @@ EDGES: dict[str, tuple[str, ...]] = {
     # The only door to what only a GPU runs: shared code asks it for a part when the configuration names one.
     # Its functions are typed by what their users know of the parts.
     "core.gpu_parts": (
-        *("config", "core.job_membership", "experts.server_memory"),
-        *("gpu.exchange.server_transport",),
+        *("config", "core.experts", "core.job_membership", "cluster.job_places", "cluster.members"),
+        *("experts.remote", "experts.server_memory", "experts.worker_memory", "kernels.table"),
+        *("planning.hardware.device", "planning.hardware.timing", "policy.fleet.replicas"),
+        *("runtime.context", "runtime.step.running_step", "runtime.step.stages"),
+        *("gpu.exchange.full_graphs", "gpu.exchange.server_transport", "gpu.graphs.graphs", "gpu.hardware"),
+        *("gpu.ipc.device_rows", "gpu.nvshmem.package", "gpu.nvshmem.places", "gpu.triton.table"),
+        *("gpu.ranks.recorded_attention", "gpu.ranks.recorded_rank"),
     ),
     "cost": ("core",),
     "policy": ("core", "cost"),
     # mechanisms
-    "kernels": ("core",),
+    "kernels": ("core", "core.gpu_parts"),
     "models": ("core", "kernels", "config.environment"),  # digests are kept in the user's cache folder
     # The spec says how wide a token's keys and values are. A block attends over what its layer keeps.
     "models.kvcache": ("core", "kernels", "models.block", "models.spec"),
@@ -57,7 +63,15 @@ EDGES: dict[str, tuple[str, ...]] = {
         "policy.scheduling.kvblocks",
     ),
     # reads memory and disk, and multiplies, by what the engine does it with
-    "planning.hardware": ("core", "cost", "kernels", "offload.arena", "offload.reading", "runtime.machine"),
+    "planning.hardware": (
+        "core",
+        "core.gpu_parts",
+        "cost",
+        "kernels",
+        "offload.arena",
+        "offload.reading",
+        "runtime.machine",
+    ),
     # what only a GPU runs
     "gpu": (),
     "gpu.exchange": (
@@ -103,16 +117,17 @@ EDGES: dict[str, tuple[str, ...]] = {
         "kernels.batch",
         "kernels.moving",
         "kernels.table",
-        "models.spec",
         "runtime.step.recordings",
         "runtime.step.running_step",
         "runtime.step.stages",
+        "runtime.step.step_kind",
     ),
-    "gpu.hardware": ("planning.hardware.timing",),
+    "gpu.hardware": ("planning.hardware.device", "planning.hardware.timing"),
     "gpu.ipc": (
         "core.errors",
         "core.tokens",
         "experts.client",
+        "experts.outstanding",
         "experts.server_memory",
         "experts.wire",
         "kernels.moving",
@@ -158,8 +173,10 @@ EDGES: dict[str, tuple[str, ...]] = {
         "runtime.group.exchanges",
         "runtime.group.rows",
         "runtime.group.sharded",
+        "runtime.group.together",
         "runtime.step.running_step",
         "runtime.step.stages",
+        "runtime.step.step_kind",
     ),
     "gpu.triton": (
         "core",
@@ -169,6 +186,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     # programs
     "runtime": (
+        "core.gpu_parts",
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
         *("cost.curves", "experts.measuring", "experts.observer", "experts.pacing", "experts.remote"),
         *(
@@ -185,6 +203,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "transport",
     ),
     "cluster": (
+        "core.gpu_parts",
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
         "policy.fleet.silence",
         "policy.fleet.nodes",  # where Ray should start a process
@@ -204,6 +223,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     # joins a cluster as one role or the other
     "cluster.joining": (
+        "core.gpu_parts",
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "trace.logs"),
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
         *("runtime.process", "runtime.keeping", "runtime.group.build_rank"),
@@ -356,41 +376,18 @@ EDGES: dict[str, tuple[str, ...]] = {
 }
 """Room -> what it may import beside itself. "a.b" allows that one module, "" the package's own names."""
 
-GPU_EDGES: dict[str, tuple[str, ...]] = {
-    "cluster": (
-        "gpu.nvshmem.package",
-        "gpu.nvshmem.places",
-    ),
-    "cluster.joining": ("gpu.nvshmem.package",),
-    "commands": ("gpu.hardware",),
-    "experts": (
-        "gpu.ipc.device_calls",
-        "gpu.ipc.device_heap",
-        "gpu.ipc.device_rows",
-    ),
-    "kernels": (
-        "gpu.exchange.exchange_launches",
-        "gpu.triton.exchange",
-        "gpu.triton.graphs",
-        "gpu.triton.launching",
-        "gpu.triton.nvshmem_exchange",
-        "gpu.triton.operations",
-    ),
-    "planning.hardware": ("gpu.hardware",),
-    "runtime": (
-        "gpu.exchange.exchanged_step",
-        "gpu.exchange.full_graphs",
-        "gpu.graphs.graph_inputs",
-        "gpu.graphs.graphs",
-        "gpu.ipc.device_rows",
-        "gpu.ipc.device_sharing",
-        "gpu.ranks.recorded_attention",
-        "gpu.ranks.recorded_rank",
-    ),
-}
-"""Rooms that import what only a GPU runs, beside what EDGES allows."""
-for _room, _modules in GPU_EDGES.items():
-    EDGES[_room] += _modules
+MECHANISMS = re.compile(
+    r"nvshmem|cuda_ipc|device_rows|device rows|mailbox|lifeline|full_graph|cudagraph|cuda_graph",
+    re.IGNORECASE,
+)
+NAME_MECHANISMS = (
+    *("config.cluster", "config.values", "config.worker"),  # the flags
+    *("commands.flag_groups", "commands.processes", "core.messages", "transport.authentication"),
+    *("cluster.host_transport", "cluster.joining.enlisting"),  # which settings go together
+    *("cluster.members", "cluster.scaling", "cluster.supervisor", "cluster.trust"),
+    *("core.gpu_parts", "runtime.in_memory"),  # the door, and who asks for graphs of whole steps
+)
+"""The shared modules that name a mechanism which only GPUs have."""
 
 TORCH_ROOMS = (
     *(
@@ -423,7 +420,10 @@ HOMES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("models.hub",),
     "tokenizers": ("text.tokenizer", "text.gguf_tokenizer", "text.tiktoken_model"),
     "transformers": ("jobs.verify.reference",),
-    "jinja2": ("text.templates.compiled", "text.templates.process"),  # never in the process of the server
+    "jinja2": (
+        "text.templates.jinja_template",
+        "text.templates.process",
+    ),  # never in the process of the server
     "msgspec": ("transport",),
     "cryptography": ("transport.sealing",),
     "fastapi": ("server",),
@@ -464,7 +464,6 @@ LATE_IMPORTS = {
     "commands.chat": "a chat with a server elsewhere needs no server here; Python may lack readline",
     "commands.settings": "only --config needs PyYAML",
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
-    "kernels.table": "Triton is imported for --kernels triton only, and need not be installed",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "cluster.joining.__main__": "only a worker needs torch, which takes seconds to import",
     "cluster.launch": "Ray is needed for --distributed-executor-backend ray only, and need not be installed",
@@ -589,6 +588,15 @@ def test_the_tables_name_only_what_exists() -> None:
     inner = {module.inner for module in MODULES}
     targets = [target for row in (*EDGES.values(), *HOMES.values()) for target in row]
     assert {*EDGES, *targets} <= inner
+
+
+def test_few_shared_modules_name_a_mechanism_of_gpus() -> None:
+    naming = [
+        module.inner
+        for module in MODULES
+        if not rules.within(module.inner, ["gpu"]) and MECHANISMS.search(module.source)
+    ]
+    assert sorted(naming) == sorted(NAME_MECHANISMS), "let core/gpu_parts.py decide it"
 
 
 def test_every_rule_has_a_violation() -> None:

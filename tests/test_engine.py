@@ -41,7 +41,7 @@ class Rig:
             rng=random.Random(0),
             eos_token_ids=(EOS,),
             max_waiting=max_waiting,
-            ended=lambda request, late: self.ended.append((request.request_id, late)),
+            on_request_end=lambda request, late: self.ended.append((request.request_id, late)),
         )
         self.engine.receive(messages.Ready(fake_worker.info(**SIZES | changes)))
 
@@ -253,7 +253,7 @@ def test_cached_tokens_and_stats_are_passed_on(rig: Rig) -> None:
     rig.engine.receive(messages.Admitted([request.request_id], [0.5], [16]))
     (output,) = rig.token(request.request_id, 65)
     assert (output.num_cached_tokens, output.num_prompt_tokens) == (16, 20)
-    assert rig.engine.stats().unfinished == 1
+    assert rig.engine.stats().num_unfinished == 1
 
 
 def test_a_dead_worker_ends_everything_with_a_clear_error(tokenizer: Tokenizer) -> None:

@@ -58,7 +58,7 @@ class Report:
 
 def run(folder: Path) -> Report:
     files: defaultdict[str, Counts] = defaultdict(Counts)
-    tokenizer = BYTES.compiled(WIDTH, (END,))
+    tokenizer = BYTES.build_tokenizer(WIDTH, (END,))
     for file in sorted(folder.glob("*.json")):
         counts = files[file.stem]
         for group in json.loads(file.read_text(encoding="utf-8")):

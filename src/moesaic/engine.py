@@ -42,14 +42,14 @@ That is half of what a connection may have unsent. An id has up to 5 bytes, and 
 class EngineStats:
     """Statistics of the engine, and the last ones that its worker sent."""
 
-    unfinished: int
+    num_unfinished: int
     """Unfinished completions. A request with n completions counts n times."""
     worker: WorkerStats
 
 
 @dataclass
 class _Stream:
-    """One unfinished completion."""
+    """An unfinished completion."""
 
     request: Request
     group: int
@@ -68,8 +68,8 @@ class Engine:
 
     connection: leads to the worker. clock: returns seconds; the worker uses the same one. rng: draws the
     seeds of requests without one. eos_token_ids: the model's end-of-sequence tokens. max_waiting: completions
-    allowed beyond the worker's max_num_seqs; None means any number. ended: called with each request that
-    ended, and True if its worker does not know that yet.
+    allowed beyond the worker's max_num_seqs; None means any number. on_request_end: called with each request
+    that ended, and True if its worker does not know that yet.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Engine:
         rng: random.Random,
         eos_token_ids: tuple[int, ...] = (),
         max_waiting: int | None = None,
-        ended: Callable[[Request, bool], None] | None = None,
+        on_request_end: Callable[[Request, bool], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.info: WorkerInfo | None = None
@@ -92,7 +92,7 @@ class Engine:
         self._clock = clock
         self._rng = rng
         self._max_waiting = max_waiting
-        self._ended = ended
+        self._on_request_end = on_request_end
         self._streams: dict[int, _Stream] = {}
         self._groups: dict[int, set[int]] = {}
         self._next_id = 0
@@ -115,7 +115,7 @@ class Engine:
         return self.info.max_num_seqs + self._max_waiting
 
     def stats(self) -> EngineStats:
-        return EngineStats(unfinished=len(self._streams), worker=self._worker)
+        return EngineStats(num_unfinished=len(self._streams), worker=self._worker)
 
     def submit(
         self,
@@ -123,22 +123,20 @@ class Engine:
         params: SamplingParams,
         *,
         own_text: bool = False,
-        kept: Collection[str] = (),
+        kept_special_tokens: Collection[str] = (),
         name: str = "",
     ) -> int:
         """Send a prompt to the worker. Returns the id that its outputs carry.
 
         own_text: the answer is a text of its own, as in a chat, and does not continue the prompt's text.
-        kept: special tokens that are part of the text even where others are skipped.
+        kept_special_tokens: special tokens that are part of the text even where others are skipped.
         name: the request's name in log lines.
         Raises RequestError, OverloadedError or EngineDeadError. In these cases nothing was sent.
         """
         info = self._require_worker()
         params = _fit(prompt_token_ids, self._with_word_ids(params, info), info)
         grammar = self._grammar(params)
-        limit = self.limit
-        if limit is not None and self._streams and len(self._streams) + params.n > limit:
-            raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
+        self._require_room(params.n)
         seed = self._rng.randrange(SEED_LIMIT) if params.seed is None else params.seed
         group = self._next_id
         requests, streams = [], {}
@@ -158,8 +156,10 @@ class Engine:
                 name=name,
             )
             self._next_id += 1
-            before = () if own_text else prompt_token_ids
-            decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens, before, kept)
+            prefix_ids = () if own_text else prompt_token_ids
+            decoder = IncrementalDecoder(
+                self.tokenizer, params.skip_special_tokens, prefix_ids, kept_special_tokens
+            )
             search = stops.search(params.include_stop_str_in_output)
             streams[request.request_id] = _Stream(request, group, index, decoder, search)
             requests.append(request)
@@ -167,6 +167,13 @@ class Engine:
         self._streams |= streams
         self._groups[group] = set(streams)
         return group
+
+    def _require_room(self, completions: int) -> None:
+        """Raise OverloadedError unless the queue has room for so many more completions."""
+        limit = self.limit
+        # An empty queue takes any request. One with many completions could otherwise never run.
+        if limit is not None and self._streams and len(self._streams) + completions > limit:
+            raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
 
     def cancel(self, group: int) -> None:
         """Cancel the unfinished completions of a request. No output of it follows. Ignores unknown ids."""
@@ -182,9 +189,9 @@ class Engine:
             case messages.Tokens():
                 return self._take_tokens(message)
             case messages.Admitted():
-                for request_id, cached in zip(message.request_ids, message.cached_tokens, strict=True):
+                for request_id, num_cached in zip(message.request_ids, message.cached_tokens, strict=True):
                     if request_id in self._streams:
-                        self._streams[request_id].cached_tokens = cached
+                        self._streams[request_id].cached_tokens = num_cached
             case messages.PromptLogprobs():
                 self._take_prompt_logprobs(message)
             case messages.Stats():
@@ -225,12 +232,12 @@ class Engine:
         if form is None:
             return ""
         if not self.eos_token_ids:
-            why = "the model has no end-of-sequence token, with which a structured output ends"
-            raise RequestError(f"structured_outputs: {why}", "structured_outputs")
+            reason = "the model has no end-of-sequence token, with which a structured output ends"
+            raise RequestError(f"structured_outputs: {reason}", "structured_outputs")
         grammar = grammar_of(form, self.tokenizer.special_tokens)
         if params.n * len(grammar) > MOST_BYTES:
-            what = f"{params.n}, for which the grammars have {params.n * len(grammar)} characters in all"
-            raise RequestError(f"n: got {what}; allowed: at most {MOST_BYTES}", "n")
+            got = f"{params.n}, for which the grammars have {params.n * len(grammar)} characters in all"
+            raise RequestError(f"n: got {got}; allowed: at most {MOST_BYTES}", "n")
         return grammar
 
     def _send(self, message: messages.ToWorker) -> None:
@@ -242,10 +249,10 @@ class Engine:
 
     def _take_tokens(self, message: messages.Tokens) -> list[RequestOutput]:
         outputs = []
-        stopped = []
-        nothing = [None] * len(message.request_ids)
-        logprobs: Iterable[TokenLogprob | None] = message.logprobs or nothing
-        routes: Iterable[TokenRoute | None] = message.routes or nothing
+        stopped_ids = []
+        no_values = [None] * len(message.request_ids)
+        logprobs: Iterable[TokenLogprob | None] = message.logprobs or no_values
+        routes: Iterable[TokenRoute | None] = message.routes or no_values
         for request_id, token, finish, logprob, route in zip(
             message.request_ids, message.token_ids, message.finish, logprobs, routes, strict=True
         ):
@@ -253,7 +260,7 @@ class Engine:
             if stream is None:
                 continue  # cancelled while the worker was sending its token
             if finish in (FinishReason.ERROR, FinishReason.NOT_ALLOWED):
-                output = _broken_off(stream, finish)
+                output = _finish_without_token(stream, finish)
             else:
                 output = _advance(stream, token, finish, logprob)
             if route is not None and output.token_ids:
@@ -262,23 +269,23 @@ class Engine:
                 self._drop(stream)
                 self._end(stream, late=finish is None)
                 if finish is None:
-                    stopped.append(request_id)
+                    stopped_ids.append(request_id)
             outputs.append(output)
-        if stopped:
-            self._send(messages.Cancel(stopped))
+        if stopped_ids:  # the worker looks for no stop strings, so it would go on
+            self._send(messages.Cancel(stopped_ids))
         return outputs
 
     def _take_prompt_logprobs(self, message: messages.PromptLogprobs) -> None:
         stream = self._streams.get(message.request_id)
         if stream is None:
             return
-        known = stream.prompt_logprobs or [None]
+        entries = stream.prompt_logprobs or [None]
         # The worker repeats a failed step: it then sends the same entries for the same positions again.
-        stream.prompt_logprobs = known[: message.start] + list(message.entries)
+        stream.prompt_logprobs = entries[: message.start] + list(message.entries)
 
     def _end(self, stream: _Stream, late: bool) -> None:
-        if self._ended is not None:
-            self._ended(stream.request, late)
+        if self._on_request_end is not None:
+            self._on_request_end(stream.request, late)
 
     def _drop(self, stream: _Stream) -> None:
         del self._streams[stream.request.request_id]
@@ -300,18 +307,18 @@ def _fit(prompt: list[int], params: SamplingParams, info: WorkerInfo) -> Samplin
     if bad is not None:
         raise RequestError(f"prompt: got token id {bad}; allowed: 0 to {info.vocab_size - 1}", "prompt")
     if params.return_routed_experts and not info.routed_layers:
-        what = "this server does not know them (a dense model, --fast-memory, or --moe-collectives)"
-        raise RequestError(f"return_routed_experts: got true; {what}", "return_routed_experts")
+        reason = "this server does not know them (a dense model, --fast-memory, or --moe-collectives)"
+        raise RequestError(f"return_routed_experts: got true; {reason}", "return_routed_experts")
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         for token in getattr(params, name) or ():
             if token >= info.vocab_size:
-                allowed = f"token ids 0 to {info.vocab_size - 1}"
-                raise RequestError(f"{name}: got token id {token}; allowed: {allowed}", name)
+                choices = f"token ids 0 to {info.vocab_size - 1}"
+                raise RequestError(f"{name}: got token id {token}; allowed: {choices}", name)
     room = info.max_model_len - len(prompt)
-    wanted = 1 if params.max_tokens is None else params.max_tokens
-    if room < wanted:
+    num_new = 1 if params.max_tokens is None else params.max_tokens
+    if room < num_new:
         raise RequestError(
-            f"prompt: {len(prompt)} prompt tokens and {wanted} new ones exceed the context length of "
+            f"prompt: {len(prompt)} prompt tokens and {num_new} new ones exceed the context length of "
             f"{info.max_model_len} tokens",
             "prompt",
             code="context_length_exceeded",
@@ -321,8 +328,9 @@ def _fit(prompt: list[int], params: SamplingParams, info: WorkerInfo) -> Samplin
     ids += sum(map(len, params.bad_word_ids))
     size = params.n * (5 * ids + 14 * len(params.logit_bias))
     if size > MOST_BYTES:
-        what = f"the prompt, token ids, bad_words and logit_bias have {size} bytes in all"
-        raise RequestError(f"n: got {params.n}, for which {what}; allowed: at most {MOST_BYTES}", "n")
+        reason = f"the prompt, token ids, bad_words and logit_bias have {size} bytes in all"
+        raise RequestError(f"n: got {params.n}, for which {reason}; allowed: at most {MOST_BYTES}", "n")
+    # The first token of a prompt has no log-probability, so a prompt of one token has none at all.
     scores = params.prompt_logprobs if len(prompt) > 1 else None
     return replace(
         params, max_tokens=params.max_tokens or room, prompt_logprobs=scores, stop_token_ids=stop_ids
@@ -341,7 +349,7 @@ def _advance(
     if finish is not None:
         fresh += stream.decoder.finish()
     text, stop = fresh, None
-    if len(stream.tokens) >= params.min_tokens:
+    if len(stream.tokens) >= params.min_tokens:  # before that no stop string ends the answer
         text, stop = stream.stops.push(fresh, final=finish is not None)
     reason: str | int | None = stop
     if stop is not None:
@@ -363,12 +371,12 @@ def _advance(
     )
 
 
-def _broken_off(stream: _Stream, reason: FinishReason) -> RequestOutput:
+def _finish_without_token(stream: _Stream, reason: FinishReason) -> RequestOutput:
     """The end of a completion for which there was no token: the text that was held back."""
     return RequestOutput(
         request_id=stream.group,
         index=stream.index,
-        text=stream.stops.held + stream.decoder.finish(),
+        text=stream.stops.held_text + stream.decoder.finish(),
         logprobs=None if stream.request.params.logprobs is None else [],
         finish_reason=reason,
         num_prompt_tokens=len(stream.request.prompt_token_ids),

@@ -52,9 +52,9 @@ class _Batch:
 
     prompts: dict[int, list[int]] = field(default_factory=dict)
     """Request id -> token ids, in the order of the call."""
-    unfinished: int = 0
+    num_unfinished: int = 0
     """Number of unfinished completions."""
-    arrived: deque[RequestOutput] = field(default_factory=deque)
+    outputs: deque[RequestOutput] = field(default_factory=deque)
     """Outputs that the caller has not read yet. Another call's iterator may have produced them."""
 
 
@@ -91,13 +91,13 @@ class LLM:
         path = files.resolve(model, config.model.revision)
         tokenizer = Tokenizer(path, special_tokens_in_content=special_tokens_in_content)
         self._defaults = files.generation_defaults(path)
-        ours, theirs = local_pair()
-        self._connection = ours
-        context = WorkerContext(config, theirs, time.monotonic, journal=journal, routing=routing)
+        engine_end, worker_end = local_pair()
+        self._connection = engine_end
+        context = WorkerContext(config, worker_end, time.monotonic, journal=journal, routing=routing)
         self._worker, self.info = build_worker(context)
         self._batches: dict[int, _Batch] = {}
         self._engine = Engine(
-            ours,
+            engine_end,
             tokenizer,
             clock=time.monotonic,
             rng=random.Random(seed),
@@ -134,8 +134,8 @@ class LLM:
         """Run `batch` until every completion has finished."""
         parts: dict[int, dict[int, RequestOutput]] = {request_id: {} for request_id in batch.prompts}
         for output in self._outputs(batch):
-            mine = parts[output.request_id]
-            mine[output.index] = _joined(mine.get(output.index), output)
+            outputs = parts[output.request_id]
+            outputs[output.index] = _append_piece(outputs.get(output.index), output)
         return [
             Completion(prompt, [parts[request_id][index] for index in sorted(parts[request_id])])
             for request_id, prompt in batch.prompts.items()
@@ -147,14 +147,16 @@ class LLM:
         params: SamplingParams | None = None,
     ) -> list[Completion]:
         """Answer one conversation or several, with the checkpoint's chat template."""
-        several = conversations if not conversations or _nested(conversations) else [conversations]
-        most = self.info.max_model_len * self.tokenizer.longest_token  # characters
+        conversation_list = (
+            conversations if not conversations or _is_nested(conversations) else [conversations]
+        )
+        max_characters = self.info.max_model_len * self.tokenizer.longest_token  # characters
         prompts: list[Prompt] = [
-            self.tokenizer.chat(one, most_characters=most)  # type: ignore[arg-type]
-            for one in several
+            self.tokenizer.chat(conversation, most_characters=max_characters)  # type: ignore[arg-type]
+            for conversation in conversation_list
         ]
-        chosen = replace(self.default_sampling, max_tokens=None) if params is None else params
-        return self._complete(self._submit(prompts, chosen, own_text=True))
+        chat_params = replace(self.default_sampling, max_tokens=None) if params is None else params
+        return self._complete(self._submit(prompts, chat_params, own_text=True))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield the answer in pieces while it is generated. Closing the iterator cancels the request."""
@@ -166,17 +168,25 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         own_text: bool = False,
     ) -> _Batch:
-        each = _one_each(self.default_sampling if params is None else params, len(prompts))
+        params_list = _expand_params(self.default_sampling if params is None else params, len(prompts))
         batch = _Batch()
-        for form in {one.structured_outputs for one in each if one.structured_outputs is not None}:
+        for form in {
+            prompt_params.structured_outputs
+            for prompt_params in params_list
+            if prompt_params.structured_outputs is not None
+        }:
             check(form, self.tokenizer.special_tokens)
         try:
-            for prompt, own in zip(prompts, each, strict=True):
-                given = _plain(prompt)
-                tokens = self.tokenizer.encode(given) if isinstance(given, str) else _token_ids(given)
-                request_id = self._engine.submit(tokens, own, own_text=own_text)
+            for prompt, own_params in zip(prompts, params_list, strict=True):
+                plain_prompt = _plain(prompt)
+                tokens = (
+                    self.tokenizer.encode(plain_prompt)
+                    if isinstance(plain_prompt, str)
+                    else _token_ids(plain_prompt)
+                )
+                request_id = self._engine.submit(tokens, own_params, own_text=own_text)
                 batch.prompts[request_id] = tokens
-                batch.unfinished += own.n
+                batch.num_unfinished += own_params.n
                 self._batches[request_id] = batch
         except BaseException:
             self._end(batch)
@@ -186,25 +196,25 @@ class LLM:
     def _outputs(self, batch: _Batch) -> Iterator[RequestOutput]:
         """Run the worker until `batch` is finished, and yield its outputs as they arrive."""
         try:
-            while batch.unfinished:
-                while batch.arrived:
-                    output = batch.arrived.popleft()
-                    batch.unfinished -= output.finished
+            while batch.num_unfinished:
+                while batch.outputs:
+                    output = batch.outputs.popleft()
+                    batch.num_unfinished -= output.finished
                     yield output
-                if batch.unfinished:
+                if batch.num_unfinished:
                     self._run_worker_once()
         finally:
             self._end(batch)
 
     def _run_worker_once(self) -> None:
         """Let the worker do one piece of work, and pass each output to the batch that it belongs to."""
-        worked = self._worker.turn(timeout=0.0)
+        has_worked = self._worker.turn(timeout=0.0)
         message = self._connection.receive(0.0)
-        if not worked and message is None:
+        if not has_worked and message is None:
             raise EngineDeadError("the worker has nothing to do although requests are unfinished")
         while message is not None:
             for output in self._engine.receive(message):  # type: ignore[arg-type]
-                self._batches[output.request_id].arrived.append(output)
+                self._batches[output.request_id].outputs.append(output)
             message = self._connection.receive(0.0)
 
     def _end(self, batch: _Batch) -> None:
@@ -223,19 +233,21 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
     if drafting is not None and not isinstance(drafting, str):
         settings = {**settings, "speculative_config": SpeculativeConfig.of(drafting).to_json()}
     kinds = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
-    known = {"offload"}.union(*map(names, kinds)) - {"model"}
+    setting_names = {"offload"}.union(*map(names, kinds)) - {"model"}
     for name, value in settings.items():
-        if name not in known:
-            raise ConfigError(f"{name}={value!r}: no such setting; allowed: {', '.join(sorted(known))}")
+        if name not in setting_names:
+            raise ConfigError(
+                f"{name}={value!r}: no such setting; allowed: {', '.join(sorted(setting_names))}"
+            )
 
-    def chosen(kind: type) -> dict[str, Any]:
+    def select_settings(kind: type) -> dict[str, Any]:
         return {name: value for name, value in settings.items() if name in names(kind)}
 
     return WorkerConfig(
-        ModelConfig(model, **chosen(ModelConfig)),
-        CacheConfig(**chosen(CacheConfig)),
-        SchedulerConfig(**chosen(SchedulerConfig)),
-        ParallelConfig(**chosen(ParallelConfig)),
+        ModelConfig(model, **select_settings(ModelConfig)),
+        CacheConfig(**select_settings(CacheConfig)),
+        SchedulerConfig(**select_settings(SchedulerConfig)),
+        ParallelConfig(**select_settings(ParallelConfig)),
         offload=settings.get("offload"),
     )
 
@@ -243,13 +255,13 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
 def _check_routing(config: WorkerConfig) -> None:
     """Raises ConfigError for a worker that does not report the chosen experts."""
     ranks = config.parallel.tensor_parallel_size
-    refused = {
+    conflicts = {
         "offload": config.offload is not None,
         f"tensor_parallel_size={ranks}": ranks > 1,
         "speculative_config": config.scheduler.speculative_config is not None,
     }
-    for setting, given in refused.items():
-        if given:
+    for setting, is_given in conflicts.items():
+        if is_given:
             raise ConfigError(f"routing: got a function; allowed: None with {setting}")
 
 
@@ -276,8 +288,8 @@ def _plain(prompt: Prompt) -> object:
 
 def _token_ids(prompt: object) -> list[int]:
     """Token ids as Python integers. The prompt may be a list, an array or a tensor."""
-    listed: Any = getattr(prompt, "tolist", lambda: prompt)()
-    tokens: list[Any] = list(listed) if isinstance(listed, Iterable) else [listed]
+    items: Any = getattr(prompt, "tolist", lambda: prompt)()
+    tokens: list[Any] = list(items) if isinstance(items, Iterable) else [items]
     wrong = [token for token in tokens if not isinstance(token, Integral)]
     if wrong:
         raise RequestError(f"prompt: got {wrong[0]!r}; allowed: {_ALLOWED}", "prompt")
@@ -287,11 +299,11 @@ def _token_ids(prompt: object) -> list[int]:
 _ALLOWED = "text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+def _expand_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
-    listed = isinstance(params, Sequence) and not isinstance(params, str)
-    wrong = [one for one in params if not isinstance(one, SamplingParams)] if listed else [params]
+    is_list = isinstance(params, Sequence) and not isinstance(params, str)
+    wrong = [item for item in params if not isinstance(item, SamplingParams)] if is_list else [params]
     if wrong:
         raise ConfigError.field("params", wrong[0], "SamplingParams, or a list of them")
     if len(params) != count:
@@ -299,20 +311,20 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
     return list(params)
 
 
-def _nested(conversations: Sequence[Any]) -> bool:
+def _is_nested(conversations: Sequence[Any]) -> bool:
     return bool(conversations) and not isinstance(conversations[0], Mapping)
 
 
-def _joined(before: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
+def _append_piece(completion: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
     """The completion so far together with its next piece."""
-    if before is None:
+    if completion is None:
         return piece
-    logprobs = None if piece.logprobs is None else (before.logprobs or []) + piece.logprobs
+    logprobs = None if piece.logprobs is None else (completion.logprobs or []) + piece.logprobs
     return replace(
         piece,
-        text=before.text + piece.text,
-        token_ids=before.token_ids + piece.token_ids,
+        text=completion.text + piece.text,
+        token_ids=completion.token_ids + piece.token_ids,
         logprobs=logprobs,
-        prompt_logprobs=before.prompt_logprobs,
-        routes=None if piece.routes is None else (before.routes or []) + piece.routes,
+        prompt_logprobs=completion.prompt_logprobs,
+        routes=None if piece.routes is None else (completion.routes or []) + piece.routes,
     )

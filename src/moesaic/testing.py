@@ -15,7 +15,7 @@ def byte_tokenizer(path: Path, special: Sequence[str] = (), **config: object) ->
     config: entries of tokenizer_config.json, such as chat_template.
     """
     alphabet = byte_level_alphabet()
-    added = [
+    added_tokens = [
         {
             "id": len(alphabet) + index,
             "content": text,
@@ -30,7 +30,7 @@ def byte_tokenizer(path: Path, special: Sequence[str] = (), **config: object) ->
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": added,
+        "added_tokens": added_tokens,
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": alphabet, "merges": []},

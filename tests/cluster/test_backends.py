@@ -54,7 +54,11 @@ def test_what_belongs_to_one_host_is_refused_before_ray_is_asked(
 
 def test_mp_is_vllms_name_of_local() -> None:
     shapes = [ClusterConfig(distributed_executor_backend=name) for name in ("local", "mp", "ray")]  # type: ignore[arg-type]
-    assert [(shape.on_ray, shape.apart) for shape in shapes] == [(False, False), (False, False), (True, True)]
+    assert [(shape.on_ray, shape.has_several_processes) for shape in shapes] == [
+        (False, False),
+        (False, False),
+        (True, True),
+    ]
 
 
 def test_with_ray_address_and_secret_have_defaults() -> None:

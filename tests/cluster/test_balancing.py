@@ -227,7 +227,7 @@ RANKS = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True)
     ],
 )
 def test_limits_of_each_role(settings: ClusterConfig, text: str, found: dict[str, tuple[int, int]]) -> None:
-    rules = autoscale_rules(replace(settings, autoscale=text).resolved())
+    rules = autoscale_rules(replace(settings, autoscale=text).resolve())
     assert {role: (rule.least, rule.most) for role, rule in rules.items()} == found
 
 
@@ -247,7 +247,7 @@ def test_limits_of_each_role(settings: ClusterConfig, text: str, found: dict[str
 )
 def test_limits_that_the_cluster_cannot_have(settings: ClusterConfig, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        autoscale_rules(replace(settings, autoscale=text).resolved())
+        autoscale_rules(replace(settings, autoscale=text).resolve())
 
 
 def decided(
@@ -259,7 +259,7 @@ def decided(
     waiting: int = 0,
 ) -> dict[str, int]:
     """The first numbers that are wanted within so many seconds, where everything stays as it is."""
-    settings = settings.resolved()
+    settings = settings.resolve()
     scaling = Autoscaling(settings, 0.0)
     processes = {
         "expert_servers": settings.expert_servers,

@@ -373,7 +373,7 @@ def test_a_server_that_is_being_restarted_can_leave_and_does_not_come_back(spawn
     assert scene.members.servers == [stays]
 
 
-RANKS = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True).resolved()
+RANKS = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True).resolve()
 
 
 def test_ranks_pair_by_place_and_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +397,7 @@ def test_ranks_pair_by_place_and_share_its_cores(monkeypatch: pytest.MonkeyPatch
         members.add(role)
     for member in members.workers:
         members.spawn_worker(member)
-    for member in members.launched_servers:
+    for member in members.servers_of_launcher:
         members.spawn_server(member, LAYOUT)
     workers = [config for config in spawned if isinstance(config, WorkerConfig)]
     servers = [config for config in spawned if isinstance(config, ExpertServerConfig)]

@@ -71,7 +71,7 @@ def fleet() -> Iterator[Callable[..., Members]]:
 def spawn_all(members: Members) -> None:
     for member in members.workers:
         members.spawn_worker(member)
-    for member in members.launched_servers:
+    for member in members.servers_of_launcher:
         members.spawn_server(member, LAYOUT)
 
 

@@ -276,12 +276,12 @@ def test_the_solver_ends_with_the_cluster(alone: Alone, live: LivePlacement) -> 
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ClusterConfig(**settings).resolved()
+        ClusterConfig(**settings).resolve()
 
 
 def test_where_load_moves_experts_no_table_says_where_they_are(alone: Alone, tmp_path: Path) -> None:
     file = write(tmp_path, alone.profile, shuffled(alone.profile, 0))
-    settings = ClusterConfig(placement=file, rebalance="load", **RANKS).resolved()
+    settings = ClusterConfig(placement=file, rebalance="load", **RANKS).resolve()
     assert choose_dispatch(settings, Placement.read(file, 2))[0] == "least-loaded"
     with pytest.raises(ConfigError, match="--dispatch: got 'affinity'; allowed: .* without --rebalance load"):
         choose_dispatch(replace(settings, dispatch="affinity"), Placement.read(file, 2))

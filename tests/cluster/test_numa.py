@@ -106,7 +106,7 @@ def test_pinned_ranks_stay_on_their_node() -> None:
     ],
 )
 def test_a_server_on_each_node_unless_processes_are_given(cluster: ClusterConfig, servers: int) -> None:
-    assert cluster.on_nodes(2).resolved().expert_servers == servers
+    assert cluster.on_nodes(2).resolve().expert_servers == servers
     assert cluster.on_nodes(1) is cluster
 
 

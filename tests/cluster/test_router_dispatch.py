@@ -142,7 +142,7 @@ APART: dict[str, Any] = {"attention_workers": 2, "expert_servers": 2}
 
 def rule_of(cluster: ClusterConfig) -> tuple[str, Any]:
     """As the supervisor finds it."""
-    resolved = cluster.resolved()
+    resolved = cluster.resolve()
     return choose_dispatch(resolved, read_placement(resolved))
 
 

@@ -54,7 +54,7 @@ class Processes:
         return self.workers + self.servers
 
     @property
-    def launched_servers(self) -> list[Member]:
+    def servers_of_launcher(self) -> list[Member]:
         return [member for member in self.servers if not member.is_external]
 
     def links(self, file: Path | None = None, ranks: int | None = None) -> Links:

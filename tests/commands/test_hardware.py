@@ -16,7 +16,6 @@ from moesaic.commands.plan import find_hardware
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import QUANT_METHOD
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
-from moesaic.gpu import hardware as cuda
 from moesaic.models.headers import Headers
 from moesaic.planning.hardware import measure
 from moesaic.planning.hardware.measure import FULL, SHORT, Effort
@@ -169,7 +168,7 @@ def test_the_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "Measuring", Measuring)
 
     def name(gpu: Gpu | None, **options: Any) -> str:
-        monkeypatch.setattr(cuda, "find", lambda: gpu)
+        monkeypatch.setattr(hardware, "find_device", lambda: gpu)
         return hardware.measure(MeasureHardware(**options), FULL).name
 
     assert name(None, name="a", path=Path("/x"), threads=3) == "a over /x 3"

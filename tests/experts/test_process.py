@@ -16,7 +16,7 @@ from tests.support.hosts import soon
 from moesaic.config import ExpertServerConfig, QueueConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.messages import Hold, Holds, JoinNvshmem, Shutdown
+from moesaic.core.messages import Hold, Holds, JoinJob, Shutdown
 from moesaic.core.metrics import ResidencyStats
 from moesaic.experts import process
 from moesaic.experts.backend import ExpertBackend
@@ -161,7 +161,7 @@ class Jobs:
         raise ConfigError("NVSHMEM has no network here")
 
 
-def hold_and_join(config: ExpertServerConfig, place: JoinNvshmem, kept: KeptExperts) -> Holds:
+def hold_and_join(config: ExpertServerConfig, place: JoinJob, kept: KeptExperts) -> Holds:
     """The life of a server that gets a place in a job once it has its experts."""
     (ours, theirs), wakeup = stream_pair(), Wakeup()
     here, there = StreamConnection(ours), StreamConnection(theirs, on_message=wakeup.ring)
@@ -184,10 +184,10 @@ def test_a_server_joins_one_job_in_its_life(
     backend.may_end.set()
     monkeypatch.setattr(symmetric_heap, "jobs", lambda device: jobs)
     config = on_device(monkeypatch, backend, transport="nvshmem")
-    assert hold_and_join(config, JoinNvshmem(b"first", 2, 1, 2), kept).nvshmem
+    assert hold_and_join(config, JoinJob(b"first", 2, 1, 2), kept).nvshmem
     refused = "NVSHMEM has no network here; decode steps are computed in parts"
     soon(lambda: refused in caplog.messages)
-    assert not hold_and_join(config, JoinNvshmem(b"second", 1, 1, 2), kept).nvshmem
+    assert not hold_and_join(config, JoinJob(b"second", 1, 1, 2), kept).nvshmem
     assert jobs.joined == [(b"first", 2, 3)]
     assert caplog.messages.count(SECOND) == 2, "when it serves again, and when it gets a place"
 
@@ -197,4 +197,4 @@ def test_a_server_without_nvshmem_joins_none(monkeypatch: pytest.MonkeyPatch) ->
     backend.may_end.set()
     monkeypatch.setattr(symmetric_heap, "jobs", lambda device: pytest.fail("nobody asked for it"))
     made = on_device(monkeypatch, backend)
-    assert not hold_and_join(made, JoinNvshmem(b"first", 2, 1, 2), KeptExperts()).nvshmem
+    assert not hold_and_join(made, JoinJob(b"first", 2, 1, 2), KeptExperts()).nvshmem

@@ -35,12 +35,12 @@ from moesaic.experts.backend import CallPairs
 from moesaic.experts.client import ExpertRequest
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.torch_backend import TorchBackend
-from moesaic.gpu.graphs import graph_inputs as graph_steps
 from moesaic.gpu.ipc.device_calls import CallRows, DeviceIncoming
-from moesaic.gpu.ipc.device_rows import ServerRows
+from moesaic.gpu.ipc.device_rows import ServerRows, WorkerRows
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.step import step_kind
 from moesaic.runtime.worker import Worker
 from moesaic.transport.local import local_pair
 from moesaic.transport.wakeup import Wakeup
@@ -271,7 +271,7 @@ def test_a_whole_answer_outlives_its_connection(path: Path, layout: ExpertLayout
     with servers(path, layout, [held]) as found, on_device(), torch.inference_mode():
         worker, _ = build_worker(WorkerContext(config(path), theirs, time.monotonic, wakeup=Wakeup()))
         remote = worker._servers
-        assert isinstance(remote, RemoteExperts) and remote.rows_on_device is not None
+        assert isinstance(remote, RemoteExperts) and isinstance(remote.memory, WorkerRows)
         with closing(remote), closing(ours):
             remote.update(found.directory, SECRET)
             hidden, ids = torch.randn(3, layout.hidden).to(DEVICE), torch.arange(3)[:, None].to(DEVICE)
@@ -281,7 +281,7 @@ def test_a_whole_answer_outlives_its_connection(path: Path, layout: ExpertLayout
             wanted = rows.cpu().clone()
             remote.update(Directory(2, [], {}), SECRET)
             remote._retire()
-            while remote._connections or len(remote.rows_on_device.departures):
+            while remote._connections or len(remote.memory.departures):
                 remote.arrivals()
             assert torch.equal(remote.rows(handle).cpu(), wanted)
             remote.release(handle)
@@ -293,7 +293,7 @@ def test_recorded_steps_send_rows_from_the_device(
     path: Path, halves: Servers, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CUDA graph ends at each request, whose rows are in the memory that it writes at every replay."""
-    monkeypatch.setattr(graph_steps, "bucket", lambda rows: 4)
+    monkeypatch.setattr(step_kind, "bucket", lambda rows: 4)
     with on_device(), graphs(), np.errstate(all="ignore"), counted() as copies:
         settings = config(path, kernels="triton", inflight_batches=2)
         assert generated(settings, halves.directory) == expected

@@ -15,9 +15,9 @@ from tests.support.served_worker import server
 from tests.support.triton_kernels import INTERPRETED
 
 from moesaic.experts.remote import RemoteExperts
-from moesaic.gpu.graphs import graph_inputs as graph_steps
 from moesaic.gpu.graphs.graphs import GraphRunner
 from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.step import step_kind
 
 pytestmark = [
     pytest.mark.full,  # beside fifteen others on two cores it takes nearly a minute
@@ -55,7 +55,7 @@ def test_the_host_waits_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         WAITS.of[:] = waited
         return step
 
-    monkeypatch.setattr(graph_steps, "bucket", lambda rows: 4)
+    monkeypatch.setattr(step_kind, "bucket", lambda rows: 4)
     monkeypatch.setattr(RemoteExperts, "submit", submitted)
     monkeypatch.setattr(GraphRunner, "_record", recorded)
     on_cpu = config(tmp_path, "cpu")

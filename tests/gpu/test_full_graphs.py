@@ -33,6 +33,7 @@ from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.request import SamplingParams, TokenRoute
 from moesaic.gpu.exchange import full_graphs
 from moesaic.gpu.exchange.exchange import DeviceExchange, _Server
+from moesaic.gpu.exchange.exchange_launches import GraphKernels
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime.model_loading import layout_of
@@ -290,7 +291,7 @@ def test_models_with_states_say_that_their_steps_stay_in_parts(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step that is computed once more would change a state twice."""
-    kernels = SimpleNamespace(recorder=object(), exchange=object())
+    kernels = Mock(GraphKernels, recorder=object(), exchange=object())
     model = SimpleNamespace(kernels=kernels, spec=SimpleNamespace(states=object()))
     stages: Any = SimpleNamespace(model=model, block_size=16, device=DEVICE)
     context: Any = SimpleNamespace(limits=SimpleNamespace(max_model_len=64))

@@ -21,9 +21,10 @@ from torch import nn
 from moesaic import LLM, SamplingParams
 from moesaic.core.tokens import IntArray
 from moesaic.gpu.graphs import graphs as module
-from moesaic.gpu.graphs.graph_inputs import GraphInputs, Kind
+from moesaic.gpu.graphs.graph_inputs import GraphInputs
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.states import StateSizes
+from moesaic.runtime.step.step_kind import Kind
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [

@@ -7,6 +7,7 @@ import torch
 
 from moesaic.gpu import hardware as cuda
 from moesaic.gpu.hardware import Cuda
+from moesaic.planning.hardware.device import find_device
 from moesaic.planning.hardware.timing import Stopwatch
 
 
@@ -77,9 +78,9 @@ def test_the_copies_go_where_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_device_is_found_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cuda.find() is None
+    assert find_device() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = cuda.find()
+    found = find_device()
     assert isinstance(found, Cuda) and found.name == "cuda"
 
 

@@ -18,7 +18,7 @@ from tests.support.triton_kernels import INTERPRETED
 
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.messages import JoinNvshmem, Ready, Shutdown
+from moesaic.core.messages import JoinJob, Ready, Shutdown
 from moesaic.gpu.nvshmem import symmetric_heap
 from moesaic.gpu.nvshmem.job import SECOND
 from moesaic.gpu.nvshmem.symmetric_heap import SymmetricHeap
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
-PLACE = JoinNvshmem(b"a job", 1, 2, 3)
+PLACE = JoinJob(b"a job", 1, 2, 3)
 
 
 class Jobs:

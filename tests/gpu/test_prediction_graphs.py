@@ -20,12 +20,13 @@ from moesaic import LLM, SamplingParams
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.tokens import TokenBatch
 from moesaic.gpu.graphs import graphs as module
-from moesaic.gpu.graphs.graph_inputs import Kind, bucket, is_recorded
+from moesaic.gpu.graphs.graph_inputs import is_recorded
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime.model_loading import layout_of
 from moesaic.runtime.predicting import LayerPredictor
 from moesaic.runtime.step.running_step import StepGenerator, WholeStep
+from moesaic.runtime.step.step_kind import Kind, bucket
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),

@@ -26,11 +26,11 @@ from tests.support.triton_kernels import INTERPRETED
 from moesaic import LLM, SamplingParams
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import TokenBatch
-from moesaic.gpu.graphs.graph_inputs import Kind, bucket
 from moesaic.gpu.ranks.recorded_rank import RecordedRank
 from moesaic.models import registry
 from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime.group import build_rank
+from moesaic.runtime.step.step_kind import Kind, bucket
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [

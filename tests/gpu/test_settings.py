@@ -18,8 +18,8 @@ from moesaic.commands import cli, hardware
 from moesaic.commands.options import MeasureHardware
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
-from moesaic.gpu import hardware as cuda
 from moesaic.planning.hardware import memory
+from moesaic.planning.hardware.device import find_device
 from moesaic.planning.hardware.measure import Effort, Measuring
 from moesaic.planning.hardware.products import Sizes
 from moesaic.runtime.cache_size import AUTO_SHARE_CUDA
@@ -99,7 +99,7 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "choose_matrix_bytes", lambda available: 0)
     show: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731
     with sanitized():
-        device = cuda.find()
+        device = find_device()
         assert device is not None and device.pinned(3).device.type == "cpu"
         found = Measuring(TINY, show, threads=1).gpu_over_ram(device, "box")
     assert (found.fast.name, found.fast.memory) == (NAME, 64 * GIB)

@@ -142,7 +142,7 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
             body_seconds=body_seconds,
             cors=cors,
             tokenizer_info=tokenizer_info,
-            traced=traced,
+            on_trace=traced,
         )
         listener = bind("127.0.0.1", 0)
         errors: list[BaseException] = []

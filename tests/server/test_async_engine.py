@@ -44,7 +44,7 @@ async def pair(tokenizer: Tokenizer) -> AsyncIterator[Pair]:
     await asyncio.wait_for(front.wait_ready(), 5)
     yield Pair(front, worker)
     worker.die()
-    await asyncio.wait_for(front.ended.wait(), 60)
+    await asyncio.wait_for(front.worker_ended.wait(), 60)
 
 
 async def eventually(condition: Any) -> None:
@@ -125,7 +125,7 @@ async def test_what_came_before_the_death_is_still_delivered(pair: Pair) -> None
     stream = pair.front.open([(pair.ids("say:abc"), SamplingParams()), (pair.ids("x"), FOREVER)])
     await eventually(lambda: pair.front.engine.num_unfinished == 1)
     pair.worker.die()
-    await pair.front.ended.wait()
+    await pair.front.worker_ended.wait()
     texts = ["", ""]
 
     async def read() -> None:
@@ -196,8 +196,8 @@ async def test_a_worker_that_dies_while_loading(tokenizer: Tokenizer) -> None:
 
 async def test_how_the_worker_ended_is_asked(tokenizer: Tokenizer) -> None:
     front, worker = engine_and_worker(tokenizer)
-    front = AsyncEngine(front.engine, front._connection, how_it_ended=lambda: "killed by signal 9")
+    front = AsyncEngine(front.engine, front._connection, describe_end=lambda: "killed by signal 9")
     front.start()
     worker.connection.close()
-    await asyncio.wait_for(front.ended.wait(), 60)
+    await asyncio.wait_for(front.worker_ended.wait(), 60)
     assert front.engine.dead == "killed by signal 9"

@@ -18,7 +18,7 @@ import pytest
 
 from moesaic.config import ConnectionConfig
 from moesaic.core.errors import ConfigError
-from moesaic.server.room import MOST, SPARE, Room
+from moesaic.server.room import MAX_REQUESTS, SPARE, Room
 from tests.server.conftest import MODEL, Launch
 from tests.support import pairs
 from tests.support.raw_http import ask, connect, get, head, post, read, silent
@@ -75,18 +75,22 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 def test_the_room_leaves_descriptors_for_everything_else() -> None:
-    assert Room.within(1024, 24, None) == Room(served=1000 - 128, spare=64)
-    assert Room.within(64, 20, None) == Room(served=44 - 22, spare=11)
-    assert Room.within(1 << 20, 20, None) == Room(served=MOST, spare=64)
-    assert Room.within(1 << 20, 20, 1 << 17) == Room(served=1 << 17, spare=64)
-    assert Room.within(64, 20, 3) == Room(served=3, spare=11)
+    assert Room.from_descriptor_limit(1024, 24, None) == Room(max_requests=1000 - 128, spare_connections=64)
+    assert Room.from_descriptor_limit(64, 20, None) == Room(max_requests=44 - 22, spare_connections=11)
+    assert Room.from_descriptor_limit(1 << 20, 20, None) == Room(
+        max_requests=MAX_REQUESTS, spare_connections=64
+    )
+    assert Room.from_descriptor_limit(1 << 20, 20, 1 << 17) == Room(
+        max_requests=1 << 17, spare_connections=64
+    )
+    assert Room.from_descriptor_limit(64, 20, 3) == Room(max_requests=3, spare_connections=11)
 
 
 def test_a_limit_without_room_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"ulimit -n\): got 20; allowed: at least 24"):
-        Room.within(20, 20, None)
+        Room.from_descriptor_limit(20, 20, None)
     with pytest.raises(ConfigError, match=r"^--max-connections: got 23; allowed: at most 22 .* ulimit -n"):
-        Room.within(64, 20, 23)
+        Room.from_descriptor_limit(64, 20, 23)
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from tests.support.raw_http import ask, get, head, post
 
 from .conftest import ADMIN_KEY, Launch
 
-LOCAL = Hosts.of("127.0.0.1", "127.0.0.1")
-PUBLIC = Hosts.of("0.0.0.0", "0.0.0.0", ("Moesaic.Example",))
+LOCAL = Hosts.from_listener("127.0.0.1", "127.0.0.1")
+PUBLIC = Hosts.from_listener("0.0.0.0", "0.0.0.0", ("Moesaic.Example",))
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_hosts(header: str, local: bool, public: bool) -> None:
 
 
 def test_a_star_allows_every_host() -> None:
-    assert Hosts.of("127.0.0.1", "127.0.0.1", ("*",)).allow("evil.example")
+    assert Hosts.from_listener("127.0.0.1", "127.0.0.1", ("*",)).allow("evil.example")
 
 
 def test_the_name_of_host_is_allowed() -> None:
-    assert Hosts.of("127.0.0.1", "127.0.0.1", ("box.lan.",)).allow("box.lan.:8000")
-    assert Hosts.of("Box.lan", "10.0.0.3").allow("box.lan:8000")
+    assert Hosts.from_listener("127.0.0.1", "127.0.0.1", ("box.lan.",)).allow("box.lan.:8000")
+    assert Hosts.from_listener("Box.lan", "10.0.0.3").allow("box.lan:8000")
 
 
 def test_a_page_that_resolves_to_this_machine_is_refused(launch: Launch) -> None:

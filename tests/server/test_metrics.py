@@ -12,7 +12,7 @@ from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.core.speculation import MOST_ROWS
 from moesaic.engine import EngineStats
 from moesaic.server.meter import Distribution, Meter
-from moesaic.server.metrics import OF_VLLM, EngineCollector, registry_of
+from moesaic.server.metrics import VLLM_METRICS, EngineCollector, registry_of
 
 QUIET = messages.Stats(WorkerStats())
 
@@ -31,11 +31,11 @@ def test_a_distribution_is_cumulative_and_bounds_are_included() -> None:
 
 def test_the_times_of_one_request_add_up() -> None:
     meter = Meter()
-    meter.arrived(7, 1, now=10.0)
-    meter.received(messages.Admitted([7], [0.5], [0]), [], 10.5)
-    meter.received(QUIET, [output(7)], 12.0)
-    meter.received(QUIET, [output(7)], 12.25)
-    meter.received(QUIET, [output(7, finish=FinishReason.STOP)], 13.0)
+    meter.record_arrival(7, 1, now=10.0)
+    meter.record_message(messages.Admitted([7], [0.5], [0]), [], 10.5)
+    meter.record_message(QUIET, [output(7)], 12.0)
+    meter.record_message(QUIET, [output(7)], 12.25)
+    meter.record_message(QUIET, [output(7, finish=FinishReason.STOP)], 13.0)
     assert meter.queue_time.total == 0.5
     assert meter.time_to_first_token.total == 2.0
     assert meter.prefill_time.total == 1.5
@@ -47,51 +47,51 @@ def test_the_times_of_one_request_add_up() -> None:
 
 def test_the_mean_time_of_a_token_is_that_of_answers_with_several() -> None:
     meter = Meter()
-    meter.arrived(7, 1, now=0.0)
-    meter.arrived(8, 1, now=0.0)
-    meter.received(messages.Admitted([7], [0.5], [0]), [], 0.5)
+    meter.record_arrival(7, 1, now=0.0)
+    meter.record_arrival(8, 1, now=0.0)
+    meter.record_message(messages.Admitted([7], [0.5], [0]), [], 0.5)
     for now, finish in ((1.0, None), (1.25, None), (3.0, FinishReason.STOP)):
-        meter.received(QUIET, [output(7, finish=finish)], now)
-    meter.received(QUIET, [output(8, finish=FinishReason.LENGTH)], 4.0)
+        meter.record_message(QUIET, [output(7, finish=finish)], now)
+    meter.record_message(QUIET, [output(8, finish=FinishReason.LENGTH)], 4.0)
     assert meter.request_time_per_token.total == 1.0 and sum(meter.request_time_per_token.counts) == 1
     assert meter.inference_time.total == 2.5 + 4.0
 
 
 def test_a_request_counts_once_with_its_longest_completion() -> None:
     meter = Meter()
-    meter.arrived(3, 3, now=0.0)
+    meter.record_arrival(3, 3, now=0.0)
     for index, tokens in ((1, 2), (0, 3), (2, 1)):
         for token in range(tokens):
             done = FinishReason.STOP if token == tokens - 1 else None
-            meter.received(QUIET, [output(3, index, done)], 1.0)
+            meter.record_message(QUIET, [output(3, index, done)], 1.0)
     assert meter.longest_generation.total == 3 and sum(meter.longest_generation.counts) == 1
-    meter.arrived(9, 2, now=0.0)
-    meter.received(QUIET, [output(9, 0, FinishReason.STOP)], 2.0)
-    meter.aborted(9)
+    meter.record_arrival(9, 2, now=0.0)
+    meter.record_message(QUIET, [output(9, 0, FinishReason.STOP)], 2.0)
+    meter.record_abort(9)
     assert sum(meter.longest_generation.counts) == 1
 
 
 def test_a_step_counts_its_tokens_and_the_computed_part_of_prompts() -> None:
     meter = Meter()
-    meter.arrived(7, 1, now=0.0)
-    meter.arrived(8, 1, now=0.0)
+    meter.record_arrival(7, 1, now=0.0)
+    meter.record_arrival(8, 1, now=0.0)
     cached = RequestOutput(8, 0, "a", [1], num_prompt_tokens=9, num_cached_tokens=4)
-    meter.received(QUIET, [output(7)], 1.0)  # 5 tokens of its prompt, and one more
-    meter.received(QUIET, [output(7), cached], 2.0)  # 1 token, and 1 after 9 - 4 of the prompt
-    meter.received(QUIET, [], 3.0)
+    meter.record_message(QUIET, [output(7)], 1.0)  # 5 tokens of its prompt, and one more
+    meter.record_message(QUIET, [output(7), cached], 2.0)  # 1 token, and 1 after 9 - 4 of the prompt
+    meter.record_message(QUIET, [], 3.0)
     assert sum(meter.step_tokens.counts) == 2 and meter.step_tokens.total == 6 + 7
     assert (meter.prompt_tokens, meter.cached_prompt_tokens) == (14, 4)
 
 
 def test_each_of_n_completions_is_timed_and_the_aborted_are_counted() -> None:
     meter = Meter()
-    meter.arrived(3, 3, now=0.0)
-    meter.received(messages.Admitted([3, 4, 5, 99], [1.0, 1.0, 1.0, 1.0], [0] * 4), [], 1.0)
-    meter.received(QUIET, [output(3, 1, FinishReason.LENGTH)], 2.0)
-    meter.aborted(3)
-    meter.aborted(3)
-    meter.received(QUIET, [output(3, 0), output(8)], 3.0)
-    assert meter.finished == {FinishReason.LENGTH: 1, FinishReason.ABORT: 2}
+    meter.record_arrival(3, 3, now=0.0)
+    meter.record_message(messages.Admitted([3, 4, 5, 99], [1.0, 1.0, 1.0, 1.0], [0] * 4), [], 1.0)
+    meter.record_message(QUIET, [output(3, 1, FinishReason.LENGTH)], 2.0)
+    meter.record_abort(3)
+    meter.record_abort(3)
+    meter.record_message(QUIET, [output(3, 0), output(8)], 3.0)
+    assert meter.finish_counts == {FinishReason.LENGTH: 1, FinishReason.ABORT: 2}
     assert sum(meter.prefill_time.counts) == 1 and meter.prefill_time.total == 1.0
 
 
@@ -156,7 +156,7 @@ def test_with_vllms_prefix_only_what_vllm_has_gets_it() -> None:
     ]
     ours, theirs = ({family.name for family in registry_of(one).collect()} for one in collectors)
     assert {name.replace("vllm:", "moesaic:") for name in theirs} == ours
-    assert {name.removeprefix("vllm:") for name in theirs if name.startswith("vllm:")} == OF_VLLM
+    assert {name.removeprefix("vllm:") for name in theirs if name.startswith("vllm:")} == VLLM_METRICS
     assert "moesaic:kv_blocks" in theirs and "vllm:num_requests_running" in theirs
 
 
@@ -187,10 +187,10 @@ def test_vllms_dashboards_find_their_metrics() -> None:
 
 def test_tokens_of_requests_are_counted_when_they_end() -> None:
     meter = Meter()
-    meter.arrived(7, 1, now=0.0)
-    meter.received(QUIET, [output(7)], 1.0)
+    meter.record_arrival(7, 1, now=0.0)
+    meter.record_message(QUIET, [output(7)], 1.0)
     assert meter.request_prompt_tokens.total == 0.0
-    meter.received(QUIET, [output(7, finish=FinishReason.STOP)], 2.0)
+    meter.record_message(QUIET, [output(7, finish=FinishReason.STOP)], 2.0)
     assert (meter.request_prompt_tokens.total, meter.request_generation_tokens.total) == (5.0, 2.0)
     counted = meter.request_prompt_tokens.cumulative()[:4]
     assert counted == [("1.0", 0.0), ("2.0", 0.0), ("5.0", 1.0), ("10.0", 1.0)]

@@ -231,7 +231,7 @@ def test_each_of_several_completions_has_its_children(launch: Launch, collector:
 def test_parts_end_where_a_completion_ended() -> None:
     times = Times(10.0)
     assert list(parts_of(times)) == []
-    times.queued, times.finish = 2.0, FinishReason.ABORT
+    times.queue_seconds, times.finish = 2.0, FinishReason.ABORT
     assert list(parts_of(times)) == [("queue", 10.0, 12.0)]
     times.first, times.last = 13.0, 15.0
     assert list(parts_of(times))[1:] == [("prefill", 12.0, 13.0), ("decode", 13.0, 15.0)]

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from moesaic.server.requests import Message, Tool
-from moesaic.server.tools import dumped, further_fields
+from moesaic.server.tools import dump_tools, further_fields
 from moesaic.testing import byte_tokenizer
 from moesaic.text.parsers.table import formats_of
-from moesaic.text.templates.compiled import compiled, rendered
+from moesaic.text.templates.jinja_template import compile_template, render_template
 from moesaic.text.tokenizer import Tokenizer
 from tests.text.parsers.answers import BERN, CALL, COMPLETE, TOOLS
 
@@ -452,8 +452,8 @@ BARE = [Tool.model_validate({"type": "function", "function": {"name": "now"}})]
 )
 def test_a_template_gets_what_it_needs_of_a_tool(template: str, text: str) -> None:
     formats = formats_of(template)
-    variables = {"tools": dumped(BARE, formats.text_descriptions)}
-    assert rendered(compiled(template), variables, 100) == text
+    variables = {"tools": dump_tools(BARE, formats.text_descriptions)}
+    assert render_template(compile_template(template), variables, 100) == text
 
 
 def test_a_call_that_was_damaged_can_be_sent_back() -> None:

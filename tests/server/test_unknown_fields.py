@@ -10,7 +10,7 @@ import pytest
 from fastapi import Request
 
 from moesaic.server.requests import ChatRequest
-from moesaic.server.unknown_fields import HEADER, MOST_FOUND, MOST_LOGGED, UnknownFields, clean
+from moesaic.server.unknown_fields import HEADER, MAX_LOGGED_NAMES, MAX_UNKNOWN_FIELDS, UnknownFields, clean
 
 from .conftest import MODEL, Launch, Live
 from .test_chat import ASK
@@ -198,7 +198,7 @@ def test_each_name_is_logged_once_and_not_more_than_the_limit(caplog: pytest.Log
         assert [line.getMessage().partition(":")[0] for line in caplog.records] == ["a", "b"]
         for start in range(0, 400, 40):
             ask(fields, {f"x{number}": 1 for number in range(start, start + 40)})
-        assert len(caplog.records) == MOST_LOGGED + 1
+        assert len(caplog.records) == MAX_LOGGED_NAMES + 1
         assert "further unknown fields" in caplog.records[-1].getMessage()
 
 
@@ -211,6 +211,6 @@ def test_names_cannot_forge_headers_or_log_lines() -> None:
 @pytest.mark.slow
 def test_a_body_of_many_unknown_fields_costs_no_more_than_the_limit() -> None:
     fields = UnknownFields()
-    names = ask(fields, {f"x{number}": 1 for number in range(20 * MOST_FOUND)})
+    names = ask(fields, {f"x{number}": 1 for number in range(20 * MAX_UNKNOWN_FIELDS)})
     assert len(names) == 21
-    assert len(fields._logged) == MOST_LOGGED + 1
+    assert len(fields._logged_names) == MAX_LOGGED_NAMES + 1

@@ -221,7 +221,7 @@ def _draws_globally(call: ast.Call) -> bool:
 
 
 def cycles(modules: Sequence[Module], doors: Iterable[str] = ()) -> list[str]:
-    """One import cycle, if there is any. Imports for types count, and late imports of `doors` do not."""
+    """One import cycle, if there is any. Imports for types count, except those of `doors`."""
     known = names(modules)
     graph = {
         module.name: {
@@ -229,7 +229,7 @@ def cycles(modules: Sequence[Module], doors: Iterable[str] = ()) -> list[str]:
             for item in module.imports(known)
             if item.target in known
             and item.target != module.name
-            and not (item.in_function and module.inner in doors)
+            and not ((item.in_function or item.for_types) and module.inner in doors)
         }
         for module in modules
     }

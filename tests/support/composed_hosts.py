@@ -44,7 +44,7 @@ class OtherHosts:
     @contextmanager
     def _launch(self, config: WorkerConfig, cluster: ClusterConfig, **more: Any) -> Iterator[LaunchedEngine]:
         cluster = replace(cluster, standby_for=self._standby_for)
-        here = cluster.resolved()
+        here = cluster.resolve()
         workers, prefill = here.attention_workers, here.prefill_workers
         needed = ["ranks"] * (workers + prefill) * (here.nnodes - 1)
         if self._standby_for is not None:

@@ -1,6 +1,6 @@
 """NVSHMEM on the device of `gpu_sanitizer`: processes write into each other's memory by TCP (`tcp_heap`).
 
-`nvshmem` puts it in the place of `kernels.symmetric_heap.jobs`, and of what `kernels.triton.nvshmem` gives
+`nvshmem` puts it in the place of `gpu.nvshmem.symmetric_heap.jobs`, and of what `gpu.triton.nvshmem` gives
 kernels. Triton's interpreter has one thread at a time run a kernel. So two processes of a job whose kernels
 wait for each other cannot be threads of one process here.
 """
@@ -231,7 +231,7 @@ def nvshmem(late: float = LATE, seed: int = 0) -> Iterator[NvshmemByTcp]:
 
 
 CALLS = {"put_signal": put_signal, "at_least": at_least}
-CHECKS = ("gpu.nvshmem.symmetric_heap", "cluster.host_transport", "cluster.joining.enlisting")
+CHECKS = ("gpu.nvshmem.symmetric_heap", "gpu.nvshmem.package")
 """Modules that ask whether NVSHMEM is installed."""
 
 

@@ -19,14 +19,14 @@ class Job:
 
     def __init__(self, jobs: NvshmemByTcp, children: Sequence[ChildProcess], workers: int = 1) -> None:
         name, count = jobs.unique_id(), len(children)
-        places = [messages.JoinNvshmem(name, pe, workers, count) for pe in range(workers + count)]
+        places = [messages.JoinJob(name, pe, workers, count) for pe in range(workers + count)]
         for child, place in zip(children, places[workers:], strict=True):
             child.connection.send(place)
         self.others = places[1:workers]
         """The places of further workers."""
-        self._place: messages.JoinNvshmem | None = places[0]
+        self._place: messages.JoinJob | None = places[0]
 
-    def follow(self, said: Sequence[object], send: Callable[[messages.JoinNvshmem], object]) -> bool:
+    def follow(self, said: Sequence[object], send: Callable[[messages.JoinJob], object]) -> bool:
         """For `served_worker.generated`: the worker joins at its first turn."""
         if self._place is not None:
             place, self._place = self._place, None

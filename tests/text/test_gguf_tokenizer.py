@@ -282,7 +282,7 @@ def test_byte_level_has_the_ids_of_transformers(pre: str, tmp_path: Path) -> Non
 
 
 def test_kimi_has_the_ids_of_tiktoken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tiktoken_model, "KNOWN", (SMALL,))
+    monkeypatch.setattr(tiktoken_model, "KNOWN_TOKENIZERS", (SMALL,))
     character = {byte: shown for shown, byte in byte_level_alphabet().items()}
     theirs = Tokenizer(written(tmp_path / "tiktoken"))
     added = [str(theirs._tokenizer.id_to_token(len(RANKS) + at)) for at in range(GOLDEN["reserved"])]

@@ -52,5 +52,5 @@ def test_text_that_is_held_back_costs_no_more_than_other_text(stop: str) -> None
     began, out = time.process_time(), ""
     for at in range(0, len(text), 4):
         out += search.push(text[at : at + 4])[0]
-    assert out + search.held == text
+    assert out + search.held_text == text
     assert time.process_time() - began < 20

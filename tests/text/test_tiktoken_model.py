@@ -24,8 +24,8 @@ from moesaic.text.tokenizer import Tokenizer
 
 GOLDEN = json.loads((Path(__file__).parent / "tiktoken_golden.json").read_text(encoding="utf-8"))
 RANKS = {base64.b64decode(token): rank for rank, token in enumerate(GOLDEN["ranks"])}
-KIMI = tiktoken_model.KNOWN[0]
-SMALL = replace(KIMI, base_tokens=len(RANKS), reserved=GOLDEN["reserved"])
+KIMI = tiktoken_model.KNOWN_TOKENIZERS[0]
+SMALL = replace(KIMI, base_tokens=len(RANKS), num_reserved=GOLDEN["reserved"])
 TEMPLATE = "{% for m in messages %}<|im_user|>{{ m.content }}<|im_end|>{% endfor %}"
 CODE = '''
 open("ran", "w").close()  # a checkpoint's code never runs
@@ -71,13 +71,13 @@ def written(path: Path, ranks: Mapping[bytes, int] = RANKS, **changes: Any) -> P
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vocabulary of the golden file counts as a known one."""
-    monkeypatch.setattr(tiktoken_model, "KNOWN", (SMALL,))
+    monkeypatch.setattr(tiktoken_model, "KNOWN_TOKENIZERS", (SMALL,))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiktoken_model, "KNOWN", (SMALL,))
+        patch.setattr(tiktoken_model, "KNOWN_TOKENIZERS", (SMALL,))
         return Tokenizer(written(tmp_path_factory.mktemp("kimi")))
 
 

@@ -63,7 +63,7 @@ def test_an_answer_goes_on_with_the_text_before_it(
     ids = tokenizer.encode(text)
     cut = data.draw(st.integers(1, len(ids)))
     before = tokenizer.decode(ids[:cut])
-    decoder = IncrementalDecoder(tokenizer, before=ids[:cut])
+    decoder = IncrementalDecoder(tokenizer, prompt_token_ids=ids[:cut])
     answer = "".join([*map(decoder.push, ([token] for token in ids[cut:])), decoder.finish()])
     assert before.rstrip("\ufffd") + answer == tokenizer.decode(ids)
 
@@ -109,9 +109,9 @@ def test_special_tokens_can_be_kept_one_by_one(tmp_path: Path) -> None:
         (["<end>"], "a<end>\u20ac<end>"),
         ([], "a\u20ac"),
     ):
-        decoder = IncrementalDecoder(tokenizer, kept=kept)
+        decoder = IncrementalDecoder(tokenizer, kept_special_tokens=kept)
         assert "".join([*map(decoder.push, ([token] for token in ids)), decoder.finish()]) == text
-    shown = IncrementalDecoder(tokenizer, skip_special_tokens=False, kept=["<call>"])
+    shown = IncrementalDecoder(tokenizer, skip_special_tokens=False, kept_special_tokens=["<call>"])
     assert shown.push(ids) == "a<call><end>\u20ac<end><call>"
 
 

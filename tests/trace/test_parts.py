@@ -8,7 +8,7 @@ import pytest
 from tests.support import trace_reader
 
 from moesaic.core.errors import ConfigError
-from moesaic.trace.parts import collecting, events, folder_of, order_of, part_of, process_of, whole_of
+from moesaic.trace.parts import collecting, events, folder_of, order_of, part_of, process_of, trace_of
 from moesaic.trace.track import Track
 
 
@@ -16,8 +16,8 @@ def test_names() -> None:
     part = part_of("t.json", "expert server 0", 2)
     assert part == "t.json.parts/expert-server-0.2.json"
     assert process_of(Path(part)) == "expert server 0"
-    assert whole_of(part) == "t.json" and whole_of("a/b.npz.parts/x-0.1.json") == "a/b.npz"
-    assert part_of(None, "expert server 0") is None and whole_of(None) is None
+    assert trace_of(part) == "t.json" and trace_of("a/b.npz.parts/x-0.1.json") == "a/b.npz"
+    assert part_of(None, "expert server 0") is None and trace_of(None) is None
 
 
 def test_workers_come_before_servers_by_number() -> None:

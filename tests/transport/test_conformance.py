@@ -65,7 +65,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Hold(2, {1: [0, 3]}, b"secret"),
     messages.Holds(2, Endpoint("tcp:127.0.0.1:80"), "native", 1, "a.b.c"),
     messages.Holds(2, Endpoint("tcp:127.0.0.1:80"), "triton", nvshmem=True),
-    messages.JoinNvshmem(b"\0name", pe=3, workers=2, servers=4),
+    messages.JoinJob(b"\0name", pe=3, workers=2, servers=4),
     messages.Digests({1: {0: "ab", 3: "cd"}}),
     messages.Neighbours([ServerEntry(0, 2, Endpoint("unix:/a", "", "one"))]),
     messages.Refuse("other weights"),

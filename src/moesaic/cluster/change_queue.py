@@ -174,6 +174,7 @@ class ChangeQueue:
             self.changes.add_server(newcomer) if server else self.changes.add_worker(process.role, newcomer)
         )
         queued_change = _QueuedChange(f"{process.role.value} joins from {process.peer}", change)
+        # A server changes the placement, so it waits for its turn. A worker does not.
         (self._queue if server else self._arriving).append(queued_change)
 
     def add_report(self, member: Member, load: list[list[int]]) -> None:
@@ -366,7 +367,7 @@ class ChangeQueue:
     def _make_job(self, profile: Profile, placement: Placement) -> Job:
         """What the solver is asked. Rank i has the i-th worker and the i-th server of this host."""
         members, cluster = self._members, self._cluster
-        ranks = tuple(member.number for member in members.launched_servers)
+        ranks = tuple(member.number for member in members.servers_of_launcher)
         fleet = Fleet(ranks, members.capacities, cluster.redundant_experts, cluster.min_replicas)
         if self._links is not None:
             local_workers = [member for member in members.workers if not member.is_external]
@@ -383,7 +384,7 @@ class ChangeQueue:
     ) -> _QueuedChange | None:
         """The change to a solved placement, if it is worth its moves."""
         assert self.layout is not None
-        local_servers = [member.number for member in self._members.launched_servers]
+        local_servers = [member.number for member in self._members.servers_of_launcher]
         if list(solution.homes.servers) != sorted(local_servers) or not set(
             solution.placement.servers
         ) <= set(self._members.capacities):
@@ -411,7 +412,7 @@ class ChangeQueue:
             live.record_failure(str(error))
             raise
         workers = [member.number for member in self._members.workers]
-        servers = [member.number for member in self._members.launched_servers]
+        servers = [member.number for member in self._members.servers_of_launcher]
         worth = None if self._links is None else self._links.worth
         ranks = {worker: rank for rank, worker in enumerate(workers)}
         self._router.dispatch = dispatch_by_tables(self._cluster, solution.tables, ranks, worth, servers)

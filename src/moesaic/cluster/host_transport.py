@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 
-from moesaic.config import ClusterConfig, HostTransport, Transport, WorkerConfig, ucx_tls
+from moesaic.config import ON_GPUS, ClusterConfig, HostTransport, Transport, WorkerConfig, ucx_tls
+from moesaic.core import gpu_parts
 from moesaic.core.errors import ConfigError
-from moesaic.gpu.nvshmem.package import check_installed
 from moesaic.transport.nixl_link import check_nixl
 
 LOG = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def host_transport(transport: Transport) -> HostTransport:
         LOG.warning("--transport nixl: rows, answers and KV between hosts are not encrypted")
         return "nixl"
     if transport == "nvshmem":
-        check_installed()
+        gpu_parts.check_nvshmem()
         LOG.warning("--transport nvshmem: rows and answers of decode steps are not encrypted between hosts")
         return "nvshmem"
     if transport == "cuda_ipc" and find_spec(COMPILED_MODULE) is not None:
@@ -62,7 +62,7 @@ def choose_transport(cluster: ClusterConfig, worker: WorkerConfig) -> HostTransp
     if pes is not None and not (isinstance(pes, int) and pes >= least):  # from Python anything may come
         choices = f"at least {least}, --attention-workers and --expert-servers together"
         raise ConfigError.field("--nvshmem-pes", pes, choices)
-    if transport in ("cuda_ipc", "nvshmem"):
+    if transport in ON_GPUS:
         reasons = _rows_on_gpus(cluster, worker)
         reasons |= _one_host(cluster, worker) if transport == "cuda_ipc" else _graphs(cluster, worker)
         for reason, applies in reasons.items():

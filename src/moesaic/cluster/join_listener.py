@@ -136,7 +136,7 @@ class JoinListener:
         self._acceptor = Acceptor(listening, self.address, self._admit_peer, welcome, MAX_PENDING)
 
     @property
-    def dropped_peers(self) -> int:
+    def num_dropped(self) -> int:
         """Peers that were not accepted."""
         return self._acceptor.dropped
 

@@ -65,19 +65,19 @@ def launch(
     and the routing profile of `record` are complete. Raises ConfigError for errors that are found before the
     weights are read.
     """
-    cluster = cluster and cluster.resolved()
+    cluster = cluster and cluster.resolve()
     config = _with_devices(config, cluster)
     path = check(config, cluster, record)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
     live = _live_routing(config, cluster, record)
     with closing(tokenizer), collecting(config.trace), ExitStack() as stack:
-        ends = Ends() if cluster is not None and cluster.apart and (live or record.record_routing) else None
+        ends = _request_ends(cluster, live, record)
         routing_file = stack.enter_context(recording(record, live=live, ends=ends))
         local_config = _local_config(config, cluster, path, replace(record, record_routing=routing_file))
         connection: Connection
         supervisor: Supervisor | None = None
-        if cluster is None or not cluster.apart:
+        if cluster is None or not cluster.has_several_processes:
             worker = spawn_worker(_single_worker_config(local_config))
             stack.callback(worker.stop)
             connection, describe_end = worker.connection, worker.describe_end
@@ -95,16 +95,25 @@ def launch(
             rng=random.Random(seed),
             eos_token_ids=defaults.eos_token_ids,
             max_waiting=max_waiting,
-            ended=None if ends is None else ends.add,
+            on_request_end=None if ends is None else ends.add,
         )
         yield LaunchedEngine(engine, connection, describe_end, supervisor, defaults.sampling)
+
+
+def _request_ends(
+    cluster: ClusterConfig | None, live: LiveRouting | None, record: RecordConfig
+) -> Ends | None:
+    """Where the engine says which requests have ended. None: nothing is recorded, or a worker writes it."""
+    # Several workers may have rows of one request, so none of them knows when it has ended.
+    has_several = cluster is not None and cluster.has_several_processes
+    return Ends() if has_several and (live or record.record_routing) else None
 
 
 def check(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordConfig) -> Path:
     """The directory of the checkpoint. Raises ConfigError for settings that contradict each other."""
     if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
-    if cluster is not None and cluster.elsewhere:
+    if cluster is not None and cluster.is_remote:
         _check_remote(config, record, cluster)
     if cluster is not None and cluster.paced is not None:
         paced.read(Path(cluster.paced))
@@ -151,7 +160,7 @@ def _local_config(
     """`config` for processes of this machine, which read the checkpoint in `path` as it is now."""
     return replace(
         config,
-        model=replace(config.model, model=str(path), revision=None),
+        model=replace(config.model, model=str(path), revision=None),  # the path is of that revision
         parallel=cluster.parallel if cluster else config.parallel,
         paced=None if cluster is None else _absolute(cluster.paced),
         policy_file=None if cluster is None else _absolute(cluster.schedule_policy_file),

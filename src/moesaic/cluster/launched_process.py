@@ -106,7 +106,7 @@ class LaunchedProcess:
             self.member.host = peer.host
             self.member.host_id = "" if peer.host_id == this_host() else peer.host_id
             self.peer = peer
-        else:
+        else:  # the place has a process already, or was given up
             peer.kill()
 
     def refuse(self, peer: RemoteProcess, reason: str) -> None:

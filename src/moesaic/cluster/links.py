@@ -137,7 +137,7 @@ class Links:
         if self._ranks and not worker.is_external:
             local_workers = [member for member in self._members.workers if not member.is_external]
             place = local_workers.index(worker) if worker in local_workers else len(local_workers)
-            if server in self._members.launched_servers[place : place + 1]:
+            if server in self._members.servers_of_launcher[place : place + 1]:
                 return 0.0
         return 1 / host_map.way(worker, server).link.bandwidth
 

@@ -83,7 +83,7 @@ class LivePlacement:
         self.status = replace(self.status, recorded_requests=requests, recorded_tokens=tokens)
         if self._rule.due(now, requests, tokens):
             profile = self._routing.take()
-            if profile is not None and profile.routes.requests > 1:
+            if profile is not None and profile.routes.requests > 1:  # fewer say nothing about a placement
                 self._set_state("solving")
                 self._traffic = traffic()
                 self._thread = threading.Thread(target=self._run, args=(job(profile),), daemon=True)

@@ -147,10 +147,10 @@ class Member:
     info: WorkerInfo | None = None
     """What a worker said when it was ready. None before that."""
     kernels: str = ""
-    nvshmem_id: bytes = b""
-    """The name of an NVSHMEM job that a worker can be PE 0 of. Empty: it can join none."""
-    joins_nvshmem: bool = False
-    """Whether a server can join an NVSHMEM job."""
+    job_id: bytes = b""
+    """The name of a job of GPUs that a worker can begin. Empty: it can join none."""
+    can_join_job: bool = False
+    """Whether a server can join a job of GPUs."""
     threads: int = 0
     capacity: float = 0.0
     """The capacity weight of a server, which sets its share of experts and load."""

@@ -47,7 +47,7 @@ class Members:
         self.launcher: Launcher = LocalLauncher() if launcher is None else launcher
         self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
         """Number of ranks at the start, each a worker and a server; None: there are no ranks."""
-        self._cores = Cores(worker, numa.list_bindable_nodes("off" if cluster.elsewhere else cluster.numa))
+        self._cores = Cores(worker, numa.list_bindable_nodes("off" if cluster.is_remote else cluster.numa))
         num_pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
         threads = [
             worker.model.threads or num_pinned or self._cores.threads(place, cluster.expert_servers)
@@ -94,7 +94,7 @@ class Members:
         return self.workers + self.prefill_workers
 
     @property
-    def launched_servers(self) -> list[Member]:
+    def servers_of_launcher(self) -> list[Member]:
         """Servers that the launcher started: those that did not join by themselves. With ranks, each worker's
         server has the worker's index."""
         return self._select_launched(self.servers)
@@ -147,7 +147,8 @@ class Members:
             self._settings.worker_config(member),
             beside=self._count_gpu_sharers(member),
             devices=member.devices,
-            own_server=self.launched_servers[place].number if self._ranks and not prefill else None,
+            # A prefill worker belongs to no rank, so no server is its own.
+            own_server=self.servers_of_launcher[place].number if self._ranks and not prefill else None,
             most_threads=len(cpus) or self._cores.threads(place, len(alike)),
             cpus=cpus,
             trace=self._part(member),
@@ -161,7 +162,7 @@ class Members:
     def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
         """Starts the server's next process, which waits for a Hold."""
         member.has_tcp_connection = self.launcher.is_remote
-        place = self._place(member, self.launched_servers)
+        place = self._place(member, self.servers_of_launcher)
         cpus = self._cores.cpus(Role.SERVER, place, self._ranks)
         config = replace(
             self._settings.server_config(layout),
@@ -171,7 +172,7 @@ class Members:
             trace=self._part(member),
             checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
-        with numa.bind_to_nodes(self._cores.nodes(place, len(self.launched_servers))):
+        with numa.bind_to_nodes(self._cores.nodes(place, len(self.servers_of_launcher))):
             child = self.launcher.start_server(member, config)
         self._listen(member, child)
 
@@ -292,7 +293,7 @@ class Members:
         other_members = [member for member in self.all_members if member is not worker]
         if worker.devices:
             return beside(worker.devices, [member.devices for member in other_members])
-        servers = len(self.launched_servers) if self._worker_config.model.device == "cuda" else 0
+        servers = len(self.servers_of_launcher) if self._worker_config.model.device == "cuda" else 0
         return len(self._select_launched(self.clients)) + servers - 1
 
     def _part(self, member: Member) -> str | None:
@@ -302,7 +303,7 @@ class Members:
     def _server_threads(self, layout: ExpertLayout, place: int) -> int:
         if layout.num_bytes < SMALL_MODEL:
             return 1
-        return self._cores.threads(place, len(self.launched_servers))
+        return self._cores.threads(place, len(self.servers_of_launcher))
 
     def _listen(self, member: Member, child: Process) -> None:
         member.stage, member.incarnation = Stage.STARTING, member.incarnation + 1

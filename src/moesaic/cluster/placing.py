@@ -92,6 +92,7 @@ class FirstPlacement:
         peers = {child.member.number: child.peer for child in children if child.peer is not None}
         if len(peers) < len(members):
             return
+        # Without --expert-capacities each server says its own weight.
         for member in members if not self._cluster.capacities else ():
             member.capacity = peers[member.number].capacity
         resident_experts = {server: process.resident_experts for server, process in peers.items()}

@@ -202,7 +202,7 @@ class RayLauncher:
             member.role.flag,
             model=model,
             threads=self._threads,
-            ticket=secrets.token_hex(16),
+            ticket=secrets.token_hex(16),  # so that no other process of the role takes this place
             log_level=config.log_level,
         )
         return LaunchedProcess(member, joining, config, self._find, self._lose)

@@ -22,7 +22,7 @@ from moesaic.cluster.router import Router
 def recover(members: Members, publisher: Publisher, router: Router, changes: ChangeQueue) -> None:
     """Puts the cluster into a state from which the next thread can go on."""
     if changes.drop_broken_changes():
-        publisher.next_placement = None
+        publisher.next_placement = None  # the change that prepared it is gone
         for member in members.all_members:
             if member.on_trial:
                 _settle(member, members, publisher)

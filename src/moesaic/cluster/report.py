@@ -89,7 +89,7 @@ def counters(
         runs=workers.steps,
         partial_runs=workers.partial_runs,
         far_bytes=experts.far_bytes,
-        refused_connections=0 if door is None else door.dropped_peers,
+        refused_connections=0 if door is None else door.num_dropped,
         supervisor_restarts=supervisor_restarts,
     )
 
@@ -157,6 +157,6 @@ def layer_locality(placement: Placement | None, stats: ExpertStats) -> list[Laye
     ]
 
 
-def paced_source(file: str) -> str:
+def describe_pace(file: str) -> str:
     """A file of modelled devices, and where its figures are from."""
     return f"{file}: {paced.read(Path(file)).source}"

@@ -81,7 +81,7 @@ class Router:
                     self._place([request.request_id for request in requests])
                 case messages.Cancel(request_ids):
                     self._cancel(request_ids)
-                    self._place([])
+                    self._place([])  # they may have left room for requests that wait
                 case messages.Shutdown():
                     for worker in self._workers.values():
                         send(worker, message)
@@ -224,7 +224,7 @@ class Router:
         """Passes a worker's message on to the engine. Raises ConnectionLost for one that nobody can use."""
         with self._lock:
             if (record := self._workers.get(worker)) is None:
-                return
+                return  # a late message of a worker that has left
             message = drop_foreign(message, worker, record.info.vocab_size, self._entries)
             match message:
                 case messages.Tokens():

@@ -278,6 +278,7 @@ class Changes:
     def _scale_to(self, servers: int | None, workers: int | None, prefill: int | None) -> Change:
         """Adds members first, then removes the newest ones. None: leaves the members of this role alone."""
         members, counts = self._members, (servers, workers, prefill)
+        # All hosts are asked for at once, so that Ray's autoscaler can add them together.
         members.request_hosts(
             *(now if n is None else n for n, now in zip(counts, self._numbers(), strict=True))
         )

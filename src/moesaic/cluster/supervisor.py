@@ -27,6 +27,7 @@ from moesaic.cluster.change_queue import ChangeQueue
 from moesaic.cluster.dispatching import choose_dispatch
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import choose_transport
+from moesaic.cluster.job_places import places_of
 from moesaic.cluster.join_listener import JoinListener
 from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.launcher import Launcher
@@ -38,7 +39,7 @@ from moesaic.cluster.newcomers import Newcomers
 from moesaic.cluster.placing import FirstPlacement, read_placement
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.recovery import recover
-from moesaic.cluster.report import counters, layer_locality, layer_replicas, paced_source, process_status
+from moesaic.cluster.report import counters, describe_pace, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
 from moesaic.cluster.settings import make_worker_config
 from moesaic.cluster.suspicion import Lateness, Suspicion
@@ -51,7 +52,6 @@ from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.placement import Placement
-from moesaic.gpu.nvshmem.places import NvshmemPlaces
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
 
@@ -85,7 +85,7 @@ class Supervisor:
         self._transport = transport if cluster.expert_servers > 0 else None
         member = make_worker_config(worker, cluster, transport)
         self._members = Members(member, router, self._receive, clock, cluster, launcher)
-        self._nvshmem = NvshmemPlaces(self._members, cluster)
+        self._job_places = places_of(self._members, cluster)
         self._links = Links(self._members, cluster)
         self._dispatch, router.dispatch = choose_dispatch(cluster, self._placement_file, self._links.worth)
         self._publisher = Publisher(self._members, self._secret, self._links)
@@ -103,7 +103,7 @@ class Supervisor:
             self._members, self._publisher, router, cluster, clock, self._note, live, self._links
         )
         self._has_announced = False
-        self._paced_source = None if cluster.paced is None else paced_source(cluster.paced)
+        self._paced_source = None if cluster.paced is None else describe_pace(cluster.paced)
         self._end_reason: str | None = None
         self._watchdog = Watchdog(self._loop, self._resume, self._fault, self._give_up, clock)
         model = Path(worker.model.model)
@@ -281,7 +281,7 @@ class Supervisor:
                 self._trust.refuse(member, misfit)
             case messages.Ready(info):
                 member.stage, member.info, member.kernels = Stage.SERVING, info, info.kernels
-                member.nvshmem_id = message.nvshmem
+                member.job_id = message.nvshmem
                 assert member.child is not None
                 self._publisher.send_directory(member)
                 prefill = member.role is Role.PREFILL
@@ -319,7 +319,8 @@ class Supervisor:
         has_read_all = self._members.inbox.empty()
         self._lateness.excuse(self._members.all_members, now)
         self._run_safely(self._first_placement.look)
-        self._run_safely(self._nvshmem.look)
+        if self._job_places is not None:
+            self._run_safely(self._job_places.look)
         self._trust.weights.keep(self._members.servers)
         placements = self._publisher.placement, self._publisher.next_placement
         for member in self._members.all_members:

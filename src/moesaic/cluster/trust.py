@@ -49,7 +49,7 @@ class Trust:
         """Lets a server serve that has loaded its experts, if their weights are right."""
         member.endpoint, member.confirmed_hold = message.endpoint, message.version
         member.kernels, member.threads = message.kernels, message.threads
-        member.joins_nvshmem = message.nvshmem
+        member.can_join_job = message.nvshmem
         kernel_names = {server.kernels for server in self._members.servers if server.kernels}
         if len(kernel_names) > 1 and member.stage is Stage.STARTING:
             self._note(

@@ -80,6 +80,7 @@ class Watchdog:
         self._stopping.set()
         ask()
         self._wake.set()
+        # A thread that was never started cannot be joined.
         if self._watcher.ident is not None:
             self._watcher.join()
         if self._thread.ident is not None:

@@ -19,10 +19,10 @@ from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import COMPRESSED, is_packed
 from moesaic.cost.sizes import ModelSizes
-from moesaic.gpu import hardware as cuda
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
 from moesaic.planning.hardware import memory, roofline
+from moesaic.planning.hardware.device import find_device
 from moesaic.planning.hardware.operations import Sizes
 from moesaic.planning.hardware.roofline import Roofs, Speed
 from moesaic.planning.hardware.timing import Stopwatch
@@ -60,7 +60,7 @@ def run(options: KernelsBench, as_json: bool) -> int:
 def measured(options: KernelsBench) -> Report:
     """Time the operations, with progress on stderr. Raises ConfigError as `run`."""
     model, device = find_model(options.model), options.device
-    gpu = cuda.find() if device == "cuda" else None
+    gpu = find_device() if device == "cuda" else None
     if device == "cuda" and gpu is None:
         raise ConfigError.field("--device", device, "cpu (torch sees no GPU)")
     kernels = table.pick(device, options.kernels)

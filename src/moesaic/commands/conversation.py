@@ -31,7 +31,7 @@ class Answer:
         self.usage = chunk.usage or self.usage
         self.finish_reason = chunk.finish_reason or self.finish_reason
         if chunk.text:
-            self.first, self.last = self.first or chunk.at, chunk.at
+            self.first, self.last = self.first or chunk.arrival_time, chunk.arrival_time
 
     def speed(self, asked: float) -> str:
         """One line: tokens, tokens per second, seconds to the first one. asked: time of the question.

@@ -18,10 +18,10 @@ from moesaic.config import Device, ModelConfig
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.core.stored import COMPRESSED, is_packed
 from moesaic.cost.hardware import Hardware
-from moesaic.gpu import hardware as cuda
 from moesaic.kernels import table
 from moesaic.models.files import gguf_at, is_gguf
 from moesaic.planning.hardware import file
+from moesaic.planning.hardware.device import find_device
 from moesaic.planning.hardware.measure import FULL, SHORT, Converting, Effort, Measuring
 from moesaic.planning.sizes import has_weights, read_checkpoint_sizes, read_config_sizes
 from moesaic.runtime import offloaded
@@ -68,7 +68,7 @@ def measure(options: MeasureHardware, effort: Effort) -> Hardware:
 
     Raises ConfigError for a missing device and a disk that cannot be measured.
     """
-    device = None if options.device == "cpu" else cuda.find()
+    device = None if options.device == "cpu" else find_device()
     if options.device == "cuda" and device is None:
         raise ConfigError.field("--device", "cuda", "auto, cpu: torch sees no GPU")
     path = options.path.expanduser()

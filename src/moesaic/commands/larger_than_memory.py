@@ -28,7 +28,7 @@ def planned_server(
 
     Raises ConfigError for what --fast-memory does not go with.
     """
-    check_levels(cluster.resolved(), record)
+    check_levels(cluster.resolve(), record)
     check_drafts(worker)
     descriptors.prepare(cluster.tensor_parallel_size)
     worker = replace(worker, parallel=cluster.parallel)

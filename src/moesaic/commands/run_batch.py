@@ -41,11 +41,11 @@ def run(
     logs.set_up("run-batch", worker.log_level)
     planned = None
     with announced(worker.trace), announced_routing(record):
-        if offload.fast_memory is None or cluster.resolved().expert_servers:
+        if offload.fast_memory is None or cluster.resolve().expert_servers:
             worker, processes = without_plan(worker, cluster, offload)
             summary = batch.run(options, worker, processes, record)
         else:
-            larger_than_memory.check_levels(cluster.resolved(), record)
+            larger_than_memory.check_levels(cluster.resolve(), record)
             descriptors.prepare(worker.parallel.tensor_parallel_size)
             planned = _planned(options, worker, offload)
             summary = batch.run(options, worker if planned is None else planned.worker)

@@ -90,7 +90,7 @@ def run(
     check_parsers(server.tool_call_parser, server.reasoning_parser)
     _check_packages(server.otlp_traces_endpoint)
     processes: ClusterConfig | None = None
-    if offload.fast_memory is None or cluster.resolved().expert_servers:
+    if offload.fast_memory is None or cluster.resolve().expert_servers:
         config, processes = without_plan(config, cluster, offload)
     else:
         config = _planned(config, cluster, offload, record)
@@ -200,7 +200,7 @@ def _serve(
         Announcer(names[0], host, port, as_json, formats, reported(launched), new_key) as announcer,
     ):
         connection = Observed(launched.connection, announcer.observe)
-        engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.describe_end)
+        engine = AsyncEngine(launched.engine, connection, describe_end=launched.describe_end)
         app = create_app(
             _service(engine, launched, names, server),
             access=_access(server, host, server.admin_key or new_key, launched),
@@ -208,7 +208,7 @@ def _serve(
             cors=cors,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
             metrics_prefix=server.metrics_prefix,
-            traced=None if spans is None else spans.write,
+            on_trace=None if spans is None else spans.write,
         )
         try:
             logged = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
@@ -267,7 +267,7 @@ def _access(server: ServerConfig, host: str, admin_key: str | None, launched: La
 
     closed = server.api_key is None and not is_loopback(host)
     paths = admin_paths(closed) if launched.supervisor else frozenset()
-    return Access(server.api_key, admin_key, paths, Hosts.of(server.host, host, server.more_hosts))
+    return Access(server.api_key, admin_key, paths, Hosts.from_listener(server.host, host, server.more_hosts))
 
 
 def reported(launched: LaunchedEngine) -> Callable[[], ClusterStatus] | None:
@@ -285,7 +285,7 @@ def stand_by(
     that is not there.
     """
     assert cluster.standby_for is not None and cluster.cluster_address is not None
-    path = check(config, cluster.resolved(), record)
+    path = check(config, cluster.resolve(), record)
     secret = read_secret(Path(cluster.cluster_secret_file or ""), "--cluster-secret-file")
     with closing(bind(server.host, server.port)):
         pass

@@ -22,9 +22,9 @@ def prepared(cluster: ClusterConfig, device: Device) -> ClusterConfig:
     Raises ConfigError if the processes need more open files than this process may have.
     """
     cluster = on_nodes(cluster, device)
-    processes = _processes(cluster.resolved())
+    processes = _processes(cluster.resolve())
     descriptors.prepare(processes)
-    if not cluster.elsewhere:
+    if not cluster.is_remote:
         warn_of_many(processes, cores())
     return cluster
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from moesaic.config.cluster import ClusterConfig, ParallelConfig
 from moesaic.config.cors import CorsConfig
 from moesaic.config.environment import (
+    actor_environment,
     admin_key,
     api_key,
     gpus,
@@ -16,7 +17,6 @@ from moesaic.config.environment import (
     renderer_environment,
     settings,
     ucx_tls,
-    watched_environment,
     worker_environment,
 )
 from moesaic.config.expert_server import ExpertServerConfig
@@ -85,6 +85,7 @@ __all__ = [
     "TraceConfig",
     "Transport",
     "WorkerConfig",
+    "actor_environment",
     "admin_key",
     "api_key",
     "check_threads",
@@ -96,6 +97,5 @@ __all__ = [
     "resolve_server",
     "settings",
     "ucx_tls",
-    "watched_environment",
     "worker_environment",
 ]

@@ -17,7 +17,7 @@ from moesaic.config.values import (
     Transport,
     at_least,
     capacity,
-    one_of,
+    require_one_of,
 )
 from moesaic.core.errors import ConfigError
 
@@ -52,35 +52,35 @@ class ParallelConfig:
     `moesaic join --role ranks`, and serving begins once they have."""
 
     def __post_init__(self) -> None:
-        size, shared = self.tensor_parallel_size, self.expert_tensor_parallel_size
+        size, expert_size = self.tensor_parallel_size, self.expert_tensor_parallel_size
         at_least("--tensor-parallel-size", size, 1)
-        for flag, parts in (("--expert-tensor-parallel-size", shared), ("--nnodes", self.nnodes)):
+        for flag, parts in (("--expert-tensor-parallel-size", expert_size), ("--nnodes", self.nnodes)):
             if parts < 1 or size % parts:
-                divisors = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
-                allowed = f"{divisors}, what divides --tensor-parallel-size {size}"
-                raise ConfigError.field(flag, parts, allowed)
+                divisors = ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
+                choices = f"{divisors}, what divides --tensor-parallel-size {size}"
+                raise ConfigError.field(flag, parts, choices)
         if self.moe_collectives is not None:
-            one_of("--moe-collectives", self.moe_collectives, get_args(MoeCollectives))
+            require_one_of("--moe-collectives", self.moe_collectives, get_args(MoeCollectives))
             if size == 1:
                 raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --moe-collectives")
         self._check_backend()
-        one_of("--shuffle-align", self.shuffle_align, get_args(Align))
+        require_one_of("--shuffle-align", self.shuffle_align, get_args(Align))
         if self.shuffle_align != ParallelConfig.shuffle_align:
             if size == 1:
                 raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --shuffle-align")
             if self.moe_collectives not in (None, "shuffled"):
-                allowed = "shuffled with --shuffle-align"
-                raise ConfigError.field("--moe-collectives", self.moe_collectives, allowed)
+                choices = "shuffled with --shuffle-align"
+                raise ConfigError.field("--moe-collectives", self.moe_collectives, choices)
 
     def _check_backend(self) -> None:
-        one_of("--collectives-backend", self.collectives_backend, get_args(CollectivesBackend))
+        require_one_of("--collectives-backend", self.collectives_backend, get_args(CollectivesBackend))
         if self.collectives_backend == "host":
             return
         if self.tensor_parallel_size == 1:
             raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --collectives-backend")
         if self.nnodes > 1:  # neither of them encrypts
-            allowed = f"1 with --collectives-backend {self.collectives_backend}"
-            raise ConfigError.field("--nnodes", self.nnodes, allowed)
+            choices = f"1 with --collectives-backend {self.collectives_backend}"
+            raise ConfigError.field("--nnodes", self.nnodes, choices)
 
     @property
     def ranks_per_node(self) -> int:
@@ -122,10 +122,10 @@ class ClusterConfig(ParallelConfig):
     """Seconds between two checks of the experts' load. After a check experts move where that pays; 0: never.
     With a --placement only its further copies move, unless --rebalance says otherwise."""
     rebalance: Rebalance | None = None
-    """By what experts move, also those of a --placement. load: to where the load is even. routing, with
-    --enable-expert-parallel: placement and dispatch tables are solved anew from the requests of the last
-    interval, and swapped where the predicted gain exceeds the cost. None: load, but experts of a --placement
-    stay."""
+    """What makes experts move, also those of a --placement. load: they move to where the load is even.
+    routing, with --enable-expert-parallel: placement and dispatch tables are solved anew from the requests of
+    the last interval, and swapped where the predicted gain exceeds the cost. None: load, but experts of a
+    --placement stay."""
     autoscale: str | None = None
     """Limits of the numbers of processes. MIN:MAX is for expert servers, or for ranks with
     --enable-expert-parallel; attention-workers=1:3,prefill-workers=1:2,expert-servers=2:6 names them.
@@ -165,8 +165,8 @@ class ClusterConfig(ParallelConfig):
     exchange the rows of decode steps by NVSHMEM, which is not encrypted, and all else goes as with auto;
     needs --cudagraph-mode full."""
     nvshmem_pes: int | None = None
-    """With --transport nvshmem: number of attention workers and expert servers, of all hosts, with which the
-    NVSHMEM job is formed. None: --attention-workers and --expert-servers together."""
+    """Number of attention workers and expert servers, of all hosts, with which the NVSHMEM job of --transport
+    nvshmem is formed. None: --attention-workers and --expert-servers together."""
     cluster_address: str | None = None
     """tcp:HOST:PORT at which processes of other hosts join; see `moesaic join`. Expert servers of this host
     listen on free ports of HOST."""
@@ -180,8 +180,8 @@ class ClusterConfig(ParallelConfig):
     data_parallel_size: int | None = None
     """Number of ranks: it sets --attention-workers."""
     enable_expert_parallel: bool = False
-    """With --data-parallel-size: each rank has an expert server beside its attention worker. The two share
-    the rank's cores, and the worker asks its own server first. It sets --expert-servers."""
+    """Each rank of --data-parallel-size has an expert server beside its attention worker. The two share the
+    rank's cores, and the worker asks its own server first. It sets --expert-servers."""
     dispatch: DispatchName | None = None
     """Which attention worker gets a request. affinity: the worker beside the experts that its prompt should
     use, by the placement's tables. affinity-rounds: the same, with one request for each worker in turn
@@ -189,11 +189,11 @@ class ClusterConfig(ParallelConfig):
     affinity if ranks have servers and the placement has tables, else least-loaded."""
 
     @property
-    def apart(self) -> bool:
+    def has_several_processes(self) -> bool:
         """True if there are several processes, or may be: workers, expert servers or ranks."""
-        several = self.attention_workers > 1 or self.prefill_workers > 0 or self.expert_servers > 0
+        starts_several = self.attention_workers > 1 or self.prefill_workers > 0 or self.expert_servers > 0
         may_change = self.autoscale is not None or self.cluster_address is not None
-        return several or self.tensor_parallel_size > 1 or may_change or self.on_ray
+        return starts_several or self.tensor_parallel_size > 1 or may_change or self.on_ray
 
     @property
     def on_ray(self) -> bool:
@@ -201,7 +201,7 @@ class ClusterConfig(ParallelConfig):
         return self.distributed_executor_backend == "ray"
 
     @property
-    def elsewhere(self) -> bool:
+    def is_remote(self) -> bool:
         """True if no process is started on this host."""
         return self.on_ray or self.standby_for is not None
 
@@ -216,11 +216,11 @@ class ClusterConfig(ParallelConfig):
     def parallel(self) -> ParallelConfig:
         """The ranks of each attention worker. A placement is theirs where they share the experts; else it is
         that of the expert servers."""
-        own = {field.name: getattr(self, field.name) for field in fields(ParallelConfig)}
-        theirs = self.tensor_parallel_size > 1 and self.expert_servers == 0
-        return ParallelConfig(**own if theirs else own | {"placement": None})
+        own_fields = {field.name: getattr(self, field.name) for field in fields(ParallelConfig)}
+        ranks_hold_experts = self.tensor_parallel_size > 1 and self.expert_servers == 0
+        return ParallelConfig(**own_fields if ranks_hold_experts else own_fields | {"placement": None})
 
-    def resolved(self) -> ClusterConfig:
+    def resolve(self) -> ClusterConfig:
         """The same, with --attention-workers and --expert-servers as --data-parallel-size sets them.
 
         Raises ConfigError where they were given and say something else.
@@ -231,10 +231,10 @@ class ClusterConfig(ParallelConfig):
         at_least("--data-parallel-size", ranks, 1)
         servers = ranks if self.enable_expert_parallel else self.expert_servers
         for name, value in (("attention_workers", ranks), ("expert_servers", servers)):
-            given = getattr(self, name)
-            if given not in (value, getattr(ClusterConfig, name)):
+            value_now = getattr(self, name)
+            if value_now not in (value, getattr(ClusterConfig, name)):
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError.field(flag, given, f"{value} with --data-parallel-size {ranks}")
+                raise ConfigError.field(flag, value_now, f"{value} with --data-parallel-size {ranks}")
         if (self.attention_workers, self.expert_servers) == (ranks, servers):
             return self
         return replace(self, attention_workers=ranks, expert_servers=servers)
@@ -244,14 +244,14 @@ class ClusterConfig(ParallelConfig):
 
         Unchanged for one node, with --numa off, and if processes are given.
         """
-        if count < 2 or self.numa == "off" or self.resolved().apart:
+        if count < 2 or self.numa == "off" or self.resolve().has_several_processes:
             return self
         return replace(self, expert_servers=count)
 
     def __post_init__(self) -> None:
         if self.data_parallel_size is None and self.enable_expert_parallel:
             raise ConfigError("--enable-expert-parallel: give the number of ranks as --data-parallel-size")
-        if self.resolved() is not self:
+        if self.resolve() is not self:
             return  # what was resolved has been checked
         super().__post_init__()
         at_least("--attention-workers", self.attention_workers, 1)
@@ -265,29 +265,29 @@ class ClusterConfig(ParallelConfig):
         self._check_devices()
         if self.paced is not None and self.schedule_policy_file is not None:
             raise ConfigError("--paced and --schedule-policy-file: give one, since --paced has curves too")
-        one_of("--numa", self.numa, get_args(NumaBinding))
-        one_of("--transport", self.transport, get_args(Transport))
+        require_one_of("--numa", self.numa, get_args(NumaBinding))
+        require_one_of("--transport", self.transport, get_args(Transport))
         if self.transport == "shm" and self.cluster_address is not None:
             raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")
         if self.transport == "nixl" and self.cluster_address is None and not self.on_ray:
-            allowed = "auto, shm, socket without --cluster-address: nixl is for servers of other hosts"
-            raise ConfigError.field("--transport", "nixl", allowed)
+            choices = "auto, shm, socket without --cluster-address: nixl is for servers of other hosts"
+            raise ConfigError.field("--transport", "nixl", choices)
         self._check_backend()
         self._check_hosts()
         if (self.cluster_address is None) != (self.cluster_secret_file is None) and not self.on_ray:
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
         self._check_standby()
         for name in RANKS_WITH_EXPERTS if self.expert_servers > 0 else ():
-            given, default = getattr(self, name), getattr(ClusterConfig, name)
-            if given != default:
+            value, default = getattr(self, name), getattr(ClusterConfig, name)
+            if value != default:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError.field(
-                    flag, given, f"{default} with --expert-servers: ranks hold no experts"
+                    flag, value, f"{default} with --expert-servers: ranks hold no experts"
                 )
         self._check_objectives()
         if self.dispatch is not None:
-            one_of("--dispatch", self.dispatch, get_args(DispatchName))
-            if not self.apart:
+            require_one_of("--dispatch", self.dispatch, get_args(DispatchName))
+            if not self.has_several_processes:
                 raise ConfigError.field("--attention-workers", 1, "at least 2 with --dispatch")
         self._check_servers()
 
@@ -306,24 +306,24 @@ class ClusterConfig(ParallelConfig):
                 "--min-replicas", self.min_replicas, f"at most --expert-servers, {self.expert_servers}"
             )
         elif self.capacities and len(self.capacities) != self.expert_servers:
-            allowed = f"{self.expert_servers} numbers, one for each of --expert-servers"
-            raise ConfigError.field("--expert-capacities", self.expert_capacities, allowed)
+            choices = f"{self.expert_servers} numbers, one for each of --expert-servers"
+            raise ConfigError.field("--expert-capacities", self.expert_capacities, choices)
 
     def _check_backend(self) -> None:
         flag = "--distributed-executor-backend"
-        one_of(flag, self.distributed_executor_backend, get_args(ExecutorBackend))
-        refused = {
+        require_one_of(flag, self.distributed_executor_backend, get_args(ExecutorBackend))
+        reasons = {
             "devices": "Ray gives each process its GPUs",
             "paced": "its file is on this host only",
             "schedule_policy_file": "its file is on this host only",
         }
-        for name, why in refused.items() if self.on_ray else ():
+        for name, reason in reasons.items() if self.on_ray else ():
             if getattr(self, name) is not None:
-                one = "--" + name.replace("_", "-")
-                raise ConfigError.field(one, getattr(self, name), f"nothing with {flag} ray: {why}")
+                name_flag = "--" + name.replace("_", "-")
+                raise ConfigError.field(name_flag, getattr(self, name), f"nothing with {flag} ray: {reason}")
         if self.on_ray and self.rebalance == "routing":
-            allowed = f"load with {flag} ray: routes are recorded in files of this host"
-            raise ConfigError.field("--rebalance", "routing", allowed)
+            choices = f"load with {flag} ray: routes are recorded in files of this host"
+            raise ConfigError.field("--rebalance", "routing", choices)
         if self.on_ray and self.transport == "shm":
             raise ConfigError.field("--transport", "shm", f"auto, socket with {flag} ray")
 
@@ -335,7 +335,7 @@ class ClusterConfig(ParallelConfig):
             raise ConfigError("--standby-for: give --cluster-address too, at which processes join this host")
         if self.on_ray:
             raise ConfigError.field("--standby-for", self.standby_for, "nothing with Ray")
-        for name, why in (
+        for name, reason in (
             ("devices", "a process that joins has the GPUs of its host"),
             ("enable_expert_parallel", "no server is a worker's own"),
             ("placement", "the servers that join have any order"),
@@ -343,20 +343,20 @@ class ClusterConfig(ParallelConfig):
         ):
             if getattr(self, name) != getattr(ClusterConfig, name):
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError.field(flag, getattr(self, name), f"nothing with --standby-for: {why}")
+                raise ConfigError.field(flag, getattr(self, name), f"nothing with --standby-for: {reason}")
 
     def _check_hosts(self) -> None:
         """Raises ConfigError for what groups over several hosts cannot go with."""
         if self.nnodes == 1:
             return
         if self.on_ray:
-            allowed = "1 with --distributed-executor-backend ray: a group of ranks is on one node"
-            raise ConfigError.field("--nnodes", self.nnodes, allowed)
+            choices = "1 with --distributed-executor-backend ray: a group of ranks is on one node"
+            raise ConfigError.field("--nnodes", self.nnodes, choices)
         if self.cluster_address is None:
             raise ConfigError.field("--nnodes", self.nnodes, "1 without --cluster-address, where hosts join")
         if self.autoscale is not None:
-            allowed = "nothing with --nnodes: no host can be added for a group by itself"
-            raise ConfigError.field("--autoscale", self.autoscale, allowed)
+            choices = "nothing with --nnodes: no host can be added for a group by itself"
+            raise ConfigError.field("--autoscale", self.autoscale, choices)
 
     @property
     def _scales_servers(self) -> bool:
@@ -367,29 +367,29 @@ class ClusterConfig(ParallelConfig):
     def _check_rebalance(self) -> None:
         if self.rebalance is None:
             return
-        one_of("--rebalance", self.rebalance, get_args(Rebalance))
+        require_one_of("--rebalance", self.rebalance, get_args(Rebalance))
         if not self.rebalance_interval:
             raise ConfigError.field("--rebalance-interval", 0, "more than 0 with --rebalance")
         if self.rebalance == "load" or not self.expert_servers:
             return
         if not self.enable_expert_parallel:
-            allowed = "load without --enable-expert-parallel: no server is then a worker's own"
-            raise ConfigError.field("--rebalance", "routing", allowed)
+            choices = "load without --enable-expert-parallel: no server is then a worker's own"
+            raise ConfigError.field("--rebalance", "routing", choices)
         if self.dispatch in ("least-loaded", "round-robin"):
-            allowed = "affinity, affinity-rounds with --rebalance routing"
-            raise ConfigError.field("--dispatch", self.dispatch, allowed)
+            choices = "affinity, affinity-rounds with --rebalance routing"
+            raise ConfigError.field("--dispatch", self.dispatch, choices)
 
     def _check_devices(self) -> None:
         names = [] if self.devices is None else [name.strip() for name in self.devices.split(",")]
         if not all(names) or len(set(names)) < len(names):
-            allowed = "CUDA's numbers or UUIDs with commas between, such as 0,1,2, each once"
-            raise ConfigError.field("--devices", self.devices, allowed)
+            choices = "CUDA's numbers or UUIDs with commas between, such as 0,1,2, each once"
+            raise ConfigError.field("--devices", self.devices, choices)
 
     def _check_objectives(self) -> None:
         for flag, limit in (("--slo-ttft", self.slo_ttft), ("--slo-itl", self.slo_itl)):
             if limit is not None and not 0 < limit < math.inf:
                 raise ConfigError.field(flag, limit, "milliseconds, more than 0")
-            if limit is not None and not self.apart:
+            if limit is not None and not self.has_several_processes:
                 raise ConfigError.field(
                     "--attention-workers", 1, f"at least 2, or expert servers, with {flag}"
                 )

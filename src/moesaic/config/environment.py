@@ -35,8 +35,8 @@ def _key(name: str, environment: Mapping[str, str] | None) -> str | None:
 
 def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Every variable that begins with MOESAIC_. `moesaic serve` and `run-batch` take flags from them."""
-    known = os.environ if environment is None else environment
-    return {name: value for name, value in known.items() if name.startswith("MOESAIC_")}
+    variables = os.environ if environment is None else environment
+    return {name: value for name, value in variables.items() if name.startswith("MOESAIC_")}
 
 
 def ucx_tls(environment: Mapping[str, str] | None = None) -> str | None:
@@ -47,17 +47,17 @@ def ucx_tls(environment: Mapping[str, str] | None = None) -> str | None:
 def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
     """Folder of the checkpoints that the Hugging Face hub's library downloaded, by that library's
     variables."""
-    known = os.environ if environment is None else environment
-    if "HF_HUB_CACHE" in known:
-        return Path(known["HF_HUB_CACHE"]).expanduser()
-    cache = Path(known.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(known.get("HF_HOME", cache)).expanduser() / "hub"
+    variables = os.environ if environment is None else environment
+    if "HF_HUB_CACHE" in variables:
+        return Path(variables["HF_HUB_CACHE"]).expanduser()
+    cache = Path(variables.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(variables.get("HF_HOME", cache)).expanduser() / "hub"
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     """Folder of what moesaic keeps between runs, in the user's cache folder."""
-    known = os.environ if environment is None else environment
-    return Path(known.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moesaic"
+    variables = os.environ if environment is None else environment
+    return Path(variables.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moesaic"
 
 
 def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -66,25 +66,27 @@ def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = Non
     visible: the number of GPUs that the first rank sees. Ranks take them in turn.
     Example: with `CUDA_VISIBLE_DEVICES=4,6` rank 3 sees GPU 6; without the variable it sees GPU 1 of 2.
     """
-    known = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
-    names = [str(number) for number in range(visible)] if known is None else known.split(",")
+    visible_devices = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    names = (
+        [str(number) for number in range(visible)] if visible_devices is None else visible_devices.split(",")
+    )
     return {"CUDA_VISIBLE_DEVICES": names[rank % min(visible, len(names))]}
 
 
 def gpus(
-    given: str | None, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")
+    devices: str | None, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")
 ) -> tuple[str, ...]:
     """The GPUs that processes of this host may take, in order, by their names in CUDA_VISIBLE_DEVICES.
 
-    given: the value of --devices. Without it they are those of the variable. Without that, they are all of
+    devices: the value of --devices. Without it they are those of the variable. Without that, they are all of
     NVIDIA's device files in `folder`. Example: `CUDA_VISIBLE_DEVICES=4,6` -> ("4", "6").
     """
-    known = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
-    if given is None and known is None:
+    visible_devices = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    if devices is None and visible_devices is None:
         return tuple(str(number) for number in range(len(list(folder.glob("nvidia[0-9]*")))))
-    found = [name.strip() for name in (known or "" if given is None else given).split(",")]
-    invalid = next((place for place, name in enumerate(found) if name in ("", "-1")), len(found))
-    return tuple(found[:invalid])  # CUDA ignores what follows an invalid name
+    names = [name.strip() for name in (visible_devices or "" if devices is None else devices).split(",")]
+    invalid = next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))
+    return tuple(names[:invalid])  # CUDA ignores what follows an invalid name
 
 
 def worker_environment(
@@ -97,24 +99,24 @@ def worker_environment(
     listens on the loopback interface only, unless the user set it otherwise. The keys of the HTTP API are
     left out.
     """
-    known = os.environ if environment is None else environment
-    kept = {name: value for name, value in known.items() if name not in (_API_KEY, _ADMIN_KEY)}
-    seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-    return {"OMP_WAIT_POLICY": "passive", "NCCL_SOCKET_IFNAME": "lo", **kept, **seen}
+    variables = os.environ if environment is None else environment
+    own_variables = {name: value for name, value in variables.items() if name not in (_API_KEY, _ADMIN_KEY)}
+    device_variables = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+    return {"OMP_WAIT_POLICY": "passive", "NCCL_SOCKET_IFNAME": "lo", **own_variables, **device_variables}
 
 
-def watched_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def actor_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a process that a Ray actor starts.
 
     It sees the GPUs that Ray gave the actor, or none. It has neither Ray's own variables nor its number of
     OpenMP threads, which is that of the actor.
     """
-    kept = {
+    own_variables = {
         name: value
         for name, value in worker_environment(environment).items()
         if name != "OMP_NUM_THREADS" and not name.startswith("RAY_")
     }
-    return {"CUDA_VISIBLE_DEVICES": "", **kept}
+    return {"CUDA_VISIBLE_DEVICES": "", **own_variables}
 
 
 def renderer_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -122,5 +124,5 @@ def renderer_environment(environment: Mapping[str, str] | None = None) -> dict[s
 
     It holds what Python needs to start and the time zone, and none of the user's secrets.
     """
-    known = os.environ if environment is None else environment
-    return {name: known[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in known}
+    variables = os.environ if environment is None else environment
+    return {name: variables[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in variables}

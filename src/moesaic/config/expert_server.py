@@ -38,7 +38,7 @@ class ExpertServerConfig:
     queue_policy: QueuePolicyName = "defrag"
     queues: QueueConfig = QueueConfig()
     transport: HostTransport = "shm"
-    """To other servers of its host. nixl: clients of other hosts may use one-sided writes."""
+    """The transport to other servers of its host. nixl: clients of other hosts may use one-sided writes."""
     log_level: LogLevel = "info"
     trace: str | None = None
     """File for this process's part of a trace. None: no trace."""

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from moesaic.config.environment import admin_key, api_key
-from moesaic.config.values import LogLevel, MetricsPrefix, at_least, check_key, check_names, check_url, one_of
+from moesaic.config.values import (
+    LogLevel,
+    MetricsPrefix,
+    at_least,
+    check_key,
+    check_names,
+    check_url,
+    require_one_of,
+)
 from moesaic.core.errors import ConfigError
 
 _HOST = re.compile(r"\*|[A-Za-z0-9._:%-]+")
@@ -32,7 +40,7 @@ class LogConfig:
     """Least level of the log lines of all processes, on stderr: debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        one_of("--log-level", self.log_level, get_args(LogLevel))
+        require_one_of("--log-level", self.log_level, get_args(LogLevel))
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError.field("--port", self.port, "0 to 65535")
         at_least("--max-queue", self.max_queue, 0)
-        one_of("--metrics-prefix", self.metrics_prefix, get_args(MetricsPrefix))
+        require_one_of("--metrics-prefix", self.metrics_prefix, get_args(MetricsPrefix))
         if self.otlp_traces_endpoint is not None:
             check_url("--otlp-traces-endpoint", self.otlp_traces_endpoint)
         if self.api_key is not None:

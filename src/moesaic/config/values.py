@@ -102,9 +102,9 @@ def capacity(name: str, text: str) -> float:
     return weight
 
 
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError.field(name, value, ", ".join(allowed))
+def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError.field(name, value, ", ".join(choices))
 
 
 def check_names(names: tuple[str, ...]) -> None:

@@ -24,8 +24,8 @@ from moesaic.config.values import (
     Schedule,
     at_least,
     check_threads,
-    one_of,
     parse_bytes,
+    require_one_of,
 )
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
@@ -109,10 +109,10 @@ class SchedulerConfig:
     devices' curves and the load, tokens continue alone or together, and servers wait for all workers or
     not."""
     inflight_batches: int = 1
-    """With --schedule lockstep: 2 splits each batch in two halves. One half computes while the other waits
-    for experts."""
+    """Number of parts of a batch, with --schedule lockstep. 2 splits each batch in two halves: one half
+    computes while the other waits for experts."""
     queue_policy: QueuePolicyName = "defrag"
-    """With --schedule async: which layer's waiting tokens run next. defrag: Algorithm 1 of the paper. mtfs:
+    """The layer whose waiting tokens run next, with --schedule async. defrag: Algorithm 1 of the paper. mtfs:
     most tokens first. flfs: first layer first."""
     combine: Combine = "exact"
     """What expert servers answer. exact: one row for each token and expert, which gives the bits of one
@@ -132,19 +132,19 @@ class QueueConfig:
     """How long tokens wait in the queues of attention workers and expert servers."""
 
     queue_urgency: float | None = None
-    """With --schedule async: seconds after which the queue whose tokens waited longest runs next, whatever
-    the policy says; 0: never. None: 0.1 on attention workers and never on expert servers, as in the paper's
+    """Seconds after which the queue whose tokens waited longest runs next, whatever the policy says, with
+    --schedule async; 0: never. None: 0.1 on attention workers and never on expert servers, as in the paper's
     public code."""
     queue_history: int = 0
-    """With --schedule async and --queue-policy defrag: number of past choices whose average queue lengths
-    count in the look-ahead. 0: only the present lengths count."""
+    """Number of past choices whose average queue lengths count in the look-ahead of --queue-policy defrag,
+    with --schedule async. 0: only the present lengths count."""
     expert_batch_pairs: int | None = None
     """Minimum number of (token, expert) pairs in a batch of an expert server; 1: it computes whatever is
     there. None: on a CPU it computes whatever is there if calls mostly bring some 6 pairs or more for each of
     its experts; else it waits for more calls, during three batches at most. It never waits once every client
     has asked, nor on a GPU of its own."""
     expert_batch_wait: float = 0.0
-    """With --expert-batch-pairs: milliseconds after which an expert server computes fewer pairs; at most
+    """Milliseconds after which an expert server computes fewer pairs than --expert-batch-pairs; at most
     100."""
 
     def __post_init__(self) -> None:
@@ -173,16 +173,16 @@ class QueueConfig:
         """Raises ConfigError for a setting that the schedule or the queue policy does not use."""
         if self.queue_history and policy != "defrag":
             raise ConfigError.field("--queue-policy", policy, "defrag with --queue-history")
-        for flag, given in (
+        for flag, is_given in (
             (f"--queue-policy {policy}", policy != SchedulerConfig.queue_policy),
             ("--queue-urgency", self.queue_urgency is not None),
             ("--queue-history", self.queue_history > 0),
         ):
-            if given and schedule != "async":
+            if is_given and schedule != "async":
                 raise ConfigError.field("--schedule", schedule, f"async with {flag}")
         if schedule == "barrier" and self.expert_batch_pairs is not None:
-            allowed = "lockstep, async with --expert-batch-pairs: at a barrier servers wait for all workers"
-            raise ConfigError.field("--schedule", schedule, allowed)
+            choices = "lockstep, async with --expert-batch-pairs: at a barrier servers wait for all workers"
+            raise ConfigError.field("--schedule", schedule, choices)
 
 
 @dataclass(frozen=True)
@@ -196,27 +196,28 @@ class OffloadConfig:
     experts come from RAM. With expert servers it is what each of them may take for experts. None: the whole
     model is in memory."""
     hardware: str | None = None
-    """With --fast-memory: file of `moesaic hardware measure`. None: this machine is measured first."""
+    """File of `moesaic hardware measure`, for --fast-memory. None: this machine is measured first."""
     profile: str | None = None
-    """With --fast-memory: file that `moesaic profile` wrote for this model. The plan then knows how often
+    """File that `moesaic profile` wrote for this model. The plan of --fast-memory then knows how often
     each expert is chosen. None: the plan takes all experts to be equally likely."""
     offload_schedule: OffloadSchedule = "auto"
-    """With --fast-memory: cgopipe loads the next layer's experts in pages; on-demand loads only the chosen
-    experts; s4 and serial are baselines. On a GPU also: in-place (the CPU computes the experts in RAM), split
-    (GPU and CPU share the chosen experts by price), s2 and s3. auto: the fastest for this job."""
+    """How experts are loaded with --fast-memory: cgopipe loads the next layer's experts in pages; on-demand
+    loads only the chosen experts; s4 and serial are baselines. On a GPU also: in-place (the CPU computes the
+    experts in RAM), split (GPU and CPU share the chosen experts by price), s2 and s3. auto: the fastest for
+    this job."""
     micro_batch_size: int | None = None
-    """With --fast-memory: requests in a micro-batch. None: as planned."""
+    """Number of requests in a micro-batch of --fast-memory. None: as planned."""
     micro_batches: int | None = None
-    """With --fast-memory: micro-batches in a batch. None: as planned."""
+    """Number of micro-batches in a batch of --fast-memory. None: as planned."""
     pad: bool = False
-    """With --fast-memory: pad every prompt to the longest one, as MoE-Lightning(p) does, to measure what
+    """Pad every prompt to the longest one, with --fast-memory, as MoE-Lightning(p) does, to measure what
     padding costs. Padding passes all layers and experts and fills the cache; no answer changes. Logits are
     not padded, nor are answers that end early. No prefix is shared."""
 
     def __post_init__(self) -> None:
         if self.fast_memory not in (None, "auto"):
             parse_bytes("--fast-memory", self.fast_memory)
-        one_of("--offload-schedule", self.offload_schedule, get_args(OffloadSchedule))
+        require_one_of("--offload-schedule", self.offload_schedule, get_args(OffloadSchedule))
         for name in vars(self):
             if self.fast_memory is None and getattr(self, name) != getattr(OffloadConfig, name):
                 flag = "--" + name.replace("_", "-")
@@ -303,33 +304,33 @@ class WorkerConfig:
         A plan for a model larger than memory has a seat for each request and no snapshots.
         budget: bytes beside the KV blocks of one request of the maximum length. page, seat: bytes of one.
         """
-        most = self.scheduler.max_num_seqs
+        max_seqs = self.scheduler.max_num_seqs
         if self.offload is not None:
-            return most, 0
-        seats = min(most, max(1, int(budget * SEATS_SHARE // (page + seat))))
+            return max_seqs, 0
+        seats = min(max_seqs, max(1, int(budget * SEATS_SHARE // (page + seat))))
         if not self.cache.enable_prefix_caching:
             return seats, 0
-        return seats, min(SNAPSHOTS_PER_SEQUENCE * most, max(0, int(budget * SNAPSHOTS_SHARE // page)))
+        return seats, min(SNAPSHOTS_PER_SEQUENCE * max_seqs, max(0, int(budget * SNAPSHOTS_SHARE // page)))
 
     def __post_init__(self) -> None:
-        one_of("--device", self.model.device, get_args(Device))
-        one_of("--dtype", self.model.dtype, get_args(Dtype))
-        one_of("--kernels", self.model.kernels, get_args(KernelName))
-        one_of("--cudagraph-mode", self.model.cudagraph_mode, get_args(CudagraphMode))
+        require_one_of("--device", self.model.device, get_args(Device))
+        require_one_of("--dtype", self.model.dtype, get_args(Dtype))
+        require_one_of("--kernels", self.model.kernels, get_args(KernelName))
+        require_one_of("--cudagraph-mode", self.model.cudagraph_mode, get_args(CudagraphMode))
         if self.model.cudagraph_mode == "full":
             self._check_full_graphs()
-        one_of("--kv-cache-dtype", self.cache.kv_cache_dtype, get_args(CacheDtype))
+        require_one_of("--kv-cache-dtype", self.cache.kv_cache_dtype, get_args(CacheDtype))
         if self.scheduler.inflight_batches not in (1, 2):
             raise ConfigError.field("--inflight-batches", self.scheduler.inflight_batches, "1 or 2")
         if self.scheduler.inflight_batches == 2 and self.scheduler.schedule != "lockstep":
-            allowed = "lockstep with --inflight-batches 2"
-            raise ConfigError.field("--schedule", self.scheduler.schedule, allowed)
-        one_of("--schedule", self.scheduler.schedule, get_args(Schedule))
+            choices = "lockstep with --inflight-batches 2"
+            raise ConfigError.field("--schedule", self.scheduler.schedule, choices)
+        require_one_of("--schedule", self.scheduler.schedule, get_args(Schedule))
         if self.scheduler.speculative_config is not None:
             self._check_speculation(self.scheduler.speculative_config)
-        one_of("--combine", self.scheduler.combine, get_args(Combine))
-        one_of("--relay", self.scheduler.relay, get_args(RelayUse))
-        one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
+        require_one_of("--combine", self.scheduler.combine, get_args(Combine))
+        require_one_of("--relay", self.scheduler.relay, get_args(RelayUse))
+        require_one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
         self.queues.check(self.scheduler.schedule, self.scheduler.queue_policy)
         at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)
         at_least("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, 1)
@@ -348,7 +349,7 @@ class WorkerConfig:
     def _check_full_graphs(self) -> None:
         """Raises ConfigError for a setting that --cudagraph-mode full does not work with."""
         model, scheduler = self.model, self.scheduler
-        for flag, given, needed in (
+        for flag, value, required_value in (
             ("--kernels", model.kernels, "triton"),
             ("--enforce-eager", model.enforce_eager, False),
             ("--schedule", scheduler.schedule, "lockstep"),
@@ -358,16 +359,16 @@ class WorkerConfig:
             ("--fast-memory", "a size" if self.offload or self.server_memory else None, None),
             ("--paced", self.paced, None),
         ):
-            if given != needed:
-                said = "nothing" if needed is None else str(needed)
-                raise ConfigError.field(flag, given, f"{said} with --cudagraph-mode full")
+            if value != required_value:
+                requirement = "nothing" if required_value is None else str(required_value)
+                raise ConfigError.field(flag, value, f"{requirement} with --cudagraph-mode full")
 
-    def _check_speculation(self, given: str) -> None:
+    def _check_speculation(self, text: str) -> None:
         """Raises ConfigError for a wrong setting, and for what drafted tokens cannot go with."""
-        SpeculativeConfig.of(given)
-        for flag, other in (("--fast-memory", self.offload), ("--record-routing", self.record)):
-            if other is not None:
-                raise ConfigError.field("--speculative-config", given, f"nothing with {flag}")
+        SpeculativeConfig.of(text)
+        for flag, conflict in (("--fast-memory", self.offload), ("--record-routing", self.record)):
+            if conflict is not None:
+                raise ConfigError.field("--speculative-config", text, f"nothing with {flag}")
 
     def to_json(self) -> str:
         """The settings as JSON, for the command line of a worker process."""
@@ -382,5 +383,5 @@ class WorkerConfig:
         parallel, offload = ParallelConfig(**parts.pop("parallel")), parts.pop("offload")
         offload = None if offload is None else Offload.of(offload)
         queues = QueueConfig(**parts.pop("queues"))
-        parts["devices"] = tuple(parts["devices"])
+        parts["devices"] = tuple(parts["devices"])  # JSON has lists only
         return cls(model, cache, scheduler, parallel, cpus=cpus, offload=offload, queues=queues, **parts)

@@ -312,7 +312,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class JoinNvshmem:
+class JoinJob:
     """Join an NVSHMEM job. Its PEs are the attention workers, then the expert servers."""
 
     unique_id: bytes
@@ -374,7 +374,7 @@ class ServerReport:
     """[layer][expert] pairs computed so far. Empty when nothing changed."""
 
 
-ToWorker = Submit | Cancel | DropKV | Shutdown | Serving | JoinNvshmem
+ToWorker = Submit | Cancel | DropKV | Shutdown | Serving | JoinJob
 ToEngine = (
     Loading
     | Ready
@@ -394,6 +394,6 @@ ToEngine = (
     | Settled
     | FaultyServer
 )
-ToServer = Hold | JoinNvshmem | Neighbours | Enlisted | Refuse
+ToServer = Hold | JoinJob | Neighbours | Enlisted | Refuse
 FromServer = Enlist | RanksWait | Holds | ServerReport | Digests
 Message = ToWorker | ToEngine | ToServer | FromServer | LinkTest

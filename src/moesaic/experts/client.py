@@ -20,12 +20,20 @@ from typing import Any, Protocol
 import torch
 
 from moesaic.core.experts import Directory
-from moesaic.core.messages import FaultyServer, JoinNvshmem
+from moesaic.core.messages import FaultyServer, JoinJob
 from moesaic.core.tokens import FloatRows, IntArray
-from moesaic.gpu.ipc.device_heap import Place
 from moesaic.kernels.moving import to_host_arrays
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
+
+
+class RowPlace(Protocol):
+    """A place in memory of the own GPU, from which servers read the rows of a request."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class RequestArrays:
     weights: FloatRows | None
     """[n * k]"""
     top_k: int
-    place: Place | None = None
+    place: RowPlace | None = None
     """Where servers read the rows on the GPU. None: the rows are sent."""
 
 
@@ -108,16 +116,16 @@ class ExpertServers(Protocol):
         ...
 
     @property
-    def nvshmem_id(self) -> bytes:
-        """Name of an NVSHMEM job that this worker can be PE 0 of. Empty: it joins none."""
+    def job_id(self) -> bytes:
+        """The name of a job of GPUs that this worker can begin. Empty: it joins none."""
         ...
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Use these servers from now on."""
         ...
 
-    def meet(self, place: JoinNvshmem) -> None:
-        """Join an NVSHMEM job, with the servers. Who asks them by other means only does nothing."""
+    def meet(self, place: JoinJob) -> None:
+        """Join a job of GPUs, with the servers. A client that asks them by other means only does nothing."""
         ...
 
     def faulty(self) -> list[FaultyServer]:
@@ -148,12 +156,12 @@ class NoServers:
     """The ExpertServers of a worker that computes all experts itself."""
 
     oldest_version_in_use = -1
-    nvshmem_id = b""
+    job_id = b""
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Ignores the directory."""
 
-    def meet(self, place: JoinNvshmem) -> None:
+    def meet(self, place: JoinJob) -> None:
         """There is nobody to meet."""
 
     def faulty(self) -> list[FaultyServer]:

@@ -14,8 +14,7 @@ from moesaic.core.experts import ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts import wire
-from moesaic.experts.client import RequestHandle
-from moesaic.gpu.ipc.device_heap import Place
+from moesaic.experts.client import RequestHandle, RowPlace
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import Replicas, ReplicaStats
 from moesaic.transport.calls import Call, Caller
@@ -67,7 +66,7 @@ class Submission:
     """The answer is no longer needed."""
     servers: IntArray | None = None
     """[n * k] whose answer was taken for each pair, -1 before. None: nobody wants to know."""
-    place: Place | None = None
+    place: RowPlace | None = None
     """Where servers read the rows on the GPU. None: the rows are sent."""
 
     def __post_init__(self) -> None:
@@ -379,7 +378,7 @@ class CallCounts:
 
 
 class AnswerMemory(Protocol):
-    """Where answers are put together: arrays of the host, or tensors of a GPU (`device_rows`)."""
+    """Where answers are put together: arrays of the host, or tensors of a GPU."""
 
     def take(self, rows: int, width: int) -> tuple[Any, Any]:
         """Memory for `give_back`, and an array or tensor [rows, width] in it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, cast
 
 import numpy as np
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
-from moesaic.experts.client import RequestHandle
+from moesaic.experts.client import RequestHandle, RowPlace
 from moesaic.experts.outstanding import (
     CallCounts,
     OpenCall,
@@ -20,12 +21,18 @@ from moesaic.experts.outstanding import (
     every_pair,
 )
 from moesaic.experts.relaying import Relaying, Shares
-from moesaic.gpu.ipc.device_calls import DeviceCaller
-from moesaic.gpu.ipc.device_heap import Place
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
 from moesaic.transport.calls import Call, Caller
 
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
+
+
+class MemoryCaller(Caller, Protocol):
+    """A Caller that can also open calls whose rows are on the own GPU."""
+
+    def open_on_device(self, request_bytes: int, rows: int, row_bytes: int, read: RowPlace) -> Call | None:
+        """A call that reads rows from `read` and whose answer is on the own GPU, otherwise as `open`."""
+        ...
 
 
 def post_call(
@@ -71,12 +78,11 @@ def post_call(
     return kind(submission, pairs, call, version), size + rows + answers * 4 * width
 
 
-def _open(caller: Caller, shape: tuple[int, int, int], read: Place | None) -> Call | None:
+def _open(caller: Caller, shape: tuple[int, int, int], read: RowPlace | None) -> Call | None:
     """A call, on the device where it reads rows from there. shape: arguments of `Caller.open`."""
     if read is None:
         return caller.open(*shape)
-    assert isinstance(caller, DeviceCaller)
-    return caller.open_on_device(*shape, read)
+    return cast(MemoryCaller, caller).open_on_device(*shape, read)  # `WorkerMemory.connected` has made it one
 
 
 class Sender:

@@ -117,7 +117,7 @@ def _serve(
                     loader.change(message)
                 case messages.Neighbours(servers):
                     relay.update({entry.server: entry for entry in servers}, secret)
-                case messages.JoinNvshmem() if job is not None:
+                case messages.JoinJob() if job is not None:
                     job.join(message)
                 case messages.Refuse(reason):
                     raise SentAway(f"refused this server: {reason}")

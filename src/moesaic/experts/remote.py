@@ -20,7 +20,7 @@ import torch
 from moesaic.config import RelayUse
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.messages import FaultyServer, JoinNvshmem
+from moesaic.core.messages import FaultyServer, JoinJob
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts.answer_check import Check, WrongAnswer
@@ -29,9 +29,7 @@ from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
 from moesaic.experts.observer import ClientObserver, Routes, UnobservedClient
 from moesaic.experts.outstanding import (
-    AnswerMemory,
     CallCounts,
-    HostAnswers,
     OpenCall,
     ServerConnection,
     Submission,
@@ -39,7 +37,7 @@ from moesaic.experts.outstanding import (
 )
 from moesaic.experts.posting import Arrivals, Sender
 from moesaic.experts.relaying import Relaying, open_calls
-from moesaic.gpu.ipc.device_rows import WorkerRows
+from moesaic.experts.worker_memory import HostWorkerMemory, WorkerMemory
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.relays import needing, waited_for
@@ -72,7 +70,7 @@ class RemoteExperts:
     process again, and keeps a report for the supervisor.
     """
 
-    nvshmem_id = b""
+    job_id = b""
     routes: Routes | None = None
     """Who wants to know which server answers for which pair."""
     before_late: Callable[[], None] = staticmethod(lambda: None)
@@ -91,11 +89,11 @@ class RemoteExperts:
         observer: ClientObserver | None = None,
         check: Check = lambda call, indices: None,
         relay: RelayUse = "off",
-        rows: WorkerRows | None = None,
+        memory: WorkerMemory | None = None,
     ) -> None:
         """wakeup: the one that `connector` rings. put: copies rows of answers.
         check: of every part of an answer. relay: whether one server of a host passes rows on to others of it.
-        rows: keeps rows on the GPU, with connections that it wrapped. None: rows go through the host.
+        memory: has the rows, with connections that it wrapped. None: rows go through the host.
 
         portion_rows: keep what comes in for `arrivals`. Requests of more rows are reported portion by
         portion, others when their answer is complete. None: `arrivals` is not used.
@@ -117,8 +115,8 @@ class RemoteExperts:
         self._submissions: dict[int, Submission] = {}
         """By the number of the handle."""
         self._submitted = 0
-        self.rows_on_device, self._rows, self._check = rows, rows, check
-        self._memory: AnswerMemory = HostAnswers(put) if rows is None else rows.answers
+        self.memory: WorkerMemory = HostWorkerMemory(put) if memory is None else memory
+        self._answers, self._check = self.memory.answers, check
         self._blamed: set[ServerEntry] = set()
         """Processes that gave wrong answers."""
         self._faulty: list[FaultyServer] = []
@@ -134,7 +132,7 @@ class RemoteExperts:
     def submit(self, request: ExpertRequest) -> RequestHandle:
         began = self._clock()
         handle, self._submitted = RequestHandle(self._submitted), self._submitted + 1
-        pairs = request.arrays if self._rows is None else self._rows.arrays(request)
+        pairs = self.memory.arrays(request)
         submission = Submission(
             handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k, place=pairs.place
         )
@@ -165,8 +163,8 @@ class RemoteExperts:
     def release(self, handle: RequestHandle) -> None:
         submission = self._submissions.pop(handle.number)
         submission.release()
-        if self._rows is not None and submission.place is not None:
-            self._rows.give_back(submission.place)
+        if submission.place is not None:
+            self.memory.give_back(submission.place)
         self._observer.released(handle)
 
     # ---- requests of which parts are used
@@ -182,7 +180,7 @@ class RemoteExperts:
     def rows(self, handle: RequestHandle) -> torch.Tensor:
         """The answer [n, k, h] as far as it has come in. It holds until the next call."""
         submission = self._submissions[handle.number]
-        out = submission.answer_memory(self._memory)
+        out = submission.answer_memory(self._answers)
         rows = out if isinstance(out, torch.Tensor) else torch.from_numpy(out)
         return rows.view(-1, submission.top_k, out.shape[1])
 
@@ -220,8 +218,8 @@ class RemoteExperts:
         self._retire()
         self._progress()
 
-    def meet(self, place: JoinNvshmem) -> None:
-        """Rows of these requests do not go by NVSHMEM."""
+    def meet(self, place: JoinJob) -> None:
+        """Rows of these requests do not go through a job."""
 
     def faulty(self) -> list[FaultyServer]:
         faulty, self._faulty = self._faulty, []
@@ -266,8 +264,7 @@ class RemoteExperts:
         for connection in self._connections.values():
             connection.caller.close()
         self._connections.clear()
-        if self._rows is not None:
-            self._rows.close()
+        self.memory.close()
         self._wakeup.close()
 
     # ---- calls
@@ -302,8 +299,7 @@ class RemoteExperts:
             self._replicas.mask(server)
             self._fail(server)
         self._sender.retry()
-        if self._rows is not None:
-            self._rows.poll()
+        self.memory.poll()
         listed = [one for server, one in self._connections.items() if server in self._entries]
         self._barrier_client.arrive(listed)
 
@@ -319,7 +315,7 @@ class RemoteExperts:
         wrong = self._check(call, indices)
         if wrong is not None:
             raise WrongAnswer(wrong)
-        pairs, fresh = call.receive(indices, self._memory)
+        pairs, fresh = call.receive(indices, self._answers)
         submission.missing -= fresh
         if submission.servers is not None:
             submission.servers[pairs] = server
@@ -394,7 +390,7 @@ class RemoteExperts:
 
     def _make_room(self) -> int:
         """Free the memory of calls that have whole answers. Returns how many there were."""
-        return sum(one.move(self._memory) for one in self._submissions.values())
+        return sum(one.move(self._answers) for one in self._submissions.values())
 
     def _retire(self) -> None:
         """Close connections to servers that left the directory, once they have no unanswered calls."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts import wire
 from moesaic.transport.calls import Incoming
@@ -121,7 +121,7 @@ class JoinedJob(Protocol):
         """Whether this process can join it. A process can join one job only."""
         ...
 
-    def join(self, place: JoinNvshmem) -> None:
+    def join(self, place: JoinJob) -> None:
         """Take this place in the job."""
         ...
 

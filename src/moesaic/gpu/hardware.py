@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
 
 import torch
 
+from moesaic.planning.hardware.device import Copy, Device, Way
 from moesaic.planning.hardware.timing import Show, Stopwatch
-
-Way = Literal["down", "up", "staging"]
-
-
-class Device(Protocol):
-    """A device: a processor with its own memory."""
-
-    @property
-    def name(self) -> str:
-        """The device's name in torch."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """The device's name for people."""
-        ...
-
-    def free(self) -> int:
-        """Free bytes of its memory."""
-        ...
-
-    def pinned(self, size: int) -> torch.Tensor:
-        """A uint8 tensor [size] of pinned host memory, which the device reads by itself."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until the device has finished all its work."""
-        ...
-
-    def release(self) -> None:
-        """Free the memory that torch has cached and that nothing uses. A worker may need it next."""
-        ...
 
 
 class Cuda:
@@ -64,23 +31,6 @@ class Cuda:
 
     def release(self) -> None:
         torch.cuda.empty_cache()
-
-
-def find() -> Device | None:
-    """The CUDA device that torch sees, or None."""
-    return Cuda() if torch.cuda.is_available() else None
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The measured speed of one kind of copy between host and device."""
-
-    way: Way
-    """"down": to the device. "up": from it. "staging": from ordinary host memory to pinned memory."""
-    pinned: bool
-    """True if the host's memory is pinned."""
-    bandwidth: float
-    """Measured bytes/s."""
 
 
 def copies(device: Device, size: int, stopwatch: Stopwatch, show: Show) -> tuple[Copy, ...]:

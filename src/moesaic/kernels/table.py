@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 
+from moesaic.core import gpu_parts
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
-from moesaic.gpu.exchange.exchange_launches import ExchangeOperations
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
@@ -207,9 +207,6 @@ class Kernels:
     peak: Callable[[int, bool], int] | None = None
     """Computes so many rounds of multiply-adds in registers on each thread, and returns their number. True:
     those of float32. False: those that the instruction set has for some types of weights."""
-    exchange: ExchangeOperations | None = None
-    nvshmem_exchange: ExchangeOperations | None = None
-    """Launches that ask expert servers and take their answers. None: not possible."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
@@ -323,20 +320,13 @@ def pick(device: str, name: str = "auto") -> Kernels:
 def _triton(kind: str) -> Kernels:
     """Raises ConfigError without Triton, and on a CPU outside of Triton's interpreter."""
     try:
-        from moesaic.gpu.triton import exchange, nvshmem_exchange
-        from moesaic.gpu.triton.graphs import GraphRecorder
-        from moesaic.gpu.triton.launching import INTERPRETED
-        from moesaic.gpu.triton.operations import OPERATIONS
+        kernels = gpu_parts.triton_kernels(kind, REFERENCE)
     except ImportError as error:
         raise ConfigError(f"--kernels triton: {error}; pip install triton") from None
-    if kind == "cpu" and not INTERPRETED:
+    if kernels is None:
         allowed = "auto, reference and the instruction sets on a CPU; triton on a GPU"
         raise ConfigError.field("--kernels", "triton", allowed)
-    make = GraphRecorder if kind == "cuda" else None
-    common = replace(REFERENCE, name="triton", can_use_quantized=True, can_skip_absent=True, recorder=make)
-    if exchange.SUPPORTED:
-        common = replace(common, exchange=exchange, nvshmem_exchange=nvshmem_exchange)
-    return replace(common, **OPERATIONS)
+    return kernels
 
 
 def _natively(name: str) -> Kernels:

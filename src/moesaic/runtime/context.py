@@ -62,6 +62,15 @@ class WorkerContext:
 
 
 @dataclass(frozen=True)
+class AskingParts:
+    """The parts of a worker that ask the expert servers."""
+
+    runner: StepRunner
+    servers: ExpertServers
+    stats: Callable[[], ExpertStats]
+
+
+@dataclass(frozen=True)
 class WorkerParts:
     """The parts in which workers differ."""
 

@@ -164,7 +164,7 @@ class Executor:
 
     def compiled(self, request: Request) -> Future[Any] | None:
         """The compiled grammar of a request, which may still be under way. None if it has no grammar."""
-        return None if self._constraints is None else self._constraints.compiled(request)
+        return None if self._constraints is None else self._constraints.compile(request)
 
     def progress(self) -> list[Event]:
         """Go on with every step under way as far as its experts have answered. Returns what happened."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import WorkerConfig
-from moesaic.core import curves, paced
+from moesaic.config import ON_GPUS, WorkerConfig
+from moesaic.core import curves, gpu_parts, paced
 from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
@@ -26,11 +26,6 @@ from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connector import Connector, as_it_is
 from moesaic.experts.pacing import Pace, Pacing
 from moesaic.experts.remote import RemoteExperts
-from moesaic.gpu.exchange.exchanged_step import ExchangedRunner
-from moesaic.gpu.exchange.full_graphs import Asked, check_full_graphs, full_graphs
-from moesaic.gpu.graphs.graphs import GraphRunner
-from moesaic.gpu.ipc import device_sharing
-from moesaic.gpu.ipc.device_rows import WorkerRows
 from moesaic.models.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
@@ -42,7 +37,7 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.server_setup import IN_ROUNDS, SEPARATE, queue_policy
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import block_pool, cache_size_of
-from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.context import AskingParts, WorkerContext, WorkerParts
 from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
 from moesaic.runtime.model_loading import (
     LoadedModel,
@@ -52,7 +47,7 @@ from moesaic.runtime.model_loading import (
     load_model,
 )
 from moesaic.runtime.observer import WorkerObserver
-from moesaic.runtime.predicting import LayerPredictor
+from moesaic.runtime.predicting import LayerPredictor, PredictionRunner
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
@@ -127,9 +122,9 @@ def with_servers(
     remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows, replicas)
     recorded = _runner(context, stages, remote)
     runner, expert_stats = _paced(recorded, remote.stats, pacing)
-    asked = Asked(runner, remote, expert_stats)
+    asked = AskingParts(runner, remote, expert_stats)
     if config.model.cudagraph_mode == "full":
-        asked = full_graphs(context, stages, layout, remote, replicas, runner)
+        asked = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
     speculation = speculation_of(config, loaded.model, layout.num_bytes)
     blocks = block_pool(config.cache, size)
     scheduler = _scheduler(context, blocks, len(layout.model_layers), speculation, decisions)
@@ -177,7 +172,7 @@ def _check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that need expert servers where there are none."""
     check_shared(config)
     if config.model.cudagraph_mode == "full":
-        check_full_graphs(config)
+        gpu_parts.check_full_graphs(config)
     if config.remote_experts:
         return
     if config.scheduler.schedule != "lockstep":
@@ -214,7 +209,7 @@ def _predictor(stages: BlockStages, experts: RoutedExperts, runner: StepRunner) 
     """runner: of the steps that it follows."""
     if stages.model.prediction is None:
         return None
-    graphs = runner if isinstance(runner, GraphRunner | ExchangedRunner) else None
+    graphs = runner if isinstance(runner, PredictionRunner) else None
     return LayerPredictor(EagerRunner(stages, experts), graphs)
 
 
@@ -230,8 +225,8 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
     ):
         return eager
     table_width = -(-context.limits.max_model_len // stages.block_size)
-    make = GraphRunner if on_gpu else RecordedRunner
-    return make(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
+    make_runner = gpu_parts.graph_runner() if on_gpu else RecordedRunner
+    return make_runner(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
 
 
 def _scheduler(
@@ -265,12 +260,14 @@ def _remote(
     """The client of the expert servers. Each connection's shared memory holds two of the largest steps."""
     config, rows = context.config, context.limits.max_num_batched_tokens
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
-    schedule, kept = config.scheduler.schedule, _device_rows(config, loaded.device)
+    schedule, memory = config.scheduler.schedule, None
+    if config.transport in ON_GPUS:
+        memory = gpu_parts.worker_memory(config.transport, str(loaded.device))
     wrap = as_it_is if pacing is None else pacing.caller
     return RemoteExperts(
         layout,
         replicas,
-        Connector(heap, wakeup, config.transport, wrap if kept is None else kept.connected),
+        Connector(heap, wakeup, config.transport, wrap if memory is None else memory.connected),
         wakeup,
         context.clock,
         portion_rows=told_rows if schedule in SEPARATE else None,
@@ -278,19 +275,9 @@ def _remote(
         put=loaded.kernels.put,
         observer=observer,
         check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),
-        relay=config.scheduler.relay if pacing is None and kept is None else "off",
-        rows=kept,
+        relay=config.scheduler.relay if pacing is None and memory is None else "off",
+        memory=memory,
     )
-
-
-def _device_rows(config: WorkerConfig, device: torch.device) -> WorkerRows | None:
-    """Keeps rows on the GPU with --transport cuda_ipc."""
-    if config.transport != "cuda_ipc":
-        return None
-    if device.type != "cuda":
-        allowed = f"auto, shm, socket with --device {device.type}"
-        raise ConfigError.field("--transport", "cuda_ipc", allowed)
-    return WorkerRows(device, device_sharing.sharing(device))
 
 
 def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -> DeviceCurves:

@@ -13,13 +13,12 @@ Question: Who drafts tokens (`--speculative-config`)?
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.gpu.graphs.graphs import PredictionRunner
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.sampling.checking import Sampled
 from moesaic.runtime.step.eager import EagerRunner
@@ -34,6 +33,23 @@ class Predictor(Protocol):
 
         result: of the step of `plan`. found: its new tokens. The hidden states [p, h] of the new step are
         those from which `Model.predicted` takes the token that may follow each entry of plan.sampled.
+        """
+        ...
+
+
+@runtime_checkable
+class PredictionRunner(Protocol):
+    """Replays the layer that predicts the token after the next one."""
+
+    def records(self, batch: TokenBatch) -> bool:
+        """Whether that layer is replayed after this step."""
+        ...
+
+    def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> Step:
+        """Begin that layer after a step that `records` is true of.
+
+        batch: what `known_rows` returns, at least one row. hidden: [n, h] of all rows of the step, of which
+        those with these numbers go on. Nothing of it is kept.
         """
         ...
 

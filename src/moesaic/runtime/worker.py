@@ -98,9 +98,9 @@ class Worker:
         self._transfers.close()
 
     @property
-    def nvshmem_id(self) -> bytes:
+    def job_id(self) -> bytes:
         """See `ExpertServers`."""
-        return self._servers.nvshmem_id
+        return self._servers.job_id
 
     def close(self) -> None:
         """End the connections to other processes, after `run` has raised."""
@@ -195,7 +195,7 @@ class Worker:
                     self._unreported = True
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
-                case messages.JoinNvshmem():
+                case messages.JoinJob():
                     self._servers.meet(message)
                 case messages.Shutdown():
                     self._stopping = True

@@ -28,11 +28,11 @@ class Writer(Protocol):
         """The events of a stream."""
         ...
 
-    async def whole(self, blocks: AsyncIterator[BlockEvent]) -> Payload:
+    async def build_answer(self, blocks: AsyncIterator[BlockEvent]) -> Payload:
         """The complete answer."""
         ...
 
-    def failed(self, problem: Problem) -> NamedEvent:
+    def make_error_event(self, problem: Problem) -> NamedEvent:
         """The last event of a stream that an error ends."""
         ...
 
@@ -41,12 +41,12 @@ async def deliver(writer: Writer, chat: Chat, stream: bool, receive: Receive) ->
     """The answer to a chat as a stream or as a whole."""
     blocks = block_events(chat.chunks())
     if stream:
-        return NamedEventStream(writer.events(blocks), chat.source, writer.failed)
-    return await answer(receive, chat.source, writer.whole(blocks))
+        return NamedEventStream(writer.events(blocks), chat.source, writer.make_error_event)
+    return await answer(receive, chat.source, writer.build_answer(blocks))
 
 
 @contextmanager
-def renamed(names: Sequence[tuple[str, str]]) -> Generator[None]:
+def translate_fields(names: Sequence[tuple[str, str]]) -> Generator[None]:
     """Errors about fields of a chat name the fields that the client sent.
 
     names: a pattern at the start of a field's path, and what stands there for this client.
@@ -54,6 +54,7 @@ def renamed(names: Sequence[tuple[str, str]]) -> Generator[None]:
     try:
         yield
     except RequestError as error:
+        # Both the message and the field name what the chat's checks saw, so both are translated.
         text, field = str(error), error.field
         for pattern, name in names:
             text = re.sub(f"^{pattern}", name, text)

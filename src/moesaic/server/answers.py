@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.server.responses import CalledFunction, ChatDelta, ChatFinishReason, ChatMessage, ToolCall
-from moesaic.text.parsers.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from moesaic.text.parsers.table import Formats
 from moesaic.text.parsers.values import Tools
 
@@ -24,12 +24,12 @@ class Reading:
     formats: Formats
     tools: Tools | None = None
     """The tools that an answer may call. None: calls are content."""
-    inside: bool = False
+    in_reasoning: bool = False
     """The prompt has opened the reasoning."""
     parallel: bool = True
     """More than the first call of an answer is returned."""
     include_reasoning: bool = True
-    named: bool = False
+    has_named_function: bool = False
     """The request names the function that the answer calls."""
 
     def answer(self) -> Answer:
@@ -45,11 +45,11 @@ class _Call:
 
 
 class Answer:
-    """One answer, of which outputs arrive one after another."""
+    """The answer to a request, of which outputs arrive one after another."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._parser = reading.formats.parser(reading.tools, reading.inside)
+        self._parser = reading.formats.parser(reading.tools, reading.in_reasoning)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
@@ -66,6 +66,7 @@ class Answer:
         events = self._parser.push(output.text) if output.text else []
         self._tokens += len(output.token_ids)
         if thinking or self._parser.thinking:
+            # The first time, tokens that the parser held back until it knew the tag count too.
             self.reasoning_tokens += len(output.token_ids) if self.reasoning_tokens else self._tokens
         if output.finish_reason is not None:
             events += self._parser.finish()
@@ -74,8 +75,8 @@ class Answer:
     def message(self) -> ChatMessage:
         """The message of all outputs so far."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        none = not content and (self._calls or reasoning)
-        message = ChatMessage(role="assistant", content=None if none else content, refusal=None)
+        is_empty = not content and (self._calls or reasoning)
+        message = ChatMessage(role="assistant", content=None if is_empty else content, refusal=None)
         if reasoning:
             message.reasoning = message.reasoning_content = reasoning
         if self._calls:
@@ -91,8 +92,8 @@ class Answer:
 
     def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
         """Why the answer ended, in OpenAI's words: `stop` also after a call of a named function."""
-        called = self._calls and not self._reading.named
-        return "tool_calls" if called and reason is FinishReason.STOP else reason.value
+        has_calls = self._calls and not self._reading.has_named_function
+        return "tool_calls" if has_calls and reason is FinishReason.STOP else reason.value
 
     def _deltas(self, event: Event) -> list[ChatDelta]:
         """The piece for an event, if it has one, which is noted for the message."""
@@ -105,10 +106,10 @@ class Answer:
                     return []
                 self._reasoning.append(text)
                 return [ChatDelta(reasoning=text, reasoning_content=text)]
-            case CallEnded() | CallBegun() | Arguments() if event.index and not self._reading.parallel:
+            case CallEnd() | CallStart() | Arguments() if event.index and not self._reading.parallel:
                 return []
-            case CallBegun(index, name, given):
-                self._calls.append(_Call(given or self._new_id(), name))
+            case CallStart(index, name, call_id):
+                self._calls.append(_Call(call_id or self._new_id(), name))
                 function = CalledFunction(name=name, arguments="")
                 call = ToolCall(index=index, id=self._calls[-1].id, type="function", function=function)
                 return [ChatDelta(tool_calls=[call])]

@@ -17,7 +17,7 @@ from moesaic.server.cors import Cors
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
-from moesaic.server.metrics import OWN, EngineCollector, registry_of
+from moesaic.server.metrics import OWN_PREFIX, EngineCollector, registry_of
 from moesaic.server.openai_responses import routes as openai_responses
 from moesaic.server.request_trace import RequestTrace, Tracing
 from moesaic.server.service import Service
@@ -31,18 +31,18 @@ def create_app(
     body_seconds: float = BODY_SECONDS,
     cors: CorsConfig = CorsConfig(),
     tokenizer_info: bool = False,
-    metrics_prefix: str = OWN,
-    traced: Callable[[RequestTrace], None] | None = None,
+    metrics_prefix: str = OWN_PREFIX,
+    on_trace: Callable[[RequestTrace], None] | None = None,
 ) -> Api:
     """The API of `service`. The caller must start `service.engine` before it serves the API.
 
     tokenizer_info: answer /tokenizer_info, which shows the chat template. metrics_prefix: that of the metrics
-    that vLLM has, too. traced: called with the trace of each request for an answer, once it has ended.
+    that vLLM has, too. on_trace: called with the trace of each request for an answer, once it has ended.
     """
     app = Api(
         title="moesaic",
         version=service.version,
-        docs_url=None,
+        docs_url=None,  # FastAPI's pages load scripts from another host; `docs_page` does not
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -61,8 +61,8 @@ def create_app(
     app.include_router(docs_page.router)
     app.include_router(web_page.router)
     install_handlers(app)
-    if traced is not None:
-        app.add_middleware(Tracing, write=traced)
+    if on_trace is not None:
+        app.add_middleware(Tracing, write=on_trace)
     app.add_middleware(Guard, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)
     app.add_middleware(Cors, config=cors)  # the last one is the first that sees a request
     return app

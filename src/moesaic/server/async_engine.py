@@ -52,32 +52,32 @@ class Stream:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._items: asyncio.Queue[tuple[int, RequestOutput] | EngineDeadError] = asyncio.Queue()
-        self._unfinished = 0
+        self._num_unfinished = 0
         self.groups: list[int] = []
         """Request ids, one for each prompt."""
 
     def expect(self, group: int, completions: int) -> None:
         self.groups.append(group)
-        self._unfinished += completions
+        self._num_unfinished += completions
 
     def put(self, item: tuple[int, RequestOutput] | EngineDeadError) -> None:
         self._items.put_nowait(item)
 
     def close(self) -> None:
         """Cancel the unfinished completions. Closing again, or after the end, does nothing."""
-        self._unfinished = 0
+        self._num_unfinished = 0
         self._engine.cancel(self.groups)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> tuple[int, RequestOutput]:
-        if not self._unfinished:
+        if not self._num_unfinished:
             raise StopAsyncIteration
         item = await self._items.get()
         if isinstance(item, EngineDeadError):
             raise item
-        self._unfinished -= item[1].finished
+        self._num_unfinished -= item[1].finished
         if item[1].finish_reason is FinishReason.ERROR:
             raise NonFiniteLogitsError
         if item[1].finish_reason is FinishReason.NOT_ALLOWED:
@@ -106,7 +106,7 @@ class _Route:
 class AsyncEngine:
     """`engine` and the `connection` to its worker, run by the event loop that calls `start`.
 
-    clock: returns seconds, for the latency histograms. how_it_ended: returns one line on how the worker
+    clock: returns seconds, for the latency histograms. describe_end: returns one line on how the worker
     ended; it is called once the connection is lost.
     """
 
@@ -116,7 +116,7 @@ class AsyncEngine:
         connection: Inbox,
         *,
         clock: Callable[[], float] = time.monotonic,
-        how_it_ended: Callable[[], str] | None = None,
+        describe_end: Callable[[], str] | None = None,
     ) -> None:
         self.engine = engine
         self.meter = Meter()
@@ -125,11 +125,11 @@ class AsyncEngine:
         """The error that the worker reported before it ended, if it reported one."""
         self.ready = asyncio.Event()
         """Set once the model is loaded."""
-        self.ended = asyncio.Event()
+        self.worker_ended = asyncio.Event()
         """Set once the worker is gone."""
         self._connection = connection
         self._clock = clock
-        self._how_it_ended = how_it_ended
+        self._describe_end = describe_end
         self._routes: dict[int, _Route] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -141,13 +141,13 @@ class AsyncEngine:
 
     async def wait_ready(self) -> None:
         """Wait until the model is loaded. Raises EngineDeadError if the worker dies first."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.ready, self.ended)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.ready, self.worker_ended)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        if self.ended.is_set():
+        if self.worker_ended.is_set():
             raise EngineDeadError(f"the worker is gone: {self.engine.dead}")
 
     def require_serving(self) -> WorkerInfo:
@@ -165,18 +165,18 @@ class AsyncEngine:
         jobs: Sequence[tuple[list[int], SamplingParams]],
         *,
         own_text: bool = False,
-        kept: Collection[str] = (),
+        kept_special_tokens: Collection[str] = (),
     ) -> Stream:
         """Submit every (prompt, parameters) pair, or none if one is refused.
 
-        own_text, kept: see Engine.submit.
+        own_text, kept_special_tokens: see Engine.submit.
         """
         self.require_serving()
         self.require_room_ever(len(jobs), sum(params.n for _, params in jobs))
         stream = Stream(self)
         try:
             for number, (prompt, params) in enumerate(jobs):
-                self._submit(stream, number, prompt, params, own_text, kept)
+                self._submit(stream, number, prompt, params, own_text, kept_special_tokens)
         except MoesaicError:
             stream.close()
             raise
@@ -189,8 +189,8 @@ class AsyncEngine:
         """
         limit = self.engine.limit
         if limit is not None and prompts > 1 and completions > limit:
-            what = f"got {prompts} prompts, {completions} completions in all"
-            raise RequestError(f"prompt: {what}; allowed in one call: at most {limit}", "prompt")
+            request_text = f"got {prompts} prompts, {completions} completions in all"
+            raise RequestError(f"prompt: {request_text}; allowed in one call: at most {limit}", "prompt")
 
     async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one prompt. Closing the iterator early cancels the request."""
@@ -204,7 +204,7 @@ class AsyncEngine:
             route = self._routes.pop(group, None)
             if route is None:
                 continue
-            self.meter.aborted(group)
+            self.meter.record_abort(group)
             LOG.debug("request %d: cancelled", group, extra=of_request(route.name))
             try:
                 self.engine.cancel(group)
@@ -224,21 +224,23 @@ class AsyncEngine:
         prompt: list[int],
         params: SamplingParams,
         own_text: bool,
-        kept: Collection[str],
+        kept_special_tokens: Collection[str],
     ) -> None:
         try:
             name = REQUEST.get()
-            group = self.engine.submit(prompt, params, own_text=own_text, kept=kept, name=name)
+            group = self.engine.submit(
+                prompt, params, own_text=own_text, kept_special_tokens=kept_special_tokens, name=name
+            )
         except EngineDeadError as error:
             self._die(str(error))
             raise
         stream.expect(group, params.n)
         self._routes[group] = _Route(stream, number, params.n, name)
         self._idle.clear()
-        times = self.meter.arrived(group, params.n, self._clock())
+        times = self.meter.record_arrival(group, params.n, self._clock())
         trace = TRACE.get()
         if trace is not None:
-            trace.submitted(len(prompt), params, times)
+            trace.record_submission(len(prompt), params, times)
         LOG.debug("request %d: %d prompt tokens, n %d", group, len(prompt), params.n)
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -247,9 +249,9 @@ class AsyncEngine:
             try:
                 message = self._connection.receive(None)
             except ConnectionLost as error:
-                _call(loop, self._die, self._how_it_ended() if self._how_it_ended else str(error))
+                _call(loop, self._die, self._describe_end() if self._describe_end else str(error))
                 return
-            except Exception as error:
+            except Exception as error:  # without this thread no request would ever end
                 _call(loop, self._die, f"the thread that reads its messages failed: {error!r}")
                 raise
             if message is not None and not _call(loop, self._receive, message):
@@ -272,7 +274,7 @@ class AsyncEngine:
         elif self.engine.info is not None:
             self.ready.set()
         now = self._clock()
-        self.meter.received(message, outputs, now)
+        self.meter.record_message(message, outputs, now)
         for output in outputs:
             self._deliver(output)
         self._note_idle()
@@ -284,20 +286,21 @@ class AsyncEngine:
         route.stream.put((route.number, output))
         route.left -= output.finished
         if output.finish_reason is not None:
-            what, extra = output.finish_reason.value, of_request(route.name)
-            LOG.debug("request %d: completion %d: %s", output.request_id, output.index, what, extra=extra)
+            reason, extra = output.finish_reason.value, of_request(route.name)
+            LOG.debug("request %d: completion %d: %s", output.request_id, output.index, reason, extra=extra)
         if not route.left:
             del self._routes[output.request_id]
 
     def _die(self, reason: str) -> None:
         """End every stream with an error. The first reason is kept."""
-        if not self.ended.is_set():
+        if not self.worker_ended.is_set():
             self.engine.mark_dead(reason)
-            self.ended.set()
+            self.worker_ended.set()
         streams = {id(route.stream): route.stream for route in self._routes.values()}
         for group in self._routes:
-            self.meter.aborted(group)
+            self.meter.record_abort(group)
         self._routes.clear()
+        # A stream gets one error, however many of its prompts were unfinished.
         for stream in streams.values():
             stream.put(EngineDeadError(f"the worker is gone: {self.engine.dead}"))
         self._note_idle()

@@ -29,23 +29,23 @@ class Block:
     """Number in the answer, from 0."""
     kind: Kind
     id: str = ""
-    """Of a call."""
+    """The id of a call. Empty for reasoning and text."""
     name: str = ""
-    """Of the function that a call calls."""
+    """The name of the function that a call calls. Empty for reasoning and text."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[ChatLogprob] = field(default_factory=list)
-    """Of the tokens of a text, where the chat has log-probabilities."""
+    """The log-probabilities of a text's tokens, if the chat has any."""
     complete: bool = False
     """True once it has ended, unless the limit of the answer's length ended it."""
 
     @property
     def text(self) -> str:
-        """Its text so far; of a call, its arguments."""
+        """The text of the block so far. For a call it is the arguments."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True)
-class Begun:
+class BlockStart:
     """A block has begun."""
 
     block: Block
@@ -61,7 +61,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Ended:
+class BlockEnd:
     """A block has ended."""
 
     block: Block
@@ -78,7 +78,7 @@ class Finish:
     usage: Usage
 
 
-BlockEvent = Begun | Piece | Ended | Finish
+BlockEvent = BlockStart | Piece | BlockEnd | Finish
 
 
 async def block_events(chunks: AsyncIterator[ChatChunk]) -> AsyncGenerator[BlockEvent, None]:
@@ -90,8 +90,10 @@ async def block_events(chunks: AsyncIterator[ChatChunk]) -> AsyncGenerator[Block
                 yield event
             last = choice if choice.finish_reason else last
         if chunk.usage is not None and last is not None and last.finish_reason is not None:
-            called = blocks.called and last.finish_reason == "stop"
-            yield Finish("tool_calls" if called else last.finish_reason, last.stop_reason, chunk.usage)
+            ended_with_call = blocks.has_calls and last.finish_reason == "stop"
+            yield Finish(
+                "tool_calls" if ended_with_call else last.finish_reason, last.stop_reason, chunk.usage
+            )
 
 
 async def collect(events: AsyncIterator[BlockEvent]) -> tuple[list[Block], Finish]:
@@ -99,7 +101,7 @@ async def collect(events: AsyncIterator[BlockEvent]) -> tuple[list[Block], Finis
     blocks, finish = list[Block](), None
     async for event in events:
         match event:
-            case Begun(block):
+            case BlockStart(block):
                 blocks.append(block)
             case Finish():
                 finish = event
@@ -115,20 +117,20 @@ class _Blocks:
         self._count = 0
         self._call = -1
         """Number of the call in the answer, if the open block is a call."""
-        self._scored: list[ChatLogprob] = []
+        self._pending_logprobs: list[ChatLogprob] = []
         """Log-probabilities of tokens that are in no text yet. They may belong to a tag, or to reasoning."""
 
     @property
-    def called(self) -> bool:
+    def has_calls(self) -> bool:
         """Some block was a call."""
         return self._call >= 0
 
     def take(self, choice: ChatChunkChoice) -> Iterator[BlockEvent]:
         """The events of a chunk."""
         if choice.delta.reasoning or choice.delta.tool_calls:
-            self._scored = []
+            self._pending_logprobs = []  # these tokens belong to no text
         if choice.logprobs is not None:
-            self._scored += choice.logprobs.content
+            self._pending_logprobs += choice.logprobs.content
         yield from self._delta(choice.delta)
         if choice.finish_reason is not None:
             yield from self._end(choice.finish_reason != "length")
@@ -156,21 +158,21 @@ class _Blocks:
 
     def _tokens_of(self, text: str) -> list[ChatLogprob]:
         """The last tokens, as many as the bytes of `text` need. Those before belong to a tag."""
-        left, start = len(text.encode()), len(self._scored)
-        while left > 0 and start > 0:
+        num_bytes, start = len(text.encode()), len(self._pending_logprobs)
+        while num_bytes > 0 and start > 0:
             start -= 1
-            left -= len(self._scored[start].bytes)
-        found, self._scored = self._scored[start:], []
-        return found
+            num_bytes -= len(self._pending_logprobs[start].bytes)
+        logprobs, self._pending_logprobs = self._pending_logprobs[start:], []
+        return logprobs
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[BlockEvent]:
         yield from self._end(complete=True)
         self._open = Block(self._count, kind, call_id, name)
         self._count += 1
-        yield Begun(self._open)
+        yield BlockStart(self._open)
 
     def _end(self, complete: bool) -> Iterator[BlockEvent]:
         if self._open is not None:
             self._open.complete = complete
-            yield Ended(self._open)
+            yield BlockEnd(self._open)
         self._open = None

@@ -18,14 +18,15 @@ from starlette.types import Receive
 from moesaic.core.errors import RequestError
 from moesaic.core.reasoning import ReasoningBudget
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob, TokenRoute
+from moesaic.server.answer_form import require_grammar
 from moesaic.server.answers import Answer, Reading
 from moesaic.server.async_engine import Stream
-from moesaic.server.documentation import GENERATION_ERRORS, streamed
-from moesaic.server.events import CLIENT_GONE, EventStream, answer, unless_disconnected
+from moesaic.server.documentation import GENERATION_ERRORS, describe_stream
+from moesaic.server.events import CLIENT_GONE, EventStream, answer, run_until_disconnect
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.logprobs import chat_logprobs, prompt_logprobs
 from moesaic.server.prompts import (
-    Cut,
+    Truncation,
     chat_prompt,
     opens_reasoning,
     require_few_entries,
@@ -43,7 +44,6 @@ from moesaic.server.responses import (
 )
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
-from moesaic.server.structured import require_grammar
 from moesaic.server.token_routes import set_routes
 from moesaic.server.tools import callable_tools, with_grammar
 from moesaic.server.usage import Tally
@@ -55,7 +55,7 @@ FIELD = "thinking_token_budget"
 @router.post(
     "/v1/chat/completions",
     response_model=ChatCompletion,
-    responses=GENERATION_ERRORS | streamed(ChatChunk),
+    responses=GENERATION_ERRORS | describe_stream(ChatChunk),
 )
 async def create_chat_completion(body: ChatRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation."""
@@ -65,7 +65,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
         return Response(status_code=CLIENT_GONE)
     if body.stream:
         return EventStream(chat.chunks(), chat.source)
-    return await answer(request.receive, chat.source, chat.reply.whole(chat.source))
+    return await answer(request.receive, chat.source, chat.reply.build_answer(chat.source))
 
 
 @dataclass(frozen=True)
@@ -95,36 +95,36 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
     tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
     await require_grammar(params, body, service)
-    cut = Cut.of(body, body.max_completion_tokens or body.max_tokens, service)
-    rendered = chat_prompt(
+    cut = Truncation.from_body(body, body.max_completion_tokens or body.max_tokens, service)
+    rendering = chat_prompt(
         body.messages,
         body,
         service,
         any_length=cut.tokens is not None,
-        special=body.add_special_tokens is True,
+        special=body.add_special_tokens is True,  # a chat template writes special tokens itself
     )
-    whole = await unless_disconnected(receive, rendered)
-    if whole is None:
+    full_prompt = await run_until_disconnect(receive, rendering)
+    if full_prompt is None:
         return None
-    prompt = cut.apply(whole)
+    prompt = cut.apply(full_prompt)
     require_few_scores("prompt_logprobs", body.prompt_logprobs, len(prompt), body)
     reading = Reading(
         formats=service.formats,
         tools=tools,
-        inside=opens_reasoning(prompt, body, service),
+        in_reasoning=opens_reasoning(prompt, body, service),
         parallel=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning is not False,
-        named=isinstance(body.tool_choice, ToolChoice),
+        has_named_function=isinstance(body.tool_choice, ToolChoice),
     )
     params = with_budget(await with_grammar(params, body, reading, service), body, reading, service)
-    if fit:
-        params = _fitted(params, len(prompt), service)
+    if fit:  # after the prompt is known, since the rest of the context is the limit
+        params = _fit_to_context(params, len(prompt), service)
     reply = Reply(body, prompt, service, reading)
     source = _open(service, prompt, params, not body.continue_final_message, service.formats.marks(tools))
     return Chat(reply, source, len(prompt), params)
 
 
-def _fitted(params: SamplingParams, prompt_tokens: int, service: Service) -> SamplingParams:
+def _fit_to_context(params: SamplingParams, prompt_tokens: int, service: Service) -> SamplingParams:
     """`params` whose max_tokens is at most what the context leaves, and at least 1."""
     room = service.engine.require_serving().max_model_len - prompt_tokens
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -132,14 +132,20 @@ def _fitted(params: SamplingParams, prompt_tokens: int, service: Service) -> Sam
 
 
 def _open(
-    service: Service, prompt: list[int], params: SamplingParams, own_text: bool, kept: Collection[str]
+    service: Service,
+    prompt: list[int],
+    params: SamplingParams,
+    own_text: bool,
+    kept_special_tokens: Collection[str],
 ) -> Stream:
     """Submit the prompt. Errors about the engine's field "prompt" name the chat's field "messages"."""
     try:
-        return service.engine.open([(prompt, params)], own_text=own_text, kept=kept)
+        return service.engine.open(
+            [(prompt, params)], own_text=own_text, kept_special_tokens=kept_special_tokens
+        )
     except RequestError as error:
-        renamed = "messages" if error.field == "prompt" else error.field
-        raise RequestError(str(error), renamed, error.code) from error
+        field = "messages" if error.field == "prompt" else error.field
+        raise RequestError(str(error), field, error.code) from error
 
 
 @dataclass
@@ -162,7 +168,7 @@ class Reply:
         """The log-probabilities of the prompt's tokens."""
         self._service = service
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(service.now())
+        self._created_time = int(service.now())
         self._tally = Tally([len(prompt)])
         self._answers: defaultdict[int, Answer] = defaultdict(reading.answer)
         """Choice index -> its answer, once it has begun."""
@@ -172,40 +178,41 @@ class Reply:
     async def chunks(self, source: Stream) -> AsyncIterator[ChatChunk]:
         """The streamed answer: for each choice its role, its text in pieces and its end; then the usage."""
         async for number, output in source:
-            begun = output.index in self._answers
+            has_begun = output.index in self._answers
             deltas = self._take(number, output)
-            if not begun:
+            if not has_begun:
                 first = self._chunk(output.index, ChatDelta(role="assistant", content=""))
                 if self._body.return_token_ids and len(self._answers) == 1:
                     first.prompt_token_ids = self._prompt
                 yield first
             logprobs = self._logprobs(output.logprobs or [])
-            alone = (self._body.return_token_ids or output.routes) and output.finish_reason is None
-            if not deltas and ((logprobs and logprobs.content) or alone):
+            needs_chunk = (self._body.return_token_ids or output.routes) and output.finish_reason is None
+            if not deltas and ((logprobs and logprobs.content) or needs_chunk):
                 deltas = [ChatDelta(content="")]
             for delta in deltas:
                 yield self._chunk(output.index, delta, logprobs, output)
+                # Several pieces of one output: only the first has its tokens and their log-probabilities.
                 logprobs, output = None, replace(output, token_ids=[], routes=[])
             if output.finish_reason is not None:
                 yield self._last_chunk(output)
         if self._body.streams_usage:
             yield self._envelope([], self._tally.usage())
 
-    async def whole(self, source: Stream) -> ChatCompletion:
+    async def build_answer(self, source: Stream) -> ChatCompletion:
         """The complete answer."""
         outputs: defaultdict[int, _Outputs] = defaultdict(_Outputs)
         async for number, output in source:
             self._take(number, output)
-            found = outputs[output.index]
-            found.logprobs.extend(output.logprobs or [])
-            found.token_ids.extend(output.token_ids)
-            found.routes.extend(output.routes or [])
+            choice_outputs = outputs[output.index]
+            choice_outputs.logprobs.extend(output.logprobs or [])
+            choice_outputs.token_ids.extend(output.token_ids)
+            choice_outputs.routes.extend(output.routes or [])
             self._scores = self._scores or output.prompt_logprobs
-            found.last = output
+            choice_outputs.last = output
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
-            created=self._created,
+            created=self._created_time,
             model=self._service.model_name,
             choices=[self._choice(index, outputs[index]) for index in sorted(outputs)],
             usage=self._tally.usage(),
@@ -224,7 +231,7 @@ class Reply:
         deltas = self._answers[output.index].take(output)
         self._tally.add(number, output)
         if self._tally.reasoning_tokens is not None:
-            self._tally.reasoning_tokens = sum(each.reasoning_tokens for each in self._answers.values())
+            self._tally.reasoning_tokens = sum(answer.reasoning_tokens for answer in self._answers.values())
         return deltas
 
     def _choice(self, index: int, outputs: _Outputs) -> ChatChoice:
@@ -280,13 +287,14 @@ class Reply:
             set_routes(choice, output.routes)
 
     def _envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        """One chunk. As in OpenAI's API, a stream with usage sends `usage: null` before the last chunk."""
+        """A chunk of the stream. As in OpenAI's API, a stream with usage sends `usage: null` before the
+        last."""
         if usage is None and self._body.streams_running_usage:
             usage = self._tally.usage()
         chunk = ChatChunk(
             id=self._id,
             object="chat.completion.chunk",
-            created=self._created,
+            created=self._created_time,
             model=self._service.model_name,
             choices=choices,
         )
@@ -302,17 +310,17 @@ def with_budget(
 
     Raises RequestError for a model whose reasoning is not told apart, and for one that may not end it.
     """
-    wanted = body.thinking_token_budget
-    if wanted is None or wanted < 0:
+    num_tokens = body.thinking_token_budget
+    if num_tokens is None or num_tokens < 0:
         return params
-    span = reading.formats.span(reading.tools, reading.inside)
+    span = reading.formats.span(reading.tools, reading.in_reasoning)
     if span is None:
-        what = "reasoning is not told apart in the answers of this model"
-        allowed = "a server with --reasoning-parser NAME, or -1"
-        raise RequestError(f"{FIELD}: got {wanted}, but {what}; allowed: {allowed}", FIELD)
+        reason = "reasoning is not told apart in the answers of this model"
+        choices = "a server with --reasoning-parser NAME, or -1"
+        raise RequestError(f"{FIELD}: got {num_tokens}, but {reason}; allowed: {choices}", FIELD)
     end = tuple(service.tokenizer.encode(span.endings[0], add_special_tokens=False))
     if params.allowed_token_ids is not None and not set(end) <= set(params.allowed_token_ids):
-        what = f"with {FIELD} they need the tokens {list(end)}, which end the reasoning"
-        raise RequestError(f"allowed_token_ids: {what}", "allowed_token_ids")
-    budget = ReasoningBudget(wanted, span.opening, span.endings, end, span.inside, span.anywhere)
+        reason = f"with {FIELD} they need the tokens {list(end)}, which end the reasoning"
+        raise RequestError(f"allowed_token_ids: {reason}", "allowed_token_ids")
+    budget = ReasoningBudget(num_tokens, span.opening, span.endings, end, span.in_reasoning, span.can_repeat)
     return replace(params, reasoning=budget)

@@ -38,7 +38,7 @@ class ChatThreads:
         self._busy = busy
         self._patience = patience
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._started = False
+        self._has_started = False
         weakref.finalize(self, _end, self._jobs, count)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -46,8 +46,8 @@ class ChatThreads:
 
         Raises OverloadedError if no thread was free for `patience` seconds.
         """
-        if not self._started:
-            self._started = True
+        if not self._has_started:
+            self._has_started = True
             for _ in range(self._count):
                 threading.Thread(
                     target=_serve, args=(self._jobs, self._busy), name="chat", daemon=True
@@ -59,24 +59,24 @@ class ChatThreads:
 
 def _serve(jobs: SimpleQueue[_Job | None], busy: str) -> None:
     while (job := jobs.get()) is not None:
-        _do(job, busy)
+        _run_job(job, busy)
         del job  # while this thread waits, it keeps nothing of the last job alive, such as its ChatThreads
 
 
-def _do(job: _Job, busy: str) -> None:
+def _run_job(job: _Job, busy: str) -> None:
     if not job.result.set_running_or_notify_cancel():
         return
     if time.monotonic() > job.deadline:
         job.result.set_exception(OverloadedError(f"{busy}; try again later", retry_after=5.0))
         return
     try:
-        done = job.work()
+        value = job.work()
     except BaseException as error:
         job.result.set_exception(error)
         if not isinstance(error, Exception):
             raise
     else:
-        job.result.set_result(done)
+        job.result.set_result(value)
 
 
 def _end(jobs: SimpleQueue[_Job | None], count: int) -> None:

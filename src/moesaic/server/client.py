@@ -47,9 +47,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One event of a stream."""
+    """An event of a stream."""
 
-    at: float
+    arrival_time: float
     """Time of arrival, in seconds on the client's clock."""
     text: str
     """New text of the answer; may be empty."""
@@ -104,6 +104,7 @@ class Client:
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._clock = clock
+        # A load generator decides itself how many requests are open. httpx would allow 100.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
@@ -156,13 +157,13 @@ class Client:
                     async for event in events:
                         yield _chunk(event, self._clock())
         except httpx.HTTPError as error:
-            raise self._lost(error) from error
+            raise self._connection_error(error) from error
 
     async def _request(self, method: str, path: str, body: object = None) -> Reply:
         try:
             return _reply(await self._http.send(self._build(method, path, body)))
         except httpx.HTTPError as error:
-            raise self._lost(error) from error
+            raise self._connection_error(error) from error
 
     def _build(self, method: str, path: str, body: object = None) -> httpx.Request:
         # json.dumps escapes non-ASCII: a lone surrogate must reach the server, which explains its refusal.
@@ -171,9 +172,9 @@ class Client:
         try:
             return self._http.build_request(method, self.base_url + path, content=content, headers=headers)
         except httpx.InvalidURL as error:
-            raise self._lost(error) from error
+            raise self._connection_error(error) from error
 
-    def _lost(self, error: Exception) -> ConnectionLost:
+    def _connection_error(self, error: Exception) -> ConnectionLost:
         return ConnectionLost(f"{self.base_url}: {str(error) or type(error).__name__}")
 
 
@@ -201,7 +202,7 @@ class _AppTransport(httpx.AsyncBaseTransport):
             "headers": [(name.lower(), value) for name, value in request.headers.raw],
             "scheme": request.url.scheme,
             "path": request.url.path,
-            "raw_path": request.url.raw_path.partition(b"?")[0],
+            "raw_path": request.url.raw_path.partition(b"?")[0],  # that of ASGI has no query
             "query_string": request.url.query,
             "root_path": "",
             "server": (request.url.host, request.url.port),
@@ -217,7 +218,7 @@ class _AppTransport(httpx.AsyncBaseTransport):
 
 
 class _AppCall(httpx.AsyncByteStream):
-    """One call of an ASGI application: the body of its answer. Closing it early is a client that leaves."""
+    """The body of the answer to a call of an ASGI application. A client that leaves closes it early."""
 
     def __init__(self, app: Callable[..., Any], scope: dict[str, Any], body: bytes) -> None:
         self._request: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -234,10 +235,10 @@ class _AppCall(httpx.AsyncByteStream):
         return (500, []) if message is None else (message["status"], list(message.get("headers", ())))
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        more = True
-        while more and (message := await self._answer.get()) is not None:
+        has_more = True
+        while has_more and (message := await self._answer.get()) is not None:
             yield message.get("body", b"")
-            more = message.get("more_body", False)
+            has_more = message.get("more_body", False)
 
     async def aclose(self) -> None:
         self._left.set()
@@ -265,7 +266,7 @@ def _reply(response: httpx.Response) -> Reply:
         body: Any = response.json()
     except ValueError:
         body = response.text
-    wait = response.headers.get("retry-after", "")
+    wait = response.headers.get("retry-after", "")  # a proxy may send a date, which is ignored
     return Reply(
         status=response.status_code,
         body=body,

@@ -46,10 +46,11 @@ class ClusterCollector(Collector):
             yield from self._experts(load)
 
     def _processes(self, status: ClusterStatus) -> Iterator[GaugeMetricFamily]:
-        up = Counter({process.role: 0 for process in status.processes})
-        up.update(process.role for process in status.processes if process.stage == "serving")
-        counted = [((role,), float(number)) for role, number in up.items()]
-        yield self._gauge("processes_up", "Processes that are serving.", counted, "role")
+        # A role without a serving process is reported too, as 0.
+        serving_counts = Counter({process.role: 0 for process in status.processes})
+        serving_counts.update(process.role for process in status.processes if process.stage == "serving")
+        series = [((role,), float(number)) for role, number in serving_counts.items()]
+        yield self._gauge("processes_up", "Processes that are serving.", series, "role")
         waiting = [
             ((process.name,), float(process.stats.waiting_pairs))
             for process in status.processes
@@ -71,15 +72,15 @@ class ClusterCollector(Collector):
         text = "Bytes of experts by the level that had them: read from slow, or in fast memory when chosen."
         levels: Series = [
             ((name, level), float(size))
-            for name, found in servers
-            for level, size in (("slow", found.loaded_bytes), ("fast", found.held_bytes))
+            for name, residency in servers
+            for level, size in (("slow", residency.loaded_bytes), ("fast", residency.held_bytes))
         ]
         yield self._counter("expert_server_bytes", text, levels, "server", "level")
         text = "Experts that runs chose, where a server does not have all of them in memory."
-        chosen: Series = [((name,), float(found.chosen)) for name, found in servers]
-        yield self._counter("expert_server_chosen_experts", text, chosen, "server")
+        chosen_counts: Series = [((name,), float(residency.chosen)) for name, residency in servers]
+        yield self._counter("expert_server_chosen_experts", text, chosen_counts, "server")
         text = "Experts of expert_server_chosen_experts that were in memory."
-        hits: Series = [((name,), float(found.hits)) for name, found in servers]
+        hits: Series = [((name,), float(residency.hits)) for name, residency in servers]
         yield self._counter("expert_server_chosen_experts_in_memory", text, hits, "server")
 
     def _counters(self, status: ClusterStatus) -> Iterator[CounterMetricFamily]:
@@ -115,9 +116,9 @@ class ClusterCollector(Collector):
             ),
         ):
             yield self._counter(name, text, [((), value)])
-        missed: Series = [(("ttft",), counters.missed_ttft), (("itl",), counters.missed_itl)]
+        violations: Series = [(("ttft",), counters.missed_ttft), (("itl",), counters.missed_itl)]
         text = "First tokens later than --slo-ttft, and further tokens later than --slo-itl."
-        yield self._counter("slo_violations", text, missed, "objective")
+        yield self._counter("slo_violations", text, violations, "objective")
 
     def _solves(self, solve: PlacementSolve) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Placements that were solved from live routing."""
@@ -125,11 +126,11 @@ class ClusterCollector(Collector):
         yield self._counter("placement_solves", text, [((), solve.solves)])
         text = "Placements of these that were swapped in."
         yield self._counter("placement_swaps", text, [((), solve.swaps)])
-        for name, what, value in (
+        for name, help_text, value in (
             ("gain", "Seconds that the last solved placement was predicted to save.", solve.gain_seconds),
             ("cost", "Seconds that its moves were predicted to take.", solve.cost_seconds),
         ):
-            yield self._gauge(f"placement_predicted_{name}_seconds", what, [((), value)])
+            yield self._gauge(f"placement_predicted_{name}_seconds", help_text, [((), value)])
         text = "Predicted share of pairs on the own rank, before and with the last solved placement."
         local: Series = [(("before",), solve.local_before), (("after",), solve.local_after)]
         yield self._gauge("placement_predicted_local", text, local, "placement")
@@ -146,9 +147,11 @@ class ClusterCollector(Collector):
     def _locality(self, layers: Sequence[LayerLocality]) -> Iterator[CounterMetricFamily]:
         """Pairs in all and local pairs. The local activation rate is the second over the first."""
         text = "(row, expert) pairs that attention workers sent."
-        yield self._counter("sent_pairs", text, [((str(one.layer),), one.pairs) for one in layers], "layer")
+        yield self._counter(
+            "sent_pairs", text, [((str(layer.layer),), layer.pairs) for layer in layers], "layer"
+        )
         text = "(row, expert) pairs that attention workers sent to the expert server of their own rank."
-        local: Series = [((str(one.layer),), one.local_pairs) for one in layers]
+        local: Series = [((str(layer.layer),), layer.local_pairs) for layer in layers]
         yield self._counter("local_activation_pairs", text, local, "layer")
 
     def _experts(self, load: ClusterLoad) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:

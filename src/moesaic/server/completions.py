@@ -13,8 +13,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from moesaic.core.request import RequestOutput
+from moesaic.server.answer_form import require_grammar
 from moesaic.server.async_engine import Stream
-from moesaic.server.documentation import GENERATION_ERRORS, streamed
+from moesaic.server.documentation import GENERATION_ERRORS, describe_stream
 from moesaic.server.events import EventStream, answer
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.logprobs import CompletionLogprobsWriter, prompt_logprobs
@@ -29,7 +30,6 @@ from moesaic.server.responses import (
 )
 from moesaic.server.sampling import completion_params
 from moesaic.server.service import Service, Serving
-from moesaic.server.structured import require_grammar
 from moesaic.server.token_routes import set_routes
 from moesaic.server.usage import Tally
 
@@ -39,7 +39,9 @@ _AT_ONCE = 1 << 12
 """Maximum number of tokens that are looked up in the event loop, which takes some ms."""
 
 
-@router.post("/v1/completions", response_model=Completion, responses=GENERATION_ERRORS | streamed(Completion))
+@router.post(
+    "/v1/completions", response_model=Completion, responses=GENERATION_ERRORS | describe_stream(Completion)
+)
 async def create_completion(body: CompletionRequest, request: Request, service: Serving) -> Response:
     """Continue one or many prompts."""
     service.engine.require_serving()
@@ -48,12 +50,13 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     prompts = await completion_prompts(body, service)
     _require_few_scores(body, prompts)
     jobs = [(p.token_ids, completion_params(body, len(p.token_ids), service)) for p in prompts]
+    # All prompts of a call share the form of their answers, so one check is enough.
     await require_grammar(jobs[0][1], body, service)
     reply = _Reply(body, prompts, service)
     source = service.engine.open(jobs)
     if body.stream:
         return EventStream(reply.chunks(source), source)
-    return await answer(request.receive, source, reply.whole(source))
+    return await answer(request.receive, source, reply.build_answer(source))
 
 
 def _require_few_scores(body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
@@ -72,7 +75,7 @@ class _Reply:
         self._prompts = prompts
         self._service = service
         self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(service.now())
+        self._created_time = int(service.now())
         self._tally = Tally([len(prompt.token_ids) for prompt in prompts])
         self._writers: dict[int, CompletionLogprobsWriter] = {}
         """Choice index -> its writer, once the choice has begun."""
@@ -80,40 +83,40 @@ class _Reply:
     async def chunks(self, source: Stream) -> AsyncIterator[Completion]:
         """The streamed answer: a chunk for each output, with or without text, then the usage."""
         async for number, output in source:
-            choice = await self._written(number, output)
+            choice = await self._build_piece_off_loop(number, output)
             if output.token_ids or choice.text or choice.finish_reason:
                 yield self._completion([choice], self._running_usage())
         if self._body.streams_usage:
             yield self._completion([], self._tally.usage())
 
-    async def whole(self, source: Stream) -> Completion:
+    async def build_answer(self, source: Stream) -> Completion:
         """The complete answer."""
         pieces: defaultdict[int, list[CompletionChoice]] = defaultdict(list)
         async for number, output in source:
-            piece = await self._written(number, output)
+            piece = await self._build_piece_off_loop(number, output)
             pieces[piece.index].append(piece)
-        choices = [_joined(pieces[index]) for index in sorted(pieces)]
+        choices = [_join_pieces(pieces[index]) for index in sorted(pieces)]
         return self._completion(choices, self._tally.usage())
 
-    async def _written(self, number: int, output: RequestOutput) -> CompletionChoice:
+    async def _build_piece_off_loop(self, number: int, output: RequestOutput) -> CompletionChoice:
         """`_piece`, in a thread if it looks up many tokens. A long scored prompt takes seconds."""
         top = max(self._body.logprobs or 0, self._body.prompt_logprobs or 0)
         if len(output.prompt_logprobs or ()) * (top + 1) <= _AT_ONCE:
-            return self._piece(number, output)
-        return await asyncio.to_thread(self._piece, number, output)
+            return self._build_piece(number, output)
+        return await asyncio.to_thread(self._build_piece, number, output)
 
-    def _piece(self, number: int, output: RequestOutput) -> CompletionChoice:
+    def _build_piece(self, number: int, output: RequestOutput) -> CompletionChoice:
         """The piece that `output` adds to its choice. The first piece contains the echoed prompt."""
-        if self._body.max_tokens == 0:
+        if self._body.max_tokens == 0:  # the engine generates at least one token, which nobody asked for
             output = replace(output, text="", token_ids=[], logprobs=None, routes=None)
         self._tally.add(number, output)
         index = number * (self._body.n or 1) + output.index
         first = index not in self._writers
         if first:
             skip = self._body.skip_special_tokens is not False
-            echoed = self._prompts[number] if self._body.echo else None
+            echoed_prompt = self._prompts[number] if self._body.echo else None
             tokenizer, top = self._service.tokenizer, self._body.logprobs or 0
-            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echoed)
+            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echoed_prompt)
         echo = self._prompts[number] if first and self._body.echo else None
         choice = CompletionChoice(
             index=index,
@@ -155,10 +158,10 @@ class _Reply:
     ) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
             return None
-        echoed = [] if echo is None else echo.token_ids
+        echoed_ids = [] if echo is None else echo.token_ids
         # The engine sends no scores for a prompt of one token, since the first token has none.
-        scores = (output.prompt_logprobs or [None] * len(echoed)) if echoed else []
-        return writer.write([*echoed, *output.token_ids], [*scores, *(output.logprobs or [])])
+        scores = (output.prompt_logprobs or [None] * len(echoed_ids)) if echoed_ids else []
+        return writer.write([*echoed_ids, *output.token_ids], [*scores, *(output.logprobs or [])])
 
     def _running_usage(self) -> Usage | None:
         return self._tally.usage() if self._body.streams_running_usage else None
@@ -168,7 +171,7 @@ class _Reply:
         completion = Completion(
             id=self._id,
             object="text_completion",
-            created=self._created,
+            created=self._created_time,
             model=self._service.model_name,
             choices=choices,
         )
@@ -177,12 +180,12 @@ class _Reply:
         return completion
 
 
-def _joined(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
+def _join_pieces(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
     """Join the pieces of one choice."""
     scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     update: dict[str, Any] = {
         "text": "".join(piece.text for piece in pieces),
-        "logprobs": _joined_logprobs(scores),
+        "logprobs": _join_logprobs(scores),
     }
     for name in ("prompt_token_ids", "prompt_logprobs"):
         if name in pieces[0].model_fields_set:
@@ -195,7 +198,7 @@ def _joined(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
     return pieces[-1].model_copy(update=update)
 
 
-def _joined_logprobs(scores: Sequence[CompletionLogprobs]) -> CompletionLogprobs | None:
+def _join_logprobs(scores: Sequence[CompletionLogprobs]) -> CompletionLogprobs | None:
     if not scores:
         return None
     names = CompletionLogprobs.model_fields

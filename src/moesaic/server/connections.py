@@ -45,14 +45,14 @@ LOOK_SECONDS = 0.5
 RETRY_SECONDS = 0.05
 """Seconds until the next attempt to accept, while there is no descriptor for another connection."""
 LOG_SECONDS = 60.0
-"""Seconds between two log lines of the door."""
+"""Seconds between two log lines about refused connections."""
 REFUSED_BODY_SECONDS = 1.0
 """Seconds for the body of a request that is refused. A client may read no answer before it has sent it."""
 RETRY_AFTER = 1.0
 """Seconds after which a refused client should try again."""
 
 
-class Door:
+class HttpAcceptor:
     """Accepts the connections of `server` at `listener`, and closes those that stall."""
 
     def __init__(
@@ -72,8 +72,8 @@ class Door:
         self._accepting: set[asyncio.Task[object]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
-        self._refused = 0
-        self._logged = -math.inf
+        self._num_refused = 0
+        self._last_log_time = -math.inf
 
     def open(self) -> None:
         """Start to accept. The event loop must run."""
@@ -88,59 +88,63 @@ class Door:
             self._looking.cancel()
             self._looking = None
 
-    def waits(self, connection: Connection) -> None:
-        self._waiting.pop(connection, None)
+    def mark_waiting(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)  # it moves to the end, behind those that wait for longer
         self._waiting[connection] = None
 
-    def works(self, connection: Connection) -> None:
+    def mark_working(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)
 
-    def left(self, connection: Connection) -> None:
+    def forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)
         self._open -= 1
         if self._retry is not None:
             self._resume()
 
     @property
-    def crowded(self) -> bool:
+    def is_crowded(self) -> bool:
         """Whether there are more connections than requests that may be answered at the same time."""
-        return self._open > self.room.served
+        return self._open > self.room.max_requests
 
     @contextlib.contextmanager
-    def seat(self) -> Iterator[None]:
+    def count_request(self) -> Iterator[None]:
         self.busy += 1
         try:
             yield
         finally:
             self.busy -= 1
 
-    def full(self) -> NotServingError:
+    def make_refusal(self) -> NotServingError:
         """The refusal of a connection, which is also logged if none was for a while."""
-        self._refused += 1
+        self._num_refused += 1
         if self._may_log():
             _log.warning(
                 "%d requests or %d connections are open, the maximum; refused since the last such line: %d "
                 "(see --max-connections and ulimit -n)",
-                *(self.room.served, self.room.served + self.room.spare, self._refused),
+                *(
+                    self.room.max_requests,
+                    self.room.max_requests + self.room.spare_connections,
+                    self._num_refused,
+                ),
             )
-            self._refused = 0
+            self._num_refused = 0
         return NotServingError("the server has too many connections", "too_many_connections", RETRY_AFTER)
 
     def _may_log(self) -> bool:
         """Whether the last line is LOG_SECONDS ago. Then the next one is due."""
         now = time.monotonic()
-        due = now - self._logged >= LOG_SECONDS
+        due = now - self._last_log_time >= LOG_SECONDS
         if due:
-            self._logged = now
+            self._last_log_time = now
         return due
 
     def _accept(self) -> None:
         """Accept what has come, as far as there is room. The listener is readable."""
-        most = self.room.served + self.room.spare
-        if self._open >= most:
+        max_open = self.room.max_requests + self.room.spare_connections
+        if self._open >= max_open:
             self._make_room()
-            self._pause(RETRY_SECONDS)
-        while self._open < most:
+            self._pause(RETRY_SECONDS)  # otherwise the readable listener would keep the loop busy
+        while self._open < max_open:
             try:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -155,27 +159,30 @@ class Door:
     def _begin(self, sock: socket.socket) -> None:
         self._open += 1
         sock.setblocking(False)
+        # Small pieces of a stream must not wait for the acknowledgement of the one before (Nagle).
         with contextlib.suppress(OSError):  # the client is gone already
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(self, self._server)
         loop = asyncio.get_running_loop()
         task: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(lambda: connection, sock))
         self._accepting.add(task)
-        task.add_done_callback(lambda task: self._begun(task, connection, sock))
+        task.add_done_callback(lambda task: self._forget_unopened(task, connection, sock))
 
-    def _begun(self, task: asyncio.Task[object], connection: Connection, sock: socket.socket) -> None:
+    def _forget_unopened(
+        self, task: asyncio.Task[object], connection: Connection, sock: socket.socket
+    ) -> None:
         """Forget a connection that never began, such as one that its client closed meanwhile."""
         self._accepting.discard(task)
-        if not task.cancelled() and task.exception() is not None and not connection.made:
+        if not task.cancelled() and task.exception() is not None and not connection.is_open:
             sock.close()
-            self.left(connection)
+            self.forget(connection)
 
     def _make_room(self) -> None:
         """Close the connections that have waited longest for a request, if they have waited long enough."""
         now = time.monotonic()
-        late = (connection for connection in self._waiting if connection.gives_way(now))
-        for connection in list(itertools.islice(late, self.room.spare)):
-            connection.turn_away(problem_of(self.full()))
+        late = (connection for connection in self._waiting if connection.is_closable(now))
+        for connection in list(itertools.islice(late, self.room.spare_connections)):
+            connection.close_with(problem_of(self.make_refusal()))
 
     def _pause(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -201,47 +208,47 @@ class Door:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
             for connection in list(self._waiting):
-                if connection.overdue(now, self._limits.timeout_header):
-                    connection.turn_away(late)
+                if connection.is_overdue(now, self._limits.timeout_header):
+                    connection.close_with(late)
 
 
 class Connection(H11Protocol):
-    """One connection. It waits for a request, has one answered, and waits again."""
+    """A connection of a client. It waits for a request, has it answered, and waits again."""
 
-    def __init__(self, door: Door, server: uvicorn.Server) -> None:
+    def __init__(self, acceptor: HttpAcceptor, server: uvicorn.Server) -> None:
         super().__init__(server.config, server.server_state, {})
-        self.made = False
+        self.is_open = False
         """The connection exists, so that its end will be reported."""
-        self.since = time.monotonic()
+        self.waiting_since = time.monotonic()
         """When it began to wait: for a first head, for the rest of a head, or for the next request."""
-        self._door = door
+        self._acceptor = acceptor
         self._fresh = True
         """No request has arrived so far."""
-        self._begun = False
+        self._has_next_request = False
         """The client has begun another request after an answer."""
-        self._unsent = 0
+        self._unsent_bytes = 0
         """Bytes that the client had not read at the last look."""
         self._serve = cast("ASGIApp", self.app)
         self.app = self._admit  # what uvicorn runs for each request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.made = True
-        self._door.waits(self)
+        self.is_open = True
+        self._acceptor.mark_waiting(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._door.left(self)
+        self._acceptor.forget(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._answered() and not self._begun:
-            self._begun, self.since = True, time.monotonic()
+        if self._is_answered() and not self._has_next_request:
+            self._has_next_request, self.waiting_since = True, time.monotonic()
         super().data_received(data)
         self._look_at_request()
 
     def on_response_complete(self) -> None:
-        self._begun, self.since = False, time.monotonic()
-        self._door.waits(self)
+        self._has_next_request, self.waiting_since = False, time.monotonic()
+        self._acceptor.mark_waiting(self)
         super().on_response_complete()  # which begins a request that has arrived meanwhile
         self._look_at_request()
 
@@ -252,68 +259,70 @@ class Connection(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Ignore the header Upgrade quietly, as HTTP allows. uvicorn would log two lines for each request."""
 
-    def gives_way(self, now: float) -> bool:
+    def is_closable(self, now: float) -> bool:
         """Whether the connection has waited for long enough to be closed for a new one."""
-        quiet = self._fresh or self._answered()
+        quiet = self._fresh or self._is_answered()
         reading = self.transport.is_closing() or self.transport.get_write_buffer_size()
-        return now - self.since > (PATIENCE if quiet and not reading else READER_PATIENCE)
+        return now - self.waiting_since > (PATIENCE if quiet and not reading else READER_PATIENCE)
 
-    def overdue(self, now: float, header_seconds: float) -> bool:
+    def is_overdue(self, now: float, header_seconds: float) -> bool:
         """Whether the client has taken too long. uvicorn's keep-alive timer ends idle connections."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent:  # the client reads an answer
-            self._unsent, self.since = unsent, now
-        if unsent or self.transport.is_closing():
-            return now - self.since > STALLED
-        incomplete = self._fresh or (self._answered() and self._begun)
-        return incomplete and now - self.since > header_seconds
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if unsent_bytes != self._unsent_bytes:  # the client reads an answer
+            self._unsent_bytes, self.waiting_since = unsent_bytes, now
+        if unsent_bytes or self.transport.is_closing():
+            return now - self.waiting_since > STALLED
+        incomplete = self._fresh or (self._is_answered() and self._has_next_request)
+        return incomplete and now - self.waiting_since > header_seconds
 
-    def turn_away(self, problem: Problem) -> None:
+    def close_with(self, problem: Problem) -> None:
         """Close the connection, with `problem` as the answer to a request that has not arrived."""
         if self.transport.is_closing() or self.transport.get_write_buffer_size():
             self.transport.abort()
-        elif self._answered():
+        elif self._is_answered():
             self.transport.close()
         else:
             self._end(problem)
 
     def _end(self, problem: Problem) -> None:
         """Close the connection, with `problem` as the last answer where no other one has begun."""
-        started, path = False, ""
+        has_started, path = False, ""
         if self.cycle is not None and not self.cycle.response_complete:
-            started, path = self.cycle.response_started, str(self.cycle.scope["path"])
+            has_started, path = self.cycle.response_started, str(self.cycle.scope["path"])
             self.cycle.disconnected = True  # the application's answer has no place any more
             self.cycle.message_event.set()
-        if not started:
+        if not has_started:
             self.transport.write(_raw(problem, path))
         self.transport.close()
 
-    def _answered(self) -> bool:
+    def _is_answered(self) -> bool:
         """Whether the last request was answered and no further one has arrived."""
         return self.cycle is not None and self.cycle.response_complete
 
     def _look_at_request(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._fresh = False
-            self.since = time.monotonic()
+            self.waiting_since = time.monotonic()
             if not self.cycle.more_body and self.cycle.scope["path"] not in ALIVE_PATHS:
-                self._door.works(self)
+                self._acceptor.mark_working(self)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or refuse it where there are too many."""
         if scope["path"] in ALIVE_PATHS:
-            await self._serve(scope, receive, _closing(send) if self._door.crowded else send)
-        elif self._door.busy < self._door.room.served:
+            # A monitor that keeps its connection must not take a place for good.
+            await self._serve(scope, receive, _closing(send) if self._acceptor.is_crowded else send)
+        elif self._acceptor.busy < self._acceptor.room.max_requests:
             with contextlib.ExitStack() as seat:
                 if self.cycle.more_body:
                     receive = self._until_complete(receive, seat)
                 else:
-                    seat.enter_context(self._door.seat())
+                    seat.enter_context(self._acceptor.count_request())
                 await self._serve(scope, receive, send)
         else:
-            self.since = time.monotonic()
-            self._door.waits(self)
-            problem = problem_of(self._door.full())
+            self.waiting_since = time.monotonic()
+            self._acceptor.mark_waiting(self)
+            problem = problem_of(self._acceptor.make_refusal())
+            # A client that sent Expect waits for an answer before it sends its body.
             if b"expect" not in dict(scope["headers"]):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REFUSED_BODY_SECONDS):
@@ -323,21 +332,21 @@ class Connection(H11Protocol):
 
     def _until_complete(self, receive: Receive, seat: contextlib.ExitStack) -> Receive:
         """`receive` that counts the request once its body is complete. Until then it may give way."""
-        began, seen, complete = time.monotonic(), 0, False
+        start_time, num_bytes, is_complete = time.monotonic(), 0, False
 
         async def counting() -> Message:
-            nonlocal seen, complete
+            nonlocal num_bytes, is_complete
             message = await receive()
-            if complete:
+            if is_complete:
                 return message
-            seen += len(message.get("body", b""))
-            self.since = min(time.monotonic(), began + seen / BODY_RATE)
-            complete = not message.get("more_body", False)
-            if complete:
-                if self._door.busy >= self._door.room.served:
-                    raise problem_of(self._door.full())
-                seat.enter_context(self._door.seat())
-                self._door.works(self)
+            num_bytes += len(message.get("body", b""))
+            self.waiting_since = min(time.monotonic(), start_time + num_bytes / BODY_RATE)
+            is_complete = not message.get("more_body", False)
+            if is_complete:
+                if self._acceptor.busy >= self._acceptor.room.max_requests:
+                    raise problem_of(self._acceptor.make_refusal())
+                seat.enter_context(self._acceptor.count_request())
+                self._acceptor.mark_working(self)
             return message
 
         return counting

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moesaic.config import CorsConfig
-from moesaic.server.errors import Problem, shown
+from moesaic.server.errors import Problem, show_value
 from moesaic.server.unknown_fields import HEADER as IGNORED_FIELDS
 
 READABLE = ("Retry-After", "X-Request-Id", IGNORED_FIELDS)
@@ -34,20 +34,25 @@ class Cors(CORSMiddleware):
 
     def preflight_response(self, request_headers: Headers) -> Response:
         if not self.allow_origins:
-            what = "this server takes no calls of web pages of other origins; --allowed-origins allows them"
-            return Problem(403, what, code="cors_not_allowed").response()
+            message = (
+                "this server takes no calls of web pages of other origins; --allowed-origins allows them"
+            )
+            return Problem(403, message, code="cors_not_allowed").response()
         answer = super().preflight_response(request_headers)
         if answer.status_code == 200:
             return answer
-        what = bytes(answer.body).decode().removeprefix("Disallowed CORS ")
-        asked = ", ".join(
-            shown(request_headers.get(name, ""))
+        message = bytes(answer.body).decode().removeprefix("Disallowed CORS ")
+        header_values = ", ".join(
+            show_value(request_headers.get(name, ""))
             for name in ("origin", "access-control-request-method", "access-control-request-headers")
         )
-        allowed = "what --allowed-origins, --allowed-methods and --allowed-headers name"
+        choices = "what --allowed-origins, --allowed-methods and --allowed-headers name"
         headers = {"Vary": answer.headers["Vary"]}
         return Problem(
-            403, f"CORS {what}: got {asked}; allowed: {allowed}", code="cors_not_allowed", headers=headers
+            403,
+            f"CORS {message}: got {header_values}; allowed: {choices}",
+            code="cors_not_allowed",
+            headers=headers,
         ).response()
 
     async def simple_response(

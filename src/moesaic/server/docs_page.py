@@ -74,8 +74,11 @@ def _endpoints(paths: Mapping[str, Mapping[str, Schema]]) -> Iterator[str]:
                 yield f"<p>Body: {_contents(body)}</p>"
             yield "<table><tr><th>status</th><th>answer</th><th></th></tr>"
             for status, answer in operation["responses"].items():
-                body, about = _contents(answer.get("content", {})), escape(answer.get("description", ""))
-                yield f"<tr><td>{status}</td><td>{body}</td><td>{about}</td></tr>"
+                body, description = (
+                    _contents(answer.get("content", {})),
+                    escape(answer.get("description", "")),
+                )
+                yield f"<tr><td>{status}</td><td>{body}</td><td>{description}</td></tr>"
             yield "</table>"
 
 
@@ -90,11 +93,11 @@ def _contents(contents: Mapping[str, Schema]) -> str:
 def _bodies(schemas: Mapping[str, Schema]) -> Iterator[str]:
     for name, schema in sorted(schemas.items()):
         yield f'<h3 id="{escape(name)}">{escape(name)}</h3><p>{escape(schema.get("description", ""))}</p>'
-        needed = schema.get("required", ())
+        required_fields = schema.get("required", ())
         rows = [
-            f"<tr><td><code>{escape(field)}</code>{' *' if field in needed else ''}</td>"
-            f"<td>{_type(about)}</td><td>{escape(about.get('description', ''))}</td></tr>"
-            for field, about in schema.get("properties", {}).items()
+            f"<tr><td><code>{escape(field)}</code>{' *' if field in required_fields else ''}</td>"
+            f"<td>{_type(field_schema)}</td><td>{escape(field_schema.get('description', ''))}</td></tr>"
+            for field, field_schema in schema.get("properties", {}).items()
         ]
         if rows:
             yield "<table><tr><th>field (* needed)</th><th>value</th><th></th></tr>"

@@ -36,12 +36,12 @@ GENERATION_ERRORS = BODY_ERRORS | errors(429)
 GENERATION_STATUSES = (400, 401, 403, 404, 408, 413, 429, 503)
 
 
-def streamed(chunk: type[Payload]) -> Responses:
+def describe_stream(chunk: type[Payload]) -> Responses:
     """The successful answer, which is a stream of `chunk` if the request sets `stream`."""
     return _stream(f"With `stream`: events whose data is a {chunk.__name__}, then `[DONE]`.", "data")
 
 
-def named_events(*last: str) -> Responses:
+def describe_named_events(*last: str) -> Responses:
     """The successful answer, which is a stream of named events if the request sets `stream`.
 
     last: names of the events that may end it.
@@ -54,9 +54,9 @@ def named_events(*last: str) -> Responses:
     )
 
 
-def _stream(about: str, *fields: str) -> Responses:
+def _stream(description: str, *fields: str) -> Responses:
     properties: dict[str, Any] = {name: {"type": "string"} for name in fields}
-    properties["data"]["description"] = about
+    properties["data"]["description"] = description
     event = {"type": "object", "properties": properties, "required": list(fields)}
     return {200: {"content": {"text/event-stream": {"itemSchema": event}}}}
 

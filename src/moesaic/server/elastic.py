@@ -25,9 +25,9 @@ EVENTS = "/v1/events"
 router = APIRouter(route_class=StrictJsonRoute)
 
 
-def admin_paths(closed: bool) -> frozenset[str]:
-    """The paths that always need the admin key. closed: so do those that tell about the processes."""
-    return frozenset({SCALE, KILL, STATUS, EVENTS} if closed else {SCALE, KILL})
+def admin_paths(protect_status: bool) -> frozenset[str]:
+    """The paths that always need the admin key. protect_status: so do those that tell about the processes."""
+    return frozenset({SCALE, KILL, STATUS, EVENTS} if protect_status else {SCALE, KILL})
 
 
 @router.get(STATUS, responses=errors(401, 403, 404))
@@ -50,6 +50,7 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
     service.engine.require_serving()
     change = asyncio.wrap_future(cluster.scale(*numbers))
     try:
+        # A change may take minutes. A server that shuts down meanwhile must not wait for it.
         while not (await asyncio.wait([change], timeout=POLL_SECONDS))[0]:
             service.engine.require_serving()
         change.result()
@@ -70,10 +71,10 @@ async def kill(body: KillRequest, service: Serving) -> KilledStatus:
     cluster = _cluster(service)
     service.engine.require_serving()
     try:
-        killed = cluster.kill(body.name)
+        outcome = cluster.kill(body.name)
     except ConfigError as error:
         raise Problem(400, str(error)) from error
-    return KilledStatus(**vars(cluster.report()), killed=killed)
+    return KilledStatus(**vars(cluster.report()), killed=outcome)
 
 
 def _cluster(service: Service) -> Cluster:

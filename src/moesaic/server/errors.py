@@ -82,8 +82,8 @@ class Problem(HTTPException):
     def json(self, path: str = "") -> str:
         """The body of the answer to a request for `path`, in the form of its API."""
         if path.startswith(anthropic.PATHS):
-            about = anthropic.error_of(self.status_code, self.body.error.message)
-            return json.dumps({"type": "error", **about})
+            detail = anthropic.error_of(self.status_code, self.body.error.message)
+            return json.dumps({"type": "error", **detail})
         return self.body.model_dump_json()
 
     def response(self, path: str = "") -> Response:
@@ -99,7 +99,7 @@ def problem_of(error: Exception) -> Problem:
     problem = _problem_of(error)
     trace = TRACE.get()
     if trace is not None:
-        trace.failed(problem.status_code, problem.body.error.code or problem.body.error.type)
+        trace.record_error(problem.status_code, problem.body.error.code or problem.body.error.type)
     return problem
 
 
@@ -144,6 +144,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 def _retry(seconds: float | None) -> dict[str, str]:
+    # The header has whole seconds. 0 would make clients try again at once.
     return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
@@ -153,14 +154,19 @@ def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
     A union reports an error for each of its members. The client most likely meant the member whose error is
     deepest, and furthest along in lists.
     """
-    located = [(tuple(error["loc"])[1:], error) for error in errors]
-    field = next((place[0] for place, _ in located if place), None)
+    errors_by_place = [(tuple(error["loc"])[1:], error) for error in errors]
+    field = next((place[0] for place, _ in errors_by_place if place), None)
     if not isinstance(field, str):
         return Problem(400, _whole_body(errors[0]))
-    same = [(place, error) for place, error in located if place and place[0] == field]
-    place, error = max(same, key=lambda one: _reached(one[0]))
+    field_errors = [(place, error) for place, error in errors_by_place if place and place[0] == field]
+    # The deepest error belongs to the union's member that the client most likely meant.
+    place, error = max(field_errors, key=lambda place_and_error: _depth(place_and_error[0]))
     name = path_of(place)
-    rivals = [other for where, other in same if _reached(where) == _reached(place) and path_of(where) == name]
+    rivals = [
+        other_error
+        for other_place, other_error in field_errors
+        if _depth(other_place) == _depth(place) and path_of(other_place) == name
+    ]
     match error["type"]:
         case "extra_forbidden":
             return Problem(
@@ -173,7 +179,7 @@ def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
         case "missing":
             return Problem(400, f"{name}: missing", param=field, code="missing_required_parameter")
     reasons = dict.fromkeys(str(rival["msg"]) for rival in rivals)
-    return Problem(400, f"{name}: got {shown(error['input'])}; {' or '.join(reasons)}", param=field)
+    return Problem(400, f"{name}: got {show_value(error['input'])}; {' or '.join(reasons)}", param=field)
 
 
 def _whole_body(error: Mapping[str, Any]) -> str:
@@ -187,7 +193,7 @@ def _whole_body(error: Mapping[str, Any]) -> str:
     return f"the body: {error['msg']}"
 
 
-def _reached(place: Sequence[object]) -> tuple[int, list[int]]:
+def _depth(place: Sequence[object]) -> tuple[int, list[int]]:
     """The depth of an error in the body, and the list indices on its path."""
     return len(place), [step for step in place if isinstance(step, int)]
 
@@ -205,7 +211,7 @@ def _steps(place: Sequence[object]) -> Iterator[str]:
             yield f".{step}"
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """`value` as a message repeats it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

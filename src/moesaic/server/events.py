@@ -29,7 +29,7 @@ class Sendable(Protocol):
     def json_text(self) -> str: ...
 
 
-Sent = TypeVar("Sent", bound=Sendable)
+SendableT = TypeVar("SendableT", bound=Sendable)
 
 
 class Source(Protocol):
@@ -40,7 +40,7 @@ class Source(Protocol):
         ...
 
 
-class EventStream(Response, Generic[Sent]):
+class EventStream(Response, Generic[SendableT]):
     """Sends `chunks` as server-sent events. An error during the stream is sent as an event too.
 
     Closes `source` in every case, so a client that disconnects cancels its request.
@@ -48,15 +48,16 @@ class EventStream(Response, Generic[Sent]):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[Sent], source: Source) -> None:
+    def __init__(self, chunks: AsyncIterator[SendableT], source: Source) -> None:
+        # X-Accel-Buffering tells nginx to pass events on at once.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # nobody knows the length of a stream before its end
         self._chunks = chunks
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._send_all(send))
+            await run_until_disconnect(receive, self._send_all(send))
         finally:
             self._source.close()
 
@@ -81,7 +82,7 @@ class EventStream(Response, Generic[Sent]):
 
     _end = "data: [DONE]\n\n"
 
-    def _event(self, chunk: Sent) -> str:
+    def _event(self, chunk: SendableT) -> str:
         return f"data: {chunk.json_text()}\n\n"
 
     def _failure(self, problem: Problem) -> str:
@@ -104,14 +105,17 @@ class NamedEvent:
 class NamedEventStream(EventStream[NamedEvent]):
     """Sends events with names. The last one says how the answer ended.
 
-    failed: returns the event that says that the answer ended by an error.
+    make_error_event: returns the event that says that the answer ended by an error.
     """
 
     def __init__(
-        self, events: AsyncIterator[NamedEvent], source: Source, failed: Callable[[Problem], NamedEvent]
+        self,
+        events: AsyncIterator[NamedEvent],
+        source: Source,
+        make_error_event: Callable[[Problem], NamedEvent],
     ) -> None:
         super().__init__(events, source)
-        self._failed = failed
+        self._make_error_event = make_error_event
 
     _end = ""
 
@@ -119,19 +123,19 @@ class NamedEventStream(EventStream[NamedEvent]):
         return f"event: {chunk.type}\ndata: {chunk.json_text()}\n\n"
 
     def _failure(self, problem: Problem) -> str:
-        return self._event(self._failed(problem))
+        return self._event(self._make_error_event(problem))
 
 
 async def answer(receive: Receive, source: Stream, work: Coroutine[Any, Any, Payload]) -> Response:
     """The result of `work`, which reads `source`. Closes `source` at the end or if the client disconnects."""
     try:
-        payload = await unless_disconnected(receive, work)
+        payload = await run_until_disconnect(receive, work)
     finally:
         source.close()
     return Response(status_code=CLIENT_GONE) if payload is None else payload.response()
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`. If the client disconnects first, cancels `work` and returns None."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
@@ -141,6 +145,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     finally:
         working.cancel()
         leaving.cancel()
+        # Both must have ended before the caller closes what they use.
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 

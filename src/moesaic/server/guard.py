@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesaic.server import web_page
-from moesaic.server.errors import Problem, shown
+from moesaic.server.errors import Problem, show_value
 from moesaic.server.hosts import Hosts
 from moesaic.trace.logs import REQUEST
 
@@ -56,12 +56,12 @@ class Access:
         if self.api_key is None and self.hosts is not None and not self.hosts.allow(headers.get("host", "")):
             return Problem(
                 403,
-                f"Host: got {shown(headers.get('host', ''))}; allowed: localhost, the address of --host, and "
-                "what --allowed-hosts names; any host with --api-key",
+                f"Host: got {show_value(headers.get('host', ''))}; allowed: localhost, the address of "
+                "--host, and what --allowed-hosts names; any host with --api-key",
                 code="host_not_allowed",
             )
         if not path.isprintable():  # a route for /x also matches "/x\n", which is none of `admin_paths`
-            return Problem(404, f"the path: got {shown(path)}; allowed: printable characters")
+            return Problem(404, f"the path: got {show_value(path)}; allowed: printable characters")
         keys: tuple[str | None, ...]
         if path in self.admin_paths:
             keys, kind = (
@@ -98,7 +98,7 @@ class Guard:
         self._access = access
         self._max_body_bytes = max_body_bytes
         self._body_seconds = body_seconds
-        self._held = 0
+        self._body_bytes = 0
         """Bytes in the bodies of all open requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,13 +108,13 @@ class Guard:
         headers = Headers(scope=scope)
         request_id = _request_id(headers.get("x-request-id", ""))
         REQUEST.set(request_id)
-        identified = _with_request_id(send, request_id)
+        send_with_id = _with_request_id(send, request_id)
         problem = self._access.problem(scope["path"], headers) or self._size_problem(headers)
         if problem is None:
-            with contextlib.ExitStack() as held:
-                await self._app(scope, self._limited(receive, held), identified)
+            with contextlib.ExitStack() as request_end:
+                await self._app(scope, self._limit_body(receive, request_end), send_with_id)
         else:
-            await problem.response(scope["path"])(scope, receive, identified)
+            await problem.response(scope["path"])(scope, receive, send_with_id)
 
     def _size_problem(self, headers: Headers) -> Problem | None:
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -125,6 +125,7 @@ class Guard:
                 headers={"Connection": "close"},
             )
         length = headers.get("content-length", "")
+        # Only 20 digits are parsed: a number of a million digits would take the event loop's time.
         return self._too_large() if length.isdecimal() and int(length[:20]) > self._max_body_bytes else None
 
     def _too_large(self) -> Problem:
@@ -132,46 +133,46 @@ class Guard:
             413,
             f"the body is larger than {self._max_body_bytes} bytes",
             code="body_too_large",
-            headers={"Connection": "close"},
+            headers={"Connection": "close"},  # the rest of the body is not read
         )
 
-    def _limited(self, receive: Receive, held: contextlib.ExitStack) -> Receive:
-        """`receive` that raises if the body is too large or too slow. held: ends with the request.
+    def _limit_body(self, receive: Receive, request_end: contextlib.ExitStack) -> Receive:
+        """`receive` that raises if the body is too large or too slow. request_end: ends with the request.
 
         It also works without a Content-Length header. After the body there are no limits: a route then waits
         for the client to leave, for as long as its answer takes.
         """
-        seen, began, complete = 0, 0.0, False
+        num_bytes, start_time, is_complete = 0, 0.0, False
 
-        async def limited() -> Message:
-            nonlocal seen, began, complete
-            if complete:
+        async def receive_limited() -> Message:
+            nonlocal num_bytes, start_time, is_complete
+            if is_complete:
                 return await receive()
             now = asyncio.get_running_loop().time()
-            began = began or now
-            until = min(now, began + seen / BODY_RATE) + self._body_seconds
+            start_time = start_time or now
+            deadline = min(now, start_time + num_bytes / BODY_RATE) + self._body_seconds
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 raise self._too_slow() from None
             size = len(message.get("body", b""))
-            seen += size
-            complete = not message.get("more_body", False)
-            if seen > self._max_body_bytes:
+            num_bytes += size
+            is_complete = not message.get("more_body", False)
+            if num_bytes > self._max_body_bytes:
                 raise self._too_large()
             self._hold(size)
-            held.callback(self._hold, -size)
-            if self._held > MANY_BODIES * self._max_body_bytes:
-                raise self._too_much()
+            request_end.callback(self._hold, -size)
+            if self._body_bytes > MANY_BODIES * self._max_body_bytes:
+                raise self._too_many_bytes()
             return message
 
-        return limited
+        return receive_limited
 
     def _hold(self, size: int) -> None:
-        self._held += size
+        self._body_bytes += size
 
-    def _too_much(self) -> Problem:
+    def _too_many_bytes(self) -> Problem:
         return Problem(
             503,
             f"all open requests together have more than {MANY_BODIES} times {self._max_body_bytes} bytes",
@@ -192,26 +193,27 @@ class Guard:
 
 def _has_key(headers: Headers, key: str | None) -> bool:
     """True if the request has this key: as OpenAI's clients send it, or as Anthropic's do."""
-    scheme, _, sent = headers.get("authorization", "").partition(" ")
-    bearer = scheme.lower() == "bearer" and _same(sent, key)
-    return bearer or _same(headers.get("x-api-key", ""), key)
+    scheme, _, bearer_key = headers.get("authorization", "").partition(" ")
+    bearer = scheme.lower() == "bearer" and _equals_key(bearer_key, key)
+    return bearer or _equals_key(headers.get("x-api-key", ""), key)
 
 
-def _same(sent: str, key: str | None) -> bool:
-    return key is not None and hmac.compare_digest(sent.strip().encode("latin-1"), key.encode())
+def _equals_key(value: str, key: str | None) -> bool:
+    # compare_digest takes the same time for every wrong key, so that nobody can guess it letter by letter.
+    return key is not None and hmac.compare_digest(value.strip().encode("latin-1"), key.encode())
 
 
-def _request_id(given: str) -> str:
+def _request_id(value: str) -> str:
     """The client's id if it is valid, else a new one."""
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return value if _REQUEST_ID.fullmatch(value) else uuid.uuid4().hex
 
 
 def _with_request_id(send: Send, request_id: str) -> Send:
     """`send` that adds the header X-Request-Id."""
 
-    async def identified(message: Message) -> None:
+    async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message)["X-Request-Id"] = request_id
         await send(message)
 
-    return identified
+    return send_with_id

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-ANY = "*"
+ANY_HOST = "*"
 """The value of --allowed-hosts that allows every host."""
 
 
@@ -25,14 +25,15 @@ class Hosts:
     """Allow every IP address. A web page's name is none, so this is safe where the server is not local."""
 
     @classmethod
-    def of(cls, host: str, address: str, more: tuple[str, ...] = ()) -> Hosts:
-        """The hosts of a server that listens on `host`, which means `address`. more: further ones."""
-        names = frozenset(name.lower().removesuffix(".") for name in (host, *more))
+    def from_listener(cls, host: str, address: str, more_hosts: tuple[str, ...] = ()) -> Hosts:
+        """The hosts of a server that listens on `host`, which means `address`. more_hosts: further ones."""
+        # DNS names ignore case, and may end with a dot.
+        names = frozenset(name.lower().removesuffix(".") for name in (host, *more_hosts))
         return cls(names, not is_loopback(address))
 
     def allow(self, header: str) -> bool:
         """Whether the value of the header Host is allowed. A port is ignored."""
-        if ANY in self.names:
+        if ANY_HOST in self.names:
             return True
         name = _without_port(header.strip().lower()).removesuffix(".")
         if name and name in self.names:
@@ -58,7 +59,7 @@ def _is_address(name: str) -> bool:
 def _without_port(host: str) -> str:
     """'[::1]:8000' -> '::1', 'localhost:8000' -> 'localhost'. What is no host stays as it is."""
     if host.startswith("["):
-        name, _, rest = host[1:].partition("]")
-        return name if not rest or (rest[0] == ":" and rest[1:].isdecimal()) else host
+        name, _, suffix = host[1:].partition("]")
+        return name if not suffix or (suffix[0] == ":" and suffix[1:].isdecimal()) else host
     name, colon, port = host.rpartition(":")
     return name if colon and ":" not in name and port.isdecimal() else host

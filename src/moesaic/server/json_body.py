@@ -29,6 +29,7 @@ def parse(body: bytes) -> Any:
     _check_size(body)
     try:
         value = json.loads(body, parse_constant=_refuse)
+        # Only an escape can make a lone surrogate: its raw bytes are no UTF-8, which json refuses.
         if _SURROGATE_ESCAPE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError:
@@ -65,18 +66,18 @@ class _StrictRequest(Request):
 def _check_size(body: bytes) -> None:
     """Raise Problem for a body that would hold the event loop for seconds."""
     _check_count(body.count(b'"'), "quotation marks", MOST_ITEMS)  # what `_STRING` looks at one by one
-    for what, signs, most in (
+    for description, signs, limit in (
         ("lists and objects", (b"[", b"{"), MOST_CONTAINERS),
         ("items", (b",",), MOST_ITEMS),
     ):
-        if sum(map(body.count, signs)) > most:  # most of them may be in texts
+        if sum(map(body.count, signs)) > limit:  # most of them may be in texts
             body = _STRING.sub(b"", body)
-            _check_count(sum(map(body.count, signs)), what, most)
+            _check_count(sum(map(body.count, signs)), description, limit)
 
 
-def _check_count(found: int, what: str, most: int) -> None:
-    if found > most:
-        raise Problem(400, f"the body: got {found} {what}; allowed: at most {most}")
+def _check_count(count: int, description: str, limit: int) -> None:
+    if count > limit:
+        raise Problem(400, f"the body: got {count} {description}; allowed: at most {limit}")
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -23,11 +23,13 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host: got {host!r}; cannot be resolved: {error}") from error
     listener = socket.socket(family, kind, protocol)
     try:
+        # A restarted server can bind while old connections of its port are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
+        # An address that no interface has is the fault of --host. Any other failure is about the port.
         flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener

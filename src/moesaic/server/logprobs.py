@@ -24,21 +24,22 @@ LOWEST = -9999.0
 class CompletionLogprobsWriter:
     """Writes the format of completions piece by piece. It keeps the current offset in the text.
 
-    num_top: number of candidates to show. skip_special: special tokens are not part of the text. echoed: the
-    prompt, if the text begins with it; SentencePiece's decoders drop a space at its start.
+    num_top: number of candidates to show. skip_special: special tokens are not part of the text.
+    echoed_prompt: the prompt, if the text begins with it; SentencePiece's decoders drop a space at its start.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, num_top: int, skip_special: bool, echoed: Prompt | None = None
+        self, tokenizer: Tokenizer, num_top: int, skip_special: bool, echoed_prompt: Prompt | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._skip_special = skip_special
-        self._at_start = echoed is not None
-        self._given = None if echoed is None else echoed.text
-        self._of_prompt = 0 if echoed is None else len(echoed.token_ids)
+        self._at_start = echoed_prompt is not None
+        self._echoed_text = None if echoed_prompt is None else echoed_prompt.text
+        self._of_prompt = 0 if echoed_prompt is None else len(echoed_prompt.token_ids)
         """Number of echoed prompt tokens that are not written yet."""
         self._offset = 0
+        # A character may be spread over several tokens, so bytes are decoded as they come.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
@@ -54,36 +55,36 @@ class CompletionLogprobsWriter:
     def _advance(self, token: int) -> int:
         """The offset at which `token` begins in the text, in characters. Moves on to the token's end."""
         start, raw = self._offset, self._tokenizer.token_bytes(token)
-        given = self._given if self._of_prompt else None
+        echoed_text = self._echoed_text if self._of_prompt else None
         self._of_prompt -= self._of_prompt > 0
         special = not self._tokenizer.decode([token], True) and raw.strip()
-        if special and not self._is_shown(raw, given):
+        if special and not self._is_shown(raw, echoed_text):
             return start
-        alone = self._tokenizer.decode([token], False).encode()
-        if self._at_start and raw == b" " + alone:
-            raw = alone
-        if given is not None and raw.startswith(b" ") and not given.startswith(" ", start):
+        own_text = self._tokenizer.decode([token], False).encode()
+        if self._at_start and raw == b" " + own_text:
+            raw = own_text
+        if echoed_text is not None and raw.startswith(b" ") and not echoed_text.startswith(" ", start):
             raw = raw[1:]  # the space that SentencePiece puts before a word
         self._at_start = False
         self._offset += len(self._characters.decode(raw))
         return start
 
-    def _is_shown(self, special: bytes, given: str | None) -> bool:
+    def _is_shown(self, special: bytes, echoed_text: str | None) -> bool:
         """True if the text contains this special token.
 
         The echoed text is what the client sent: it has the client's special tokens, but not those that the
         tokenizer added.
         """
-        if given is None:
+        if echoed_text is None:
             return not self._skip_special
-        return given.startswith(special.decode(errors="replace"), self._offset)
+        return echoed_text.startswith(special.decode(errors="replace"), self._offset)
 
     def _candidates(self, entry: TokenLogprob) -> dict[str, float]:
         """Name -> log-probability of the best candidates, best first, and of the chosen token."""
-        found: dict[str, float] = {}
+        candidates: dict[str, float] = {}
         for token, logprob in [*entry.top[: self._num_top], (entry.token_id, entry.logprob)]:
-            found.setdefault(self._name(token), _finite(logprob))
-        return found
+            candidates.setdefault(self._name(token), _finite(logprob))
+        return candidates
 
     def _name(self, token: int) -> str:
         """The token's text, or for a part of a character its bytes: `bytes:\\xe2\\x82`."""
@@ -98,10 +99,15 @@ def chat_logprobs(entries: Sequence[TokenLogprob], num_top: int, tokenizer: Toke
     """The log-probabilities in the format of chats. num_top: number of candidates to show."""
     content = []
     for entry in entries:
-        taken = _candidate(entry.token_id, entry.logprob, tokenizer)
+        chosen_token = _candidate(entry.token_id, entry.logprob, tokenizer)
         top = [_candidate(token, logprob, tokenizer) for token, logprob in entry.top[:num_top]]
         content.append(
-            ChatLogprob(token=taken.token, logprob=taken.logprob, bytes=taken.bytes, top_logprobs=top)
+            ChatLogprob(
+                token=chosen_token.token,
+                logprob=chosen_token.logprob,
+                bytes=chosen_token.bytes,
+                top_logprobs=top,
+            )
         )
     return ChatLogprobs(content=content, refusal=None)
 
@@ -110,10 +116,10 @@ def prompt_logprobs(
     entries: Sequence[TokenLogprob | None], num_top: int, tokenizer: Tokenizer
 ) -> PromptLogprobs:
     """The log-probabilities of a prompt's tokens in vLLM's format. num_top: number of candidates to show."""
-    return [None if entry is None else _ranked(entry, num_top, tokenizer) for entry in entries]
+    return [None if entry is None else _rank_candidates(entry, num_top, tokenizer) for entry in entries]
 
 
-def _ranked(entry: TokenLogprob, num_top: int, tokenizer: Tokenizer) -> dict[int, PromptLogprob]:
+def _rank_candidates(entry: TokenLogprob, num_top: int, tokenizer: Tokenizer) -> dict[int, PromptLogprob]:
     """The candidates of one position by token id, the prompt's own token first."""
     ranks = {token: rank for rank, (token, _) in enumerate(entry.top[:num_top], 1)}
     return {

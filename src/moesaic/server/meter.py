@@ -70,10 +70,10 @@ class Distribution:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, number of observations up to it) of each bound. The last bound is infinity."""
-        pairs, below = [], 0
+        pairs, num_below = [], 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            below += count
-            pairs.append((bound, float(below)))
+            num_below += count
+            pairs.append((bound, float(num_below)))
         return pairs
 
 
@@ -82,7 +82,7 @@ class Times:
     """Times of one completion, in seconds on the meter's clock."""
 
     arrival: float
-    queued: float | None = None
+    queue_seconds: float | None = None
     """Seconds until it was admitted. None until then."""
     tokens: int = 0
     """Tokens that it has generated."""
@@ -92,7 +92,7 @@ class Times:
     """Time of its latest token."""
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache. Set with the first token."""
-    moved: list[float] = field(default_factory=list)
+    move_times: list[float] = field(default_factory=list)
     """Times at which it was moved to another worker, because its own had died or left."""
     finish: FinishReason | None = None
     """Why it ended. None until then."""
@@ -109,7 +109,8 @@ class Meter:
         self.cached_prompt_tokens = 0
         """Tokens of prompt_tokens whose KV was in the prefix cache."""
         self.generation_tokens = 0
-        self.finished: Counter[FinishReason] = Counter()
+        self.finish_counts: Counter[FinishReason] = Counter()
+        # As in vLLM: a first token may take minutes, since its request may wait.
         self.time_to_first_token = Distribution(TOKEN_SECONDS + REQUEST_SECONDS[9:])
         self.inter_token_latency = Distribution(TOKEN_SECONDS)
         self.e2e_latency = Distribution(REQUEST_SECONDS)
@@ -127,70 +128,75 @@ class Meter:
         """Tokens of the longest completion that ended, for each request that has others."""
         self._groups: dict[int, int] = {}
 
-    def arrived(self, group: int, completions: int, now: float) -> list[Times]:
+    def record_arrival(self, group: int, completions: int, now: float) -> list[Times]:
         """Begin to measure a request. Returns its completions' times, which change until these have ended."""
         self._times[group] = {index: Times(now) for index in range(completions)}
         self._groups.update((group + index, group) for index in range(completions))
         return list(self._times[group].values())
 
-    def received(self, message: messages.ToEngine, outputs: Iterable[RequestOutput], now: float) -> None:
+    def record_message(
+        self, message: messages.ToEngine, outputs: Iterable[RequestOutput], now: float
+    ) -> None:
         """Count a message of the worker, and the outputs that the engine made from it."""
         if isinstance(message, messages.Admitted):
             for request_id, seconds in zip(message.request_ids, message.queue_seconds, strict=True):
-                self._admitted(request_id, seconds)
+                self._record_admission(request_id, seconds)
         elif isinstance(message, messages.Moved):
-            for group, request_id in ((self._groups.get(one), one) for one in message.request_ids):
+            for group, request_id in (
+                (self._groups.get(request_id_), request_id_) for request_id_ in message.request_ids
+            ):
                 if group is not None:
-                    self._times[group][request_id - group].moved.append(now)
+                    self._times[group][request_id - group].move_times.append(now)
         tokens = 0
         for output in outputs:
             times = self._times.get(output.request_id, {}).get(output.index)
             if times is not None:
-                tokens += self._produced(output, times, now)
+                tokens += self._record_output(output, times, now)
         if tokens:
             self.step_tokens.observe(tokens)
 
-    def aborted(self, group: int) -> None:
+    def record_abort(self, group: int) -> None:
         """Count the unfinished completions of a request as aborted."""
         left = self._times.pop(group, {})
         self._longest.pop(group, None)
-        self.finished[FinishReason.ABORT] += len(left)
+        self.finish_counts[FinishReason.ABORT] += len(left)
         for index, times in left.items():
             times.finish = FinishReason.ABORT
             del self._groups[group + index]
 
-    def _admitted(self, request_id: int, seconds: float) -> None:
+    def _record_admission(self, request_id: int, seconds: float) -> None:
         self.queue_time.observe(seconds)
         group = self._groups.get(request_id)
         if group is not None:
-            self._times[group][request_id - group].queued = seconds
+            self._times[group][request_id - group].queue_seconds = seconds
 
-    def _produced(self, output: RequestOutput, times: Times, now: float) -> int:
+    def _record_output(self, output: RequestOutput, times: Times, now: float) -> int:
         """Count an output. Returns its tokens, with the first one also the computed tokens of the prompt."""
-        computed = 0
+        num_computed = 0
         if times.first is None:
             times.first = now
             times.cached_tokens = output.num_cached_tokens
             self.prompt_tokens += output.num_prompt_tokens
             self.cached_prompt_tokens += output.num_cached_tokens
-            computed = output.num_prompt_tokens - output.num_cached_tokens
+            num_computed = output.num_prompt_tokens - output.num_cached_tokens
             self.time_to_first_token.observe(now - times.arrival)
-            self.prefill_time.observe(max(0.0, now - times.arrival - (times.queued or 0.0)))
+            # The worker measures the queue on its own, so the difference may be a little below 0.
+            self.prefill_time.observe(max(0.0, now - times.arrival - (times.queue_seconds or 0.0)))
         else:
             self.inter_token_latency.observe(now - times.last)
         times.last = now
         self.generation_tokens += len(output.token_ids)
         times.tokens += len(output.token_ids)
         if output.finish_reason is not None:
-            self._finished(output, output.finish_reason, times, times.first)
-        return computed + len(output.token_ids)
+            self._record_finish(output, output.finish_reason, times, times.first)
+        return num_computed + len(output.token_ids)
 
-    def _finished(self, output: RequestOutput, reason: FinishReason, times: Times, first: float) -> None:
+    def _record_finish(self, output: RequestOutput, reason: FinishReason, times: Times, first: float) -> None:
         times.finish = reason
-        self.finished[reason] += 1
+        self.finish_counts[reason] += 1
         self.e2e_latency.observe(times.last - times.arrival)
         self.decode_time.observe(times.last - first)
-        self.inference_time.observe(max(0.0, times.last - times.arrival - (times.queued or 0.0)))
+        self.inference_time.observe(max(0.0, times.last - times.arrival - (times.queue_seconds or 0.0)))
         if times.tokens > 1:
             self.request_time_per_token.observe((times.last - first) / (times.tokens - 1))
         self.request_prompt_tokens.observe(output.num_prompt_tokens)

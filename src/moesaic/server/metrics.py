@@ -25,9 +25,9 @@ from moesaic.core.speculation import COUNTS, break_even
 from moesaic.engine import EngineStats
 from moesaic.server.meter import Distribution, Meter
 
-OWN = "moesaic:"
+OWN_PREFIX = "moesaic:"
 """Prefix of metrics that vLLM does not have."""
-OF_VLLM = frozenset(
+VLLM_METRICS = frozenset(
     (
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries"),
         *("prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success"),
@@ -53,7 +53,7 @@ class EngineCollector(Collector):
     """
 
     def __init__(
-        self, stats: Callable[[], EngineStats], meter: Meter, model_name: str, prefix: str = OWN
+        self, stats: Callable[[], EngineStats], meter: Meter, model_name: str, prefix: str = OWN_PREFIX
     ) -> None:
         self._prefix = prefix
         self._stats = stats
@@ -81,14 +81,14 @@ class EngineCollector(Collector):
             "partial_runs", "Runs of them with some of the rows in flight.", worker.partial_runs
         )
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
-        cached = meter.cached_prompt_tokens
-        yield self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.", cached)
+        num_cached = meter.cached_prompt_tokens
+        yield self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.", num_cached)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
         yield self._successes()
         yield self._counter(
             "corrupted_requests",
             "Requests that ended because the model's logits were NaN or infinite.",
-            meter.finished[FinishReason.ERROR],
+            meter.finish_counts[FinishReason.ERROR],
         )
         yield from self._speculation(worker.speculation)
         yield from self._group(worker.experts.group)
@@ -155,7 +155,7 @@ class EngineCollector(Collector):
         ):
             yield self._counter(f"spec_decode_{name}", text, value)
         text = "Drafted tokens that were right, by their place in the draft, from 0."
-        name, labels, values = self._named("spec_decode_num_accepted_tokens_per_pos")
+        name, labels, values = self._label_metric("spec_decode_num_accepted_tokens_per_pos")
         family = CounterMetricFamily(name, text, labels=[*labels, "position"])
         for position, value in enumerate(counts.accepted_per_pos):
             family.add_metric([*values, str(position)], value)
@@ -183,8 +183,8 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily("moesaic:spec_decode_break_even_acceptance", text, labels=labels)
         for requests, tokens in COUNTS if prices else ():
             if tokens <= len(counts.accepted_per_pos):
-                pays = break_even(prices[requests * (1 + tokens) - 1] / prices[requests - 1], tokens)
-                value = math.inf if pays is None else pays
+                acceptance = break_even(prices[requests * (1 + tokens) - 1] / prices[requests - 1], tokens)
+                value = math.inf if acceptance is None else acceptance
                 family.add_metric([self._model_name, str(requests), str(tokens)], value)
         return family
 
@@ -195,7 +195,7 @@ class EngineCollector(Collector):
         for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "metadata"):
             family.add_metric([self._model_name, kind], getattr(group, f"{kind}_bytes"))
         yield family
-        for name, counted in (
+        for name, help_text in (
             ("group_pairs", "(row, expert) pairs gated on the first rank of a tensor-parallel worker."),
             ("group_local_pairs", "Pairs of group_pairs whose expert, or a part of it, is on that rank."),
             (
@@ -204,43 +204,44 @@ class EngineCollector(Collector):
             ),
             ("group_kept_rows", "Rows of group_shuffled_rows that reached their predicted rank."),
         ):
-            yield self._counter(name, counted, getattr(group, name.removeprefix("group_")))
+            yield self._counter(name, help_text, getattr(group, name.removeprefix("group_")))
 
-    def _named(self, name: str) -> tuple[str, list[str], list[str]]:
+    def _label_metric(self, name: str) -> tuple[str, list[str], list[str]]:
         """The full name of a metric, its labels and their values. With vLLM's prefix it has vLLM's labels."""
-        if name not in OF_VLLM or self._prefix == OWN:
-            return OWN + name, ["model_name"], [self._model_name]
+        if name not in VLLM_METRICS or self._prefix == OWN_PREFIX:
+            return OWN_PREFIX + name, ["model_name"], [self._model_name]
         return self._prefix + name, ["model_name", "engine"], [self._model_name, "0"]
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        full, labels, values = self._named(name)
+        full, labels, values = self._label_metric(name)
         family = GaugeMetricFamily(full, text, labels=labels)
         family.add_metric(values, value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        full, labels, values = self._named(name)
+        full, labels, values = self._label_metric(name)
         family = CounterMetricFamily(full, text, labels=labels)
         family.add_metric(values, value)
         return family
 
-    def _histogram(self, name: str, text: str, counted: Distribution) -> HistogramMetricFamily:
-        full, labels, values = self._named(name)
+    def _histogram(self, name: str, text: str, distribution: Distribution) -> HistogramMetricFamily:
+        full, labels, values = self._label_metric(name)
         family = HistogramMetricFamily(full, text, labels=labels)
-        family.add_metric(values, counted.cumulative(), counted.total)
+        family.add_metric(values, distribution.cumulative(), distribution.total)
         return family
 
     def _successes(self) -> CounterMetricFamily:
-        full, labels, values = self._named("request_success")
+        full, labels, values = self._label_metric("request_success")
         text = "Requests that ended, by reason."
         family = CounterMetricFamily(full, text, labels=[*labels, "finished_reason"])
         for reason in FinishReason:
-            family.add_metric([*values, reason.value], self._meter.finished[reason])
+            family.add_metric([*values, reason.value], self._meter.finish_counts[reason])
         return family
 
 
 def registry_of(collector: EngineCollector) -> CollectorRegistry:
     """A registry that contains only `collector`."""
+    # To describe itself a collector would collect once, which takes a snapshot of the engine.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return registry
@@ -253,16 +254,16 @@ def offload_families(
 
     They are 0 where all of a model is in memory.
     """
-    found, plan = stats.residency, stats.plan
+    residency, plan = stats.residency, stats.plan
     text = "Bytes of experts by the level that had them: read from slow, or in fast memory when chosen."
     family = CounterMetricFamily("moesaic:expert_bytes", text, labels=[*LABELS, "level"])
-    family.add_metric([model_name, "slow"], found.loaded_bytes)
-    family.add_metric([model_name, "fast"], found.held_bytes)
+    family.add_metric([model_name, "slow"], residency.loaded_bytes)
+    family.add_metric([model_name, "fast"], residency.held_bytes)
     yield family
     for name, text, value in (
-        ("chosen_experts", "Experts that steps chose, where experts are loaded by choice.", found.chosen),
-        ("chosen_experts_in_memory", "Experts of chosen_experts that were in fast memory.", found.hits),
-        ("expert_exchanges", "Experts that took the place of one chosen less often.", found.exchanges),
+        ("chosen_experts", "Experts that steps chose, where experts are loaded by choice.", residency.chosen),
+        ("chosen_experts_in_memory", "Experts of chosen_experts that were in fast memory.", residency.hits),
+        ("expert_exchanges", "Experts that took the place of one chosen less often.", residency.exchanges),
         ("plan_revisions", "Times that --fast-memory was planned anew for another load.", plan.revisions),
     ):
         counter = CounterMetricFamily(f"moesaic:{name}", text, labels=LABELS)

@@ -45,9 +45,9 @@ class RequestSpans:
         parts = urlsplit(endpoint)
         url = endpoint if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
         self._model = model
-        ours = Resource({"service.name": "moesaic", "service.version": version})
+        own_resource = Resource({"service.name": "moesaic", "service.version": version})
         self._provider = TracerProvider(
-            resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+            resource=own_resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
         self._complaints = _Complaints()
         host = parts.hostname if parts.port is None else f"{parts.hostname}:{parts.port}"
@@ -68,7 +68,7 @@ class RequestSpans:
             status = trace.error_status or trace.status or 0
             if status >= 500:
                 span.set_status(Status(StatusCode.ERROR, trace.error))
-            for moment in sorted(moment for one in trace.completions for moment in one.moved):
+            for moment in sorted(moment for times in trace.completions for moment in times.move_times):
                 span.add_event("moved to another worker", timestamp=trace.wall(moment))
             if len(trace.completions) <= MOST_CHILDREN:
                 self._write_parts(trace, span)
@@ -89,6 +89,7 @@ class RequestSpans:
 
     def close(self) -> None:
         """Send the last spans. Gives up after CLOSE_SECONDS, when the collector does not answer."""
+        # The library's own shutdown would try again for longer than a server may take to end.
         ending = threading.Thread(target=self._end, name="last-spans", daemon=True)
         ending.start()
         ending.join(CLOSE_SECONDS)
@@ -102,12 +103,12 @@ class RequestSpans:
 
 def parts_of(times: Times) -> Iterator[tuple[str, float, float]]:
     """(name, begin, end) of each part of a completion, on the monotonic clock."""
-    if times.queued is None:
+    if times.queue_seconds is None:
         return
-    admitted = times.arrival + times.queued
-    yield "queue", times.arrival, admitted
+    admission_time = times.arrival + times.queue_seconds
+    yield "queue", times.arrival, admission_time
     if times.first is not None:
-        yield "prefill", min(admitted, times.first), times.first
+        yield "prefill", min(admission_time, times.first), times.first
         yield "decode", times.first, times.last
 
 
@@ -139,28 +140,28 @@ def attributes_of(trace: RequestTrace, model: str) -> Iterator[tuple[str, Any]]:
 
 def _usage(trace: RequestTrace) -> Iterator[tuple[str, Any]]:
     """Tokens by vLLM's names, which are OpenTelemetry's older ones, and by the present ones."""
-    generated = sum(one.tokens for one in trace.completions)
+    num_generated = sum(times.tokens for times in trace.completions)
     yield "gen_ai.usage.prompt_tokens", trace.prompt_tokens
-    yield "gen_ai.usage.completion_tokens", generated
+    yield "gen_ai.usage.completion_tokens", num_generated
     yield "gen_ai.usage.input_tokens", trace.prompt_tokens
-    yield "gen_ai.usage.output_tokens", generated
-    yield "gen_ai.usage.cache_read.input_tokens", sum(one.cached_tokens for one in trace.completions)
+    yield "gen_ai.usage.output_tokens", num_generated
+    yield "gen_ai.usage.cache_read.input_tokens", sum(times.cached_tokens for times in trace.completions)
     yield "gen_ai.usage.num_sequences", len(trace.completions)
-    reasons = [one.finish.value for one in trace.completions if one.finish is not None]
+    reasons = [times.finish.value for times in trace.completions if times.finish is not None]
     yield "gen_ai.response.finish_reasons", reasons
 
 
 def _latencies(completions: Sequence[Times]) -> Iterator[tuple[str, float]]:
     """Seconds of the completion that got the first token first; e2e: until the last token of all."""
-    first = min(completions, key=lambda one: float("inf") if one.first is None else one.first)
-    if first.queued is not None:
-        yield "gen_ai.latency.time_in_queue", first.queued
+    first = min(completions, key=lambda times: float("inf") if times.first is None else times.first)
+    if first.queue_seconds is not None:
+        yield "gen_ai.latency.time_in_queue", first.queue_seconds
     if first.first is None:
         return
-    last = max(one.last for one in completions)
+    last = max(times.last for times in completions)
     yield "gen_ai.latency.time_to_first_token", first.first - first.arrival
     yield "gen_ai.latency.e2e", last - first.arrival
-    prefill = max(0.0, first.first - first.arrival - (first.queued or 0.0))
+    prefill = max(0.0, first.first - first.arrival - (first.queue_seconds or 0.0))
     yield "gen_ai.latency.time_in_model_prefill", prefill
     yield "gen_ai.latency.time_in_model_decode", last - first.first
     yield "gen_ai.latency.time_in_model_inference", prefill + last - first.first
@@ -176,8 +177,8 @@ class _Complaints(logging.Handler):
         self.full = False
         """Whether a span was dropped because the queue was full."""
         loggers = map(logging.getLogger, (EXPORTER_LOG, QUEUE_LOG))
-        self._before = [(logger, logger.propagate) for logger in loggers]
-        for logger, _ in self._before:
+        self._loggers = [(logger, logger.propagate) for logger in loggers]
+        for logger, _ in self._loggers:
             logger.propagate = False
             logger.addHandler(self)
 
@@ -188,7 +189,7 @@ class _Complaints(logging.Handler):
             self.full = True
 
     def close(self) -> None:
-        for logger, propagate in self._before:
+        for logger, propagate in self._loggers:
             logger.propagate = propagate
             logger.removeHandler(self)
         super().close()
@@ -204,23 +205,25 @@ class _Exporter(SpanExporter):
         self._inner = inner
         self._host = host
         self._complaints = complaints
-        self._taken = True
+        self._is_accepting = True
         self._told_full = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._complaints.last = ""
         result = self._inner.export(spans)
-        taken = result is SpanExportResult.SUCCESS
-        if self._taken and not taken:
-            why = " ".join(self._complaints.last.split()) or "no reason is known"
-            what = "traces: %s takes no spans, which are dropped until it does (--otlp-traces-endpoint): %s"
-            LOG.warning(what, self._host, why)
-        elif taken and not self._taken:
+        is_accepting = result is SpanExportResult.SUCCESS
+        if self._is_accepting and not is_accepting:
+            reason = " ".join(self._complaints.last.split()) or "no reason is known"
+            message = (
+                "traces: %s takes no spans, which are dropped until it does (--otlp-traces-endpoint): %s"
+            )
+            LOG.warning(message, self._host, reason)
+        elif is_accepting and not self._is_accepting:
             LOG.warning("traces: %s takes spans again", self._host)
         elif self._complaints.full and not self._told_full:
             LOG.warning("traces: %s is too slow; spans that find a full queue are dropped", self._host)
             self._told_full = True
-        self._taken = taken
+        self._is_accepting = is_accepting
         return result
 
     def shutdown(self) -> None:

@@ -42,7 +42,7 @@ _AT_ONCE = 1 << 14
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: the token ids for the engine, and the text for `echo`."""
+    """A prompt: the token ids for the engine, and the text for `echo`."""
 
     token_ids: list[int]
     text: str | None
@@ -50,7 +50,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Truncation:
     """What truncate_prompt_tokens leaves of a prompt."""
 
     tokens: int | None
@@ -59,16 +59,16 @@ class Cut:
     """Keep the first tokens, not the last ones."""
 
     @classmethod
-    def of(cls, body: GenerationRequest, max_tokens: int | None, service: Service) -> Cut:
+    def from_body(cls, body: GenerationRequest, max_tokens: int | None, service: Service) -> Truncation:
         """The cut that `body` asks for. Raises RequestError if it leaves nothing, or more than fits."""
-        name, asked = "truncate_prompt_tokens", body.truncate_prompt_tokens
+        name, num_tokens = "truncate_prompt_tokens", body.truncate_prompt_tokens
         room = service.engine.require_serving().max_model_len - (max_tokens or 1)
-        if asked is None or room < 1:
-            return cls(None, False)
-        if asked == 0 or asked > room:
-            what = f"1 to {room}, which the context leaves for the prompt, or -1 for {room}"
-            raise RequestError(f"{name}: got {asked}; allowed: {what}", name)
-        return cls(room if asked == -1 else asked, body.truncation_side == "right")
+        if num_tokens is None or room < 1:
+            return cls(None, False)  # without room the engine refuses the prompt, and says why
+        if num_tokens == 0 or num_tokens > room:
+            allowed_range = f"1 to {room}, which the context leaves for the prompt, or -1 for {room}"
+            raise RequestError(f"{name}: got {num_tokens}; allowed: {allowed_range}", name)
+        return cls(room if num_tokens == -1 else num_tokens, body.truncation_side == "right")
 
     def apply(self, ids: list[int]) -> list[int]:
         if self.tokens is None or len(ids) <= self.tokens:
@@ -78,21 +78,24 @@ class Cut:
 
 async def completion_prompts(body: CompletionRequest, service: Service) -> list[Prompt]:
     """Every prompt of the call, in order. Refuses what can never be served before it tokenizes anything."""
-    sent = body.prompt
-    if not sent:
+    prompt_field = body.prompt
+    if not prompt_field:
         raise RequestError("prompt: it is empty; at least one token is needed", "prompt")
-    many: Sequence[Any] = [sent] if isinstance(sent, str) or isinstance(sent[0], int) else sent
-    if len(many) > MAX_PROMPTS:
-        raise RequestError(f"prompt: got {len(many)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
-    service.engine.require_room_ever(len(many), len(many) * (body.n or 1))
-    require_few_entries(body, len(many) * (body.n or 1))
-    texts = [len(one) for one in many if isinstance(one, str)]
+    prompts: Sequence[Any] = (
+        [prompt_field] if isinstance(prompt_field, str) or isinstance(prompt_field[0], int) else prompt_field
+    )
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"prompt: got {len(prompts)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
+    # These checks come before the first text is tokenized, which may take seconds.
+    service.engine.require_room_ever(len(prompts), len(prompts) * (body.n or 1))
+    require_few_entries(body, len(prompts) * (body.n or 1))
+    texts = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
     check = _require_short if body.truncate_prompt_tokens is None else require_length
     check(max(texts, default=0), service, "prompt")
     special, tokenizer = body.add_special_tokens is not False, service.tokenizer
-    cut = Cut.of(body, body.max_tokens, service)
+    cut = Truncation.from_body(body, body.max_tokens, service)
     return await off_loop(
-        sum(texts), lambda: [_prompt(one, special, tokenizer, cut) for one in many], service
+        sum(texts), lambda: [_prompt(prompt, special, tokenizer, cut) for prompt in prompts], service
     )
 
 
@@ -111,13 +114,13 @@ async def chat_prompt(
     """
     tokenizer = service.tokenizer
     variables = variables_of(options, service.formats)
-    taken = inspect.signature(type(tokenizer).chat).parameters
+    own_parameters = inspect.signature(type(tokenizer).chat).parameters
     for name in variables:
-        if name in taken:
+        if name in own_parameters:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
     require_roles(messages)
     size = sum(len(_plain(message)["content"]) for message in messages)
-    most = (
+    max_characters = (
         require_length(size, service, "messages") if any_length else _require_short(size, service, "messages")
     )
 
@@ -127,7 +130,7 @@ async def chat_prompt(
             plain_messages(messages, service.formats),
             add_generation_prompt=options.add_generation_prompt is not False,
             continue_final_message=bool(options.continue_final_message),
-            most_characters=most,
+            most_characters=max_characters,
             **variables,
         )
         return _with_special_tokens(ids, tokenizer) if special else ids
@@ -140,8 +143,8 @@ def require_few_entries(body: GenerationRequest, completions: int) -> None:
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words"):
         entries = getattr(body, name)
         if completions * len(entries or ()) > MOST_ENTRIES:
-            what = f"{len(entries or ())} entries for each of {completions} completions"
-            raise RequestError(f"{name}: got {what}; allowed: at most {MOST_ENTRIES} in all", name)
+            got = f"{len(entries or ())} entries for each of {completions} completions"
+            raise RequestError(f"{name}: got {got}; allowed: at most {MOST_ENTRIES} in all", name)
 
 
 def plain_messages(messages: Sequence[Message], formats: Formats) -> list[dict[str, Any]]:
@@ -161,16 +164,16 @@ def opens_reasoning(prompt: Sequence[int], body: ChatRequest, service: Service) 
 
 
 def require_few_scores(
-    name: str, count: int | None, tokens: int, body: GenerationRequest, how: str = ""
+    name: str, count: int | None, tokens: int, body: GenerationRequest, qualifier: str = ""
 ) -> None:
     """Raise RequestError if prompts of `tokens` tokens would have too many log-probabilities in one answer.
 
     count: the value of field `name`, the candidates for each token; None scores no token.
     """
-    found = 0 if count is None else (body.n or 1) * tokens * (count + 1)
-    if found > MOST_SCORES:
-        what = f"{count}, {how}{found} log-probabilities of prompts in one answer"
-        raise RequestError(f"{name}: got {what}; allowed: at most {MOST_SCORES}", name)
+    num_scores = 0 if count is None else (body.n or 1) * tokens * (count + 1)
+    if num_scores > MOST_SCORES:
+        got = f"{count}, {qualifier}{num_scores} log-probabilities of prompts in one answer"
+        raise RequestError(f"{name}: got {got}; allowed: at most {MOST_SCORES}", name)
 
 
 async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:
@@ -183,24 +186,26 @@ async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:
 
 def require_length(characters: int, service: Service, field: str) -> int:
     """The maximum length of a text in characters. Raises RequestError for a longer one."""
-    allowed = max(MOST_CHARACTERS, _LONG_TOKEN * service.engine.require_serving().max_model_len)
-    if characters > allowed:
-        error = f"{field}: got {characters} characters; allowed: at most {allowed}"
+    limit = max(MOST_CHARACTERS, _LONG_TOKEN * service.engine.require_serving().max_model_len)
+    if characters > limit:
+        error = f"{field}: got {characters} characters; allowed: at most {limit}"
         raise RequestError(error, field, "string_above_max_length")
-    return allowed
+    return limit
 
 
-def _prompt(sent: str | list[int], special: bool, tokenizer: Tokenizer, cut: Cut) -> Prompt:
-    whole = tokenizer.encode(sent, special) if isinstance(sent, str) else sent
-    ids = cut.apply(whole)
-    return Prompt(ids, sent if isinstance(sent, str) and len(ids) == len(whole) else None)
+def _prompt(prompt: str | list[int], special: bool, tokenizer: Tokenizer, cut: Truncation) -> Prompt:
+    full_ids = tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
+    ids = cut.apply(full_ids)
+    return Prompt(ids, prompt if isinstance(prompt, str) and len(ids) == len(full_ids) else None)
 
 
 def _with_special_tokens(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """`ids` with the special tokens that the tokenizer adds before and after a text."""
-    one, around = tokenizer.encode("a", False), tokenizer.encode("a")
-    begin = next(at for at in range(len(around)) if around[at : at + len(one)] == one)
-    return [*around[:begin], *ids, *around[begin + len(one) :]]
+    plain_ids, wrapped_ids = tokenizer.encode("a", False), tokenizer.encode("a")
+    begin = next(
+        start for start in range(len(wrapped_ids)) if wrapped_ids[start : start + len(plain_ids)] == plain_ids
+    )
+    return [*wrapped_ids[:begin], *ids, *wrapped_ids[begin + len(plain_ids) :]]
 
 
 def _require_short(characters: int, service: Service, field: str) -> int:
@@ -209,12 +214,12 @@ def _require_short(characters: int, service: Service, field: str) -> int:
     Raises RequestError for a longer text. To tokenize it would take seconds.
     """
     longest = service.tokenizer.longest_token
-    allowed = service.engine.require_serving().max_model_len * longest
-    if characters > allowed:
-        what = f"at most {allowed}, which is the context length times the longest token, {longest}"
-        error = f"{field}: got {characters} characters; allowed: {what}"
+    limit = service.engine.require_serving().max_model_len * longest
+    if characters > limit:
+        allowed_length = f"at most {limit}, which is the context length times the longest token, {longest}"
+        error = f"{field}: got {characters} characters; allowed: {allowed_length}"
         raise RequestError(error, field, "context_length_exceeded")
-    return min(allowed, require_length(characters, service, field))
+    return min(limit, require_length(characters, service, field))
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -30,7 +30,7 @@ OPERATIONS = {
 
 @dataclass
 class RequestTrace:
-    """One HTTP request for an answer. Times are seconds on the monotonic clock."""
+    """What is known of an HTTP request for an answer. Times are seconds on the monotonic clock."""
 
     request_id: str
     """The id in log lines and in the header X-Request-Id."""
@@ -46,7 +46,7 @@ class RequestTrace:
     error_status: int | None = None
     """The status of the error that ended the request. A stream may have begun with 200 before."""
     error: str = ""
-    """Its code or type, as in the body of the answer."""
+    """The code or type of the error that ended the request, as in the body of the answer."""
     model: str | None = None
     """The model that the request names."""
     params: SamplingParams | None = None
@@ -60,13 +60,13 @@ class RequestTrace:
     def operation(self) -> str:
         return OPERATIONS[self.path]
 
-    def submitted(self, prompt_tokens: int, params: SamplingParams, times: list[Times]) -> None:
+    def record_submission(self, prompt_tokens: int, params: SamplingParams, times: list[Times]) -> None:
         """Note that a prompt went to the engine."""
         self.params = self.params or params
         self.prompt_tokens += prompt_tokens
         self.completions += times
 
-    def failed(self, status: int, error: str) -> None:
+    def record_error(self, status: int, error: str) -> None:
         """Note the error that is sent to the client."""
         self.error_status, self.error = status, error
 
@@ -97,16 +97,16 @@ class Tracing:
         parent = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         trace = RequestTrace(REQUEST.get(), scope["path"], parent, time.monotonic(), time.time_ns())
 
-        async def noted(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 trace.status = message["status"]
             await send(message)
 
         token = TRACE.set(trace)
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, send_and_note)
         except Exception:
-            trace.failed(500, "server_error")
+            trace.record_error(500, "server_error")
             raise
         finally:
             TRACE.reset(token)

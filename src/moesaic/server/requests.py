@@ -241,7 +241,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FIRST] | None = None

@@ -54,7 +54,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """One candidate for a token of a prompt (vLLM)."""
+    """A candidate for a token of a prompt (vLLM)."""
 
     logprob: float
     rank: int | None
@@ -63,11 +63,11 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""For each token of a prompt its candidates by token id, the token itself first. None for the first token."""
+"""The candidates for each token of a prompt by token id, the token itself first. None for the first token."""
 
 
 class CompletionChoice(BaseModel):
-    """One completion, or a piece of it in a stream."""
+    """A completion, or a piece of it in a stream."""
 
     index: int
     text: str
@@ -78,11 +78,11 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    """With return_token_ids: tokens of the prompt, in a stream with the first piece only."""
+    """The tokens of the prompt, with return_token_ids. A stream has them in the first piece only."""
     routed_experts: list[list[list[int]]] | None = None
-    """With return_routed_experts: [tokens][layers][k] the experts of each token, best first."""
+    """[tokens][layers][k] the experts of each token, best first, with return_routed_experts."""
     routed_servers: list[list[list[int]]] | None = None
-    """As routed_experts: the expert server that computed each. Empty lists without expert servers."""
+    """[tokens][layers][k] the expert server that computed each. Empty lists without expert servers."""
 
 
 class Completion(Payload):
@@ -97,7 +97,7 @@ class Completion(Payload):
 
 
 class TopLogprob(BaseModel):
-    """One candidate for a token."""
+    """A candidate for a token."""
 
     token: str
     logprob: float
@@ -148,7 +148,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One of the n answers."""
+    """An answer, of which a request may ask for n."""
 
     index: int
     message: ChatMessage
@@ -157,9 +157,9 @@ class ChatChoice(BaseModel):
     stop_reason: str | int | None
     token_ids: list[int] | None = None
     routed_experts: list[list[list[int]]] | None = None
-    """With return_routed_experts: [tokens][layers][k] the experts of each token, best first."""
+    """[tokens][layers][k] the experts of each token, best first, with return_routed_experts."""
     routed_servers: list[list[list[int]]] | None = None
-    """As routed_experts: the expert server that computed each. Empty lists without expert servers."""
+    """[tokens][layers][k] the expert server that computed each. Empty lists without expert servers."""
 
 
 class ChatCompletion(Payload):
@@ -195,13 +195,13 @@ class ChatChunkChoice(BaseModel):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     routed_experts: list[list[list[int]]] | None = None
-    """With return_routed_experts: [tokens][layers][k] the experts of each token, best first."""
+    """[tokens][layers][k] the experts of each token, best first, with return_routed_experts."""
     routed_servers: list[list[list[int]]] | None = None
-    """As routed_experts: the expert server that computed each. Empty lists without expert servers."""
+    """[tokens][layers][k] the expert server that computed each. Empty lists without expert servers."""
 
 
 class ChatChunk(Payload):
-    """One chunk of a streamed chat."""
+    """A chunk of a streamed chat."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -210,11 +210,11 @@ class ChatChunk(Payload):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
-    """With return_token_ids, in the first chunk."""
+    """The tokens of the prompt, with return_token_ids. Only the first chunk has them."""
 
 
 class ModelCard(Payload):
-    """One served model."""
+    """A name by which the model is served."""
 
     id: str
     object: Literal["model"]

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from moesaic.config import ConnectionConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.server.async_engine import AsyncEngine
-from moesaic.server.connections import Door
+from moesaic.server.connections import HttpAcceptor
 from moesaic.server.room import room_now
 from moesaic.server.throughput import log_throughput
 
@@ -47,7 +47,7 @@ def serve(
     """
     config = uvicorn.Config(
         app,
-        http="h11",
+        http="h11",  # `connections.Connection` extends uvicorn's protocol for it
         ws="none",
         lifespan="off",
         log_level="info" if access_log else "warning",
@@ -79,7 +79,8 @@ async def _serve(
     finally:
         for task in watching:
             task.cancel()
-    if shutdown.code == 0 and engine.ended.is_set():
+    # After a second signal the exit code says so, whatever happened to the worker then.
+    if shutdown.code == 0 and engine.worker_ended.is_set():
         _raise_cause(engine)
     return shutdown.code
 
@@ -88,14 +89,14 @@ async def _serve(
 def _signals(handler: Callable[[int], None]) -> Iterator[None]:
     """Call `handler` in the event loop for SIGTERM and SIGINT. Only the main thread can handle signals."""
     main = threading.current_thread() is threading.main_thread()
-    wanted = (signal.SIGTERM, signal.SIGINT) if main else ()
+    signums = (signal.SIGTERM, signal.SIGINT) if main else ()
     loop = asyncio.get_running_loop()
-    for signum in wanted:
+    for signum in signums:
         loop.add_signal_handler(signum, handler, signum)
     try:
         yield
     finally:
-        for signum in wanted:
+        for signum in signums:
             loop.remove_signal_handler(signum)
 
 
@@ -123,14 +124,14 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, listener: socket.socket, limits: ConnectionConfig) -> None:
         super().__init__(config)
         self._listener = listener
-        self._door = Door(self, listener, limits, room_now(limits.max_connections))
+        self._acceptor = HttpAcceptor(self, listener, limits, room_now(limits.max_connections))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._door.open()
+        self._acceptor.open()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._door.close()
+        self._acceptor.close()
         self._listener.close()
         await super().shutdown(sockets)
 
@@ -157,7 +158,7 @@ class _Shutdown:
 
     async def when_dead(self) -> None:
         """Wait until the worker is gone. Every stream has its error by then, so stop the server."""
-        await self._engine.ended.wait()
+        await self._engine.worker_ended.wait()
         self._exit()
 
     async def _drain(self) -> None:

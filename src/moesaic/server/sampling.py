@@ -6,9 +6,9 @@ from typing import Any
 
 from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
+from moesaic.server.answer_form import structured_outputs
 from moesaic.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from moesaic.server.service import Service
-from moesaic.server.structured import structured_outputs
 
 COMPLETION_TOKENS = 16
 """OpenAI's default length of a completion."""
@@ -35,11 +35,12 @@ def completion_params(body: CompletionRequest, prompt_tokens: int, service: Serv
     if limit is None:
         room = service.engine.require_serving().max_model_len - prompt_tokens
         limit = max(1, min(COMPLETION_TOKENS, room))
+    # With echo `logprobs` scores the prompt too, so the larger of both numbers is computed.
     scores = [
         count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None
     ]
-    wanted = {"prompt_logprobs": max(scores, default=None), "logprobs": body.logprobs}
-    return _params(body, service, max_tokens=max(1, limit), **wanted)
+    logprob_counts = {"prompt_logprobs": max(scores, default=None), "logprobs": body.logprobs}
+    return _params(body, service, max_tokens=max(1, limit), **logprob_counts)
 
 
 def chat_params(body: ChatRequest, service: Service) -> SamplingParams:
@@ -51,19 +52,21 @@ def chat_params(body: ChatRequest, service: Service) -> SamplingParams:
     return _params(body, service, max_tokens=limit, logprobs=logprobs)
 
 
-def _params(body: GenerationRequest, service: Service, **chosen: Any) -> SamplingParams:
+def _params(body: GenerationRequest, service: Service, **overrides: Any) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: allowed only with stream true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs: allowed only with stream false", "prompt_logprobs")
     if body.priority:
-        what = f"got {body.priority}; allowed: 0, since requests are scheduled in the order of their arrival"
-        raise RequestError(f"priority: {what}", "priority")
-    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+        message = (
+            f"got {body.priority}; allowed: 0, since requests are scheduled in the order of their arrival"
+        )
+        raise RequestError(f"priority: {message}", "priority")
+    fields = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     return SamplingParams(
-        **{**service.default_sampling, **given, **chosen},
+        **{**service.default_sampling, **fields, **overrides},
         stop=stop,
         logit_bias=bias,
         structured_outputs=structured_outputs(body),

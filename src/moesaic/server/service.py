@@ -93,7 +93,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """One served model."""
+    """The served model, and what the routes need to serve it."""
 
     engine: AsyncEngine
     model_name: str
@@ -104,7 +104,7 @@ class Service:
     """moesaic's version."""
     now: Callable[[], float] = time.time
     """The wall clock, for the field `created`."""
-    started: float = field(default_factory=time.time)
+    start_time: float = field(default_factory=time.time)
     """Time at which serving started, on the wall clock."""
     tool_call_parser: str = AUTO
     """Name of the parser of tool calls. Names: see moesaic.text.parsers.table."""
@@ -122,6 +122,7 @@ class Service:
     """Further names that requests may use."""
 
     def __post_init__(self) -> None:
+        # A wrong default is reported at the start, not in the answer to each request.
         try:
             SamplingParams(**dict(self.default_sampling))  # type: ignore[arg-type]
         except (RequestError, TypeError) as error:
@@ -143,8 +144,8 @@ class Service:
     def require_model(self, name: str | None) -> None:
         """Raise UnknownModelError unless `name` is one of the served model's names or None."""
         if name is not None and name not in self.names:
-            served = ", ".join(map(repr, self.names))
-            raise UnknownModelError(f"model: got {name!r}; this server serves {served}")
+            served_names = ", ".join(map(repr, self.names))
+            raise UnknownModelError(f"model: got {name!r}; this server serves {served_names}")
         trace = TRACE.get()
         if trace is not None:
             trace.model = name

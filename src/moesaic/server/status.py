@@ -59,7 +59,7 @@ def _card(service: Service, name: str) -> ModelCard:
     return ModelCard(
         id=name,
         object="model",
-        created=int(service.started),
+        created=int(service.start_time),
         owned_by="moesaic",
         max_model_len=info.max_model_len,
     )

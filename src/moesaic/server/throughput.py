@@ -1,4 +1,4 @@
-"""One log line every ten seconds while requests run: throughput, requests, KV cache, prefix hits."""
+"""Logs a line every ten seconds while requests run: throughput, requests, KV cache, prefix hits."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class _Counts:
     """Counters at one moment."""
 
     now: float
-    prompt: int
-    generated: int
+    prompt_tokens: int
+    generation_tokens: int
     queries: int
     hits: int
 
     @classmethod
-    def of(cls, now: float, generated: int, worker: WorkerStats) -> _Counts:
+    def from_stats(cls, now: float, generation_tokens: int, worker: WorkerStats) -> _Counts:
         blocks = worker.blocks
-        return cls(now, worker.prefill_tokens, generated, blocks.prefix_queries, blocks.prefix_hits)
+        return cls(now, worker.prefill_tokens, generation_tokens, blocks.prefix_queries, blocks.prefix_hits)
 
 
 class ThroughputLog:
@@ -37,15 +37,16 @@ class ThroughputLog:
     def __init__(self) -> None:
         self._last = _Counts(0.0, 0, 0, 0, 0)
 
-    def line(self, now: float, generated: int, worker: WorkerStats) -> str | None:
+    def line(self, now: float, generation_tokens: int, worker: WorkerStats) -> str | None:
         """The line for the time since the last call. None if nothing was computed and nothing waits.
 
-        now: seconds on any clock. generated: tokens generated so far.
+        now: seconds on any clock. generation_tokens: tokens generated so far.
         """
-        last, self._last = self._last, _Counts.of(now, generated, worker)
+        last, self._last = self._last, _Counts.from_stats(now, generation_tokens, worker)
+        # Counters fall when a worker ends, and no throughput is negative.
         seconds = max(now - last.now, 1e-9)
-        prompt = max(0, self._last.prompt - last.prompt)
-        tokens = max(0, generated - last.generated)
+        prompt = max(0, self._last.prompt_tokens - last.prompt_tokens)
+        tokens = max(0, generation_tokens - last.generation_tokens)
         queries, hits = self._last.queries - last.queries, self._last.hits - last.hits
         if not (prompt or tokens or worker.running or worker.waiting):
             return None

@@ -42,8 +42,8 @@ async def detokenize(body: DetokenizeRequest, request: Request, service: Serving
     tokenizer, tokens = service.tokenizer, body.tokens
     bad = next((token for token in tokens if token >= tokenizer.vocab_size), None)
     if bad is not None:
-        allowed = f"0 to {tokenizer.vocab_size - 1}"
-        raise RequestError(f"tokens: got token id {bad}; allowed: {allowed}", "tokens")
+        choices = f"0 to {tokenizer.vocab_size - 1}"
+        raise RequestError(f"tokens: got token id {bad}; allowed: {choices}", "tokens")
     return Detokenized(prompt=await off_loop(len(tokens), lambda: tokenizer.decode(tokens, False), service))
 
 
@@ -52,11 +52,11 @@ async def tokenizer_info(service: Serving) -> TokenizerInfo:
     """The checkpoint's tokenizer_config.json, with the chat template that is used."""
     service.engine.require_serving()
     tokenizer = service.tokenizer
-    shown = {name: value for name, value in tokenizer.settings.items() if name not in _FILES}
-    found = {"tokenizer_class": "PreTrainedTokenizerFast", **shown}
+    settings = {name: value for name, value in tokenizer.settings.items() if name not in _FILES}
+    info = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
     if tokenizer.chat_template is not None:
-        found["chat_template"] = tokenizer.chat_template
-    return TokenizerInfo.model_validate(found)
+        info["chat_template"] = tokenizer.chat_template
+    return TokenizerInfo.model_validate(info)
 
 
 async def _tokens(body: TokenizeRequest, service: Service) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.structured import StructuredOutputsParams
+from moesaic.server.answer_form import translate_field
 from moesaic.server.answers import Reading
 from moesaic.server.requests import (
     ChatRequest,
@@ -21,7 +22,6 @@ from moesaic.server.requests import (
     ToolChoice,
 )
 from moesaic.server.service import Service
-from moesaic.server.structured import named
 from moesaic.text.parsers.table import Formats
 from moesaic.text.parsers.values import Tools
 from moesaic.text.structured.grammar import check, json_rule
@@ -44,19 +44,19 @@ def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
             raise RequestError("tool_choice: allowed only with tools", "tool_choice")
         return None
     if not formats.takes_tools:
-        what = "the chat template of this model takes none"
-        raise RequestError(f"tools: {what}; leave them out, or use --chat-template", "tools")
+        reason = "the chat template of this model takes none"
+        raise RequestError(f"tools: {reason}; leave them out, or use --chat-template", "tools")
     if choice == "none":
         return None
     if formats.calls is None:
-        what = "it is not known how this model writes calls"
-        allowed = "a server with --tool-call-parser NAME, or tool_choice 'none'"
-        raise RequestError(f"tools: {what}; allowed: {allowed}", "tools")
+        reason = "it is not known how this model writes calls"
+        choices = "a server with --tool-call-parser NAME, or tool_choice 'none'"
+        raise RequestError(f"tools: {reason}; allowed: {choices}", "tools")
     names = [tool.function.name for tool in body.tools]
     if isinstance(choice, ToolChoice) and choice.function.name not in names:
-        allowed = ", ".join(map(repr, names))
-        raise RequestError(f"tool_choice: got {choice.function.name!r}; allowed: {allowed}", "tool_choice")
-    return dumped(body.tools)
+        choices = ", ".join(map(repr, names))
+        raise RequestError(f"tool_choice: got {choice.function.name!r}; allowed: {choices}", "tool_choice")
+    return dump_tools(body.tools)
 
 
 async def with_grammar(
@@ -69,11 +69,15 @@ async def with_grammar(
     Raises RequestError for a schema that cannot be forced, and OverloadedError.
     """
     form, special, formats = params.structured_outputs, service.tokenizer.special_tokens, reading.formats
-    forced = body.tool_choice not in (None, "auto", "none")
-    if not forced and (form is None or not reading.tools):
-        around = "" if form is None else formats.after_reasoning(reading.inside, special)
-        return replace(params, structured_outputs=replace(form, around=around)) if form and around else params
-    if forced and form is not None and body.response_format is None:
+    is_forced = body.tool_choice not in (None, "auto", "none")
+    if not is_forced and (form is None or not reading.tools):
+        grammar_around = "" if form is None else formats.after_reasoning(reading.in_reasoning, special)
+        return (
+            replace(params, structured_outputs=replace(form, around=grammar_around))
+            if form and grammar_around
+            else params
+        )
+    if is_forced and form is not None and body.response_format is None:
         raise RequestError(
             "tool_choice: 'auto' and 'none' are allowed with a structured output", "tool_choice"
         )
@@ -83,19 +87,19 @@ async def with_grammar(
         tools = tuple(tool for tool in tools if tool["function"]["name"] == name)[:1]
 
     def work() -> StructuredOutputsParams:
-        grammar = formats.forced(
+        grammar = formats.write_call_grammar(
             tools,
-            inside=reading.inside,
+            in_reasoning=reading.in_reasoning,
             parallel=reading.parallel,
             special=special,
-            json_rule=json_rule if forced else _any_json,
-            or_form=not forced,
+            json_rule=json_rule if is_forced else _any_json,
+            or_form=not is_forced,
         )
-        with named("tools"):
-            whole = StructuredOutputsParams(grammar=grammar)
-            found = whole if forced or form is None else replace(form, around=grammar)
-            check(found, special)
-        return found
+        with translate_field("tools"):
+            call_form = StructuredOutputsParams(grammar=grammar)
+            form_to_check = call_form if is_forced or form is None else replace(form, around=grammar)
+            check(form_to_check, special)
+        return form_to_check
 
     return replace(params, structured_outputs=await service.text_threads.run(work))
 
@@ -105,17 +109,20 @@ def _any_json(schema: Mapping[str, Any]) -> str:
     return json_rule({"type": "object"} if schema.get("type") == "object" else {})
 
 
-def dumped(tools: Sequence[Tool], described: bool = False) -> Tools:
-    """The tools as chat templates expect them. described: each has a description, which may be empty."""
-    return tuple({"type": tool.type, "function": _function(tool.function, described)} for tool in tools)
+def dump_tools(tools: Sequence[Tool], with_descriptions: bool = False) -> Tools:
+    """The tools as chat templates expect them. with_descriptions: each has a description, which may be
+    empty."""
+    return tuple(
+        {"type": tool.type, "function": _function(tool.function, with_descriptions)} for tool in tools
+    )
 
 
-def _function(function: Function, described: bool) -> dict[str, Any]:
+def _function(function: Function, with_description: bool) -> dict[str, Any]:
     """A function without parameters has an empty list of them, as OpenAI says. Many templates need one."""
     fields = ("name", "description", "parameters", "strict")
-    given = {name: value for name in fields if (value := getattr(function, name)) is not None}
-    absent = {"parameters": _NO_PARAMETERS} | ({"description": ""} if described else {})
-    return given | {name: value for name, value in absent.items() if name not in given}
+    present = {name: value for name in fields if (value := getattr(function, name)) is not None}
+    absent = {"parameters": _NO_PARAMETERS} | ({"description": ""} if with_description else {})
+    return present | {name: value for name, value in absent.items() if name not in present}
 
 
 def variables_of(options: TemplateOptions, formats: Formats) -> dict[str, Any]:
@@ -125,28 +132,28 @@ def variables_of(options: TemplateOptions, formats: Formats) -> dict[str, Any]:
     """
     for number, tool in enumerate(options.tools or ()):
         require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
-    found: dict[str, Any] = (
-        {} if not options.tools else {"tools": list(dumped(options.tools, formats.text_descriptions))}
+    variables: dict[str, Any] = (
+        {} if not options.tools else {"tools": list(dump_tools(options.tools, formats.text_descriptions))}
     )
     if options.reasoning_effort is not None:
-        found["reasoning_effort"] = options.reasoning_effort
-        found |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}
-    return found | (options.chat_template_kwargs or {})
+        variables["reasoning_effort"] = options.reasoning_effort
+        variables |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}
+    return variables | (options.chat_template_kwargs or {})
 
 
 def require_roles(messages: Sequence[Message]) -> None:
     """Raise RequestError where a message has a field that belongs to another role."""
     for number, message in enumerate(messages):
-        where = f"messages[{number}]"
+        path = f"messages[{number}]"
         if message.role != "assistant":
             for name in ("tool_calls", "reasoning", "reasoning_content"):
                 if getattr(message, name) is not None:
-                    what = f"{where}.{name}: allowed only with the role 'assistant'"
-                    raise RequestError(what, "messages")
+                    refusal = f"{path}.{name}: allowed only with the role 'assistant'"
+                    raise RequestError(refusal, "messages")
         if message.role == "tool" and message.tool_call_id is None:
-            raise RequestError(f"{where}.tool_call_id: missing; a tool's message has one", "messages")
+            raise RequestError(f"{path}.tool_call_id: missing; a tool's message has one", "messages")
         if message.role != "tool" and message.tool_call_id is not None:
-            raise RequestError(f"{where}.tool_call_id: allowed only with the role 'tool'", "messages")
+            raise RequestError(f"{path}.tool_call_id: allowed only with the role 'tool'", "messages")
 
 
 def further_fields(message: Message, formats: Formats) -> dict[str, Any]:
@@ -154,45 +161,47 @@ def further_fields(message: Message, formats: Formats) -> dict[str, Any]:
 
     Raises RequestError for arguments that are nested too deeply.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is not None:
-        found |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        fields |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if message.tool_calls:
-        found["tool_calls"] = [_call(call, formats) for call in message.tool_calls]
+        fields["tool_calls"] = [_call(call, formats) for call in message.tool_calls]
         if reasoning and not message.content:
-            found["thinking"] = reasoning  # the name in gpt-oss's template, which allows no content beside it
-    return found
+            fields["thinking"] = (
+                reasoning  # the name in gpt-oss's template, which allows no content beside it
+            )
+    return fields
 
 
 def _call(call: ToolCall, formats: Formats) -> dict[str, Any]:
     text = call.function.arguments
     arguments: Any = text if formats.text_arguments else _object(text)
-    if formats.keyed_arguments and isinstance(arguments, str):
+    if formats.needs_keyed_arguments and isinstance(arguments, str):
         arguments = {INVALID: arguments}
-    called = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    return called if call.id is None else {"id": call.id, **called}
+    call_fields = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return call_fields if call.id is None else {"id": call.id, **call_fields}
 
 
 def _object(text: str) -> str | Mapping[str, Any]:
     """The object that `text` is the JSON of. `text` itself if it is none: the model had made a mistake."""
     try:
-        found = json.loads(text or "{}")
+        value = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return text
-    require_shallow(found, "messages: the arguments of a call", "messages")
-    return found if isinstance(found, dict) else text
+    require_shallow(value, "messages: the arguments of a call", "messages")
+    return value if isinstance(value, dict) else text
 
 
-def require_shallow(value: object, what: str, field: str) -> None:
+def require_shallow(value: object, name: str, field: str) -> None:
     """Raise RequestError if `value` has too many lists and objects inside of one another."""
     level, depth = [value], 0
-    while level := [each for one in level for each in _inner(one)]:
+    while level := [item for container in level for item in _inner(container)]:
         depth += 1
         if depth > DEEPEST:
-            raise RequestError(f"{what}: nested more than {DEEPEST} levels deep", field)
+            raise RequestError(f"{name}: nested more than {DEEPEST} levels deep", field)
 
 
 def _inner(value: object) -> Iterable[object]:

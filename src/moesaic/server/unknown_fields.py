@@ -21,11 +21,11 @@ from moesaic.core.errors import RequestError
 from moesaic.server.errors import path_of
 
 HEADER = "X-Moesaic-Ignored-Fields"
-MOST_LOGGED = 100
+MAX_LOGGED_NAMES = 100
 """Maximum number of names that one server logs and remembers."""
-MOST_SHOWN = 20
+MAX_SHOWN_NAMES = 20
 """Maximum number of names in the header of one answer."""
-MOST_FOUND = 4096
+MAX_UNKNOWN_FIELDS = 4096
 """Maximum number of unknown fields of one body that are looked at. A body may have millions."""
 _LONGEST = 64
 """Maximum length of a name in the header and in the log, in characters."""
@@ -56,7 +56,7 @@ class UnknownFields:
 
     def __init__(self, strict: bool = False) -> None:
         self._strict = strict
-        self._logged: set[str] = set()
+        self._logged_names: set[str] = set()
 
     def check(self, body: BaseModel, request: Request) -> None:
         """Note the fields of `body` that are ignored, for `show` and in the log.
@@ -64,23 +64,23 @@ class UnknownFields:
         Raises RequestError for a field that is refused.
         """
         if self._strict:
-            for place in _unknown(body, ()):
-                what = f"{path_of(place)}: not a parameter of this endpoint"
-                raise RequestError(what, str(place[0]), "unknown_parameter")
+            for place in _find_unknown(body, ()):
+                message = f"{path_of(place)}: not a parameter of this endpoint"
+                raise RequestError(message, str(place[0]), "unknown_parameter")
         _refuse(body)
-        found = islice(_unknown(body, ()), MOST_FOUND)
-        names = dict.fromkeys(".".join(step for step in place if isinstance(step, str)) for place in found)
+        places = islice(_find_unknown(body, ()), MAX_UNKNOWN_FIELDS)
+        names = dict.fromkeys(".".join(step for step in place if isinstance(step, str)) for place in places)
         if names:
-            request.state.ignored = [clean(name) for name in islice(names, MOST_SHOWN)]
-            request.state.ignored += ["..."] * (len(names) > MOST_SHOWN)
+            request.state.ignored = [clean(name) for name in islice(names, MAX_SHOWN_NAMES)]
+            request.state.ignored += ["..."] * (len(names) > MAX_SHOWN_NAMES)
             for name in names:
                 self._log(clean(name))
 
     def _log(self, name: str) -> None:
-        if name in self._logged or len(self._logged) > MOST_LOGGED:
+        if name in self._logged_names or len(self._logged_names) > MAX_LOGGED_NAMES:
             return
-        self._logged.add(name)
-        if len(self._logged) > MOST_LOGGED:
+        self._logged_names.add(name)
+        if len(self._logged_names) > MAX_LOGGED_NAMES:
             _LOG.warning("further unknown fields of requests are ignored without a line here")
         else:
             _LOG.warning("%s: unknown field of a request, ignored (--strict-fields refuses it)", name)
@@ -100,21 +100,22 @@ def clean(name: str) -> str:
 
 def _refuse(body: BaseModel) -> None:
     """Raise RequestError for an unknown field that would change the answer."""
-    sent = body.model_extra or {}
-    for name in NEUTRAL.keys() & sent.keys():
-        value = sent[name]
+    unknown_fields = body.model_extra or {}
+    for name in NEUTRAL.keys() & unknown_fields.keys():
+        value = unknown_fields[name]
         if value is not None and not any(value == neutral for neutral in NEUTRAL[name]):
             raise RequestError(f"{name}: not supported; leave it out", name, "unsupported_parameter")
 
 
-def _unknown(model: BaseModel, place: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+def _find_unknown(model: BaseModel, place: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
     """The places of the unknown fields in `model`. Example: ('messages', 0, 'timestamp')."""
     for name in model.model_extra or ():
         yield (*place, name)
     for name, value in model.__dict__.items():
         if isinstance(value, BaseModel):
-            yield from _unknown(value, (*place, name))
+            yield from _find_unknown(value, (*place, name))
+        # Lists of numbers, such as prompts of token ids, are not walked through.
         elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
             for index, item in enumerate(value):
                 if isinstance(item, BaseModel):
-                    yield from _unknown(item, (*place, name, index))
+                    yield from _find_unknown(item, (*place, name, index))

@@ -13,7 +13,7 @@ class Tally:
 
     def __init__(self, prompt_lengths: Sequence[int]) -> None:
         self._prompt_tokens = sum(prompt_lengths)
-        self._cached = [0] * len(prompt_lengths)
+        self._cached_tokens = [0] * len(prompt_lengths)
         self._completion_tokens = 0
         self.reasoning_tokens: int | None = None
         """Generated tokens of reasoning; None if it is not told apart."""
@@ -21,14 +21,15 @@ class Tally:
     def add(self, number: int, output: RequestOutput) -> None:
         """Count one output of prompt `number`."""
         self._completion_tokens += len(output.token_ids)
-        self._cached[number] = max(self._cached[number], output.num_cached_tokens)
+        # The n completions of a prompt share its cached tokens, so they count once.
+        self._cached_tokens[number] = max(self._cached_tokens[number], output.num_cached_tokens)
 
     def usage(self) -> Usage:
         usage = Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=self._prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached)),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
         )
         if self.reasoning_tokens is not None:
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=self.reasoning_tokens)

@@ -44,20 +44,23 @@ async def watch(service: Serving) -> Response:
     The last event is `end`.
     """
     service.engine.require_serving()
-    return NamedEventStream(_updates(service), _Source(), _failed)
+    return NamedEventStream(_updates(service), _Source(), _make_end_event)
 
 
 async def _updates(service: Service) -> AsyncGenerator[NamedEvent, None]:
-    sent: dict[str, Any] = {}
+    last_parts: dict[str, Any] = {}
     while True:
         try:
             service.engine.require_serving()
         except MoesaicError as error:
             yield NamedEvent("end", {"reason": str(error)})
             return
-        changed = {name: part for name, part in parts_of(service).items() if sent.get(name, sent) != part}
-        sent |= changed
-        yield NamedEvent("update", {"time": time.time(), **changed})
+        # No part equals `last_parts` itself, the default, so a part that was never sent is new.
+        new_parts = {
+            name: part for name, part in parts_of(service).items() if last_parts.get(name, last_parts) != part
+        }
+        last_parts |= new_parts
+        yield NamedEvent("update", {"time": time.time(), **new_parts})
         await asyncio.sleep(INTERVAL)
 
 
@@ -87,14 +90,15 @@ def parts_of(service: Service) -> dict[str, Any]:
 def _cluster(cluster: Cluster) -> dict[str, Any]:
     status, load, workers = cluster.report(), cluster.load(), cluster.worker_stats()
     processes = []
-    for one in status.processes:
-        shown = asdict(one)
+    for process in status.processes:
+        fields = asdict(process)
         for name in ("pid", "address", "kernels"):
-            del shown[name]
-        shown["silent_seconds"] = int(one.silent_seconds)
-        shown["worker"] = _worker(workers[one.name]) if one.name in workers else None
-        processes.append(shown)
-    rest = {
+            del fields[name]
+        # Whole seconds, since a part is sent again with every change.
+        fields["silent_seconds"] = int(process.silent_seconds)
+        fields["worker"] = _worker(workers[process.name]) if process.name in workers else None
+        processes.append(fields)
+    cluster_fields = {
         "placement_version": status.placement_version,
         "change": status.change,
         "missing": sum(len(layer.missing) for layer in status.replicas),
@@ -105,7 +109,7 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     }
     shares = None if load is None else {"layers": list(load.layers), "pairs": load.pairs.tolist()}
     hosts, links = [asdict(host) for host in status.hosts], [asdict(link) for link in status.links]
-    return {"cluster": rest, "processes": processes, "load": shares, "hosts": hosts, "links": links}
+    return {"cluster": cluster_fields, "processes": processes, "load": shares, "hosts": hosts, "links": links}
 
 
 def _worker(stats: WorkerStats) -> dict[str, Any]:
@@ -117,5 +121,5 @@ def _worker(stats: WorkerStats) -> dict[str, Any]:
     }
 
 
-def _failed(problem: Problem) -> NamedEvent:
+def _make_end_event(problem: Problem) -> NamedEvent:
     return NamedEvent("end", {"reason": problem.body.error.message})

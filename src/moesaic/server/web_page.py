@@ -29,8 +29,9 @@ HEADERS = {
 
 def _files() -> dict[str, Path]:
     """Path of a request -> file, for the files that are there at the start."""
-    found = {f"/page/{file.relative_to(FOLDER).as_posix()}": file for file in sorted(FOLDER.rglob("*"))}
-    files = {path: file for path, file in found.items() if file.suffix in _TYPES}
+    # Only these paths are served, so that no request can leave the folder.
+    all_files = {f"/page/{file.relative_to(FOLDER).as_posix()}": file for file in sorted(FOLDER.rglob("*"))}
+    files = {path: file for path, file in all_files.items() if file.suffix in _TYPES}
     files["/"] = files.pop("/page/index.html")
     return files
 
@@ -43,7 +44,7 @@ router = APIRouter()
 
 
 async def page_file(request: Request) -> FileResponse:
-    """One file of the page."""
+    """A file of the page."""
     file = FILES[request.url.path]
     return FileResponse(file, media_type=_TYPES[file.suffix], headers=HEADERS)
 

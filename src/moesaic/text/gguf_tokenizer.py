@@ -69,7 +69,7 @@ class Pattern:
 
     patterns: tuple[str, ...]
     """Each splits what the one before it left."""
-    composed: bool = False
+    uses_nfc: bool = False
     """Whether the text is brought into Unicode's composed form first (NFC)."""
     ignore_merges: bool = False
     """Whether a piece that is a token becomes that token, whatever the merges say."""
@@ -79,7 +79,7 @@ class Pattern:
 
 _LLAMA = Pattern((_LLAMA3,), ignore_merges=True, bos=True)
 _PLAIN = Pattern((_LLAMA3,))
-_QWEN = Pattern((_QWEN2,), composed=True)
+_QWEN = Pattern((_QWEN2,), uses_nfc=True)
 _STARCODER = Pattern((r"\p{N}", _GPT2))
 PATTERNS: Mapping[str, Pattern] = {
     "chatglm-bpe": _PLAIN,
@@ -95,9 +95,9 @@ PATTERNS: Mapping[str, Pattern] = {
     "llama-v3": _LLAMA,
     "llama3": _LLAMA,
     "minimax-m2": Pattern((_GPT4O,)),
-    "olmo": Pattern((_GPT2,), composed=True),
+    "olmo": Pattern((_GPT2,), uses_nfc=True),
     "qwen2": _QWEN,
-    "qwen35": Pattern((_MARKED,), composed=True),
+    "qwen35": Pattern((_MARKED,), uses_nfc=True),
     "refact": _STARCODER,
     "starcoder": _STARCODER,
     "tekken": Pattern((_TEKKEN,), ignore_merges=True),
@@ -117,14 +117,14 @@ def read(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     vocabulary = _Vocabulary(model)
     kind = vocabulary.text("model")
     if kind not in MODELS:
-        raise vocabulary.refused("model", kind, ", ".join(MODELS))
+        raise vocabulary.make_error("model", kind, ", ".join(MODELS))
     try:
-        built = _sentencepiece(vocabulary) if kind == "llama" else _byte_level(vocabulary)
+        tokenizer = _sentencepiece(vocabulary) if kind == "llama" else _byte_level(vocabulary)
     except CheckpointError:
         raise
     except Exception as error:  # the library raises a plain Exception for every defect
         raise CheckpointError(f"{path}: tokenizer: {error}") from error
-    return built, vocabulary.settings(kind)
+    return tokenizer, vocabulary.settings(kind)
 
 
 class _Vocabulary:
@@ -135,72 +135,78 @@ class _Vocabulary:
         self.tokens = self.texts("tokens")
         kinds = model.metadata.get(f"{FRONT}token_type", [NORMAL] * len(self.tokens))
         if not isinstance(kinds, list) or len(kinds) != len(self.tokens):
-            raise self.refused("token_type", f"{len(kinds)} types", f"{len(self.tokens)}, as tokens")
+            raise self.make_error("token_type", f"{len(kinds)} types", f"{len(self.tokens)}, as tokens")
         self.kinds: Sequence[int] = kinds
-        used = {text: at for at, text in enumerate(self.tokens) if kinds[at] != UNUSED}
-        count = max(used.values(), default=-1) + 1
-        unused = {text: at for at, text in enumerate(self.tokens[:count]) if kinds[at] == UNUSED}
-        self.ids = unused | used
+        used_ids = {text: number for number, text in enumerate(self.tokens) if kinds[number] != UNUSED}
+        count = max(used_ids.values(), default=-1) + 1
+        unused_ids = {
+            text: number for number, text in enumerate(self.tokens[:count]) if kinds[number] == UNUSED
+        }
+        self.ids = unused_ids | used_ids
         """Text -> id of the tokens up to the last one that is used. No text becomes an unused one."""
-        if len(used) < len(self.tokens) - list(kinds).count(UNUSED):
-            raise self.refused("tokens", "two tokens with the same text", "texts that differ")
+        if len(used_ids) < len(self.tokens) - list(kinds).count(UNUSED):
+            raise self.make_error("tokens", "two tokens with the same text", "texts that differ")
 
     def texts(self, key: str) -> list[str]:
-        found = self._model.texts(FRONT + key)
-        if found is None:
+        texts = self._model.texts(FRONT + key)
+        if texts is None:
             raise CheckpointError(f"{self.path}: {FRONT}{key} is missing, or is no list of texts")
-        return found
+        return texts
 
     def text(self, key: str) -> str | None:
-        found = self._model.metadata.get(FRONT + key)
-        return found if isinstance(found, str) else None
+        text = self._model.metadata.get(FRONT + key)
+        return text if isinstance(text, str) else None
 
     def numbers(self, key: str) -> list[float]:
-        found = self._model.metadata.get(FRONT + key)
-        if not isinstance(found, list) or len(found) != len(self.tokens):
+        numbers = self._model.metadata.get(FRONT + key)
+        if not isinstance(numbers, list) or len(numbers) != len(self.tokens):
             raise CheckpointError(f"{self.path}: {FRONT}{key}: allowed: a number for each token")
-        return found
+        return numbers
 
     def flag(self, key: str, default: bool) -> bool:
-        found = self._model.metadata.get(FRONT + key, default)
-        if type(found) is not bool:
-            raise self.refused(key, found, "true, false")
-        return found
+        flag = self._model.metadata.get(FRONT + key, default)
+        if type(flag) is not bool:
+            raise self.make_error(key, flag, "true, false")
+        return flag
 
-    def named(self, key: str) -> str | None:
+    def token_of_key(self, key: str) -> str | None:
         """The token whose id a key has; None if there is no such key."""
-        found = self._model.metadata.get(FRONT + key)
-        if found is None:
+        token_id = self._model.metadata.get(FRONT + key)
+        if token_id is None:
             return None
-        if type(found) is not int or not 0 <= found < len(self.tokens):
-            raise self.refused(key, found, f"0 to {len(self.tokens) - 1}")
-        return self.tokens[found]
+        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
+            raise self.make_error(key, token_id, f"0 to {len(self.tokens) - 1}")
+        return self.tokens[token_id]
 
-    def refused(self, key: str, got: object, allowed: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {FRONT}{key}: got {str(got)[:60]!r}; allowed: {allowed}")
+    def make_error(self, key: str, got: object, choices: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {FRONT}{key}: got {str(got)[:60]!r}; allowed: {choices}")
 
-    def added(self, *kinds: int) -> list[AddedToken]:
+    def make_added_tokens(self, *kinds: int) -> list[AddedToken]:
         """The tokens of these types, in the order of their ids."""
-        found = ((text, kind) for text, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds)
-        return [AddedToken(text, normalized=False, special=kind != USER_DEFINED) for text, kind in found]
+        tokens = ((text, kind) for text, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds)
+        return [AddedToken(text, normalized=False, special=kind != USER_DEFINED) for text, kind in tokens]
 
     @property
     def pattern(self) -> Pattern:
         name = self.text("pre")
         if name is None or name not in PATTERNS:
-            raise self.refused("pre", name, ", ".join(sorted((*PATTERNS, KIMI))))
+            raise self.make_error("pre", name, ", ".join(sorted((*PATTERNS, KIMI))))
         return PATTERNS[name]
 
     def settings(self, kind: str) -> dict[str, Any]:
         """What tokenizer_config.json would say."""
         if self.flag("add_eos_token", False):
-            raise self.refused("add_eos_token", True, "false: a prompt goes on")
+            raise self.make_error("add_eos_token", True, "false: a prompt goes on")
         begins = kind == "llama" or (self.text("pre") != KIMI and self.pattern.bos)
         ids = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-        named = {f"{name}_token": self.named(f"{key}_token_id") for name, key in ids.items()}
+        special_tokens = {f"{name}_token": self.token_of_key(f"{key}_token_id") for name, key in ids.items()}
         template = self._model.metadata.get("tokenizer.chat_template")
-        found = {**named, "chat_template": template, "add_bos_token": self.flag("add_bos_token", begins)}
-        return {key: value for key, value in found.items() if value is not None}
+        settings = {
+            **special_tokens,
+            "chat_template": template,
+            "add_bos_token": self.flag("add_bos_token", begins),
+        }
+        return {key: value for key, value in settings.items() if value is not None}
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
@@ -212,18 +218,20 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     for merge in vocabulary.texts("merges"):
         left, _, right = merge.partition(" ")
         if not left or not right:
-            raise vocabulary.refused("merges", merge, "two tokens with a space between them")
+            raise vocabulary.make_error("merges", merge, "two tokens with a space between them")
         merges.append((left, right))
     bpe = models.BPE(vocabulary.ids, merges, ignore_merges=pattern.ignore_merges)
-    found = tokenizers.Tokenizer(bpe)
-    if pattern.composed:
-        found.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in pattern.patterns]
+    tokenizer = tokenizers.Tokenizer(bpe)
+    if pattern.uses_nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [
+        pre_tokenizers.Split(Regex(pattern_text), behavior="isolated") for pattern_text in pattern.patterns
+    ]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
-    found.decoder = decoders.ByteLevel()
-    found.add_tokens(vocabulary.added(UNKNOWN, CONTROL, USER_DEFINED))
-    return found
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(vocabulary.make_added_tokens(UNKNOWN, CONTROL, USER_DEFINED))
+    return tokenizer
 
 
 def _kimi(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
@@ -231,18 +239,20 @@ def _kimi(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     byte = tiktoken_model.byte_level_alphabet()
     base = [text for text, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind == NORMAL]
     if base != vocabulary.tokens[: len(base)]:
-        raise vocabulary.refused("token_type", "another order", "tokens of text, then all others")
-    unknown = next((text for text in base if not all(character in byte for character in text)), None)
-    if unknown is not None:
-        raise vocabulary.refused("tokens", unknown, "the characters that stand for bytes")
+        raise vocabulary.make_error("token_type", "another order", "tokens of text, then all others")
+    unknown_text = next((text for text in base if not all(character in byte for character in text)), None)
+    if unknown_text is not None:
+        raise vocabulary.make_error("tokens", unknown_text, "the characters that stand for bytes")
     ranks = {bytes(byte[character] for character in text): rank for rank, text in enumerate(base)}
-    known = next(one for one in tiktoken_model.KNOWN if "Kimi K2" in one.models)
-    added = [
+    known_tokenizer = next(
+        candidate for candidate in tiktoken_model.KNOWN_TOKENIZERS if "Kimi K2" in candidate.models
+    )
+    added_tokens = [
         AddedToken(text, normalized=False, special=kind != USER_DEFINED)
         for text, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
         if kind != NORMAL
     ]
-    return tiktoken_model.build(ranks, known, added)
+    return tiktoken_model.build(ranks, known_tokenizer, added_tokens)
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
@@ -250,27 +260,30 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     characters that no token has."""
     ids = vocabulary.ids
     merges = _merges(ids, vocabulary.numbers("scores"), vocabulary.kinds)
-    unknown = vocabulary.named("unknown_token_id")
-    bpe = models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    found = tokenizers.Tokenizer(bpe)
-    spaced: list[Any] = [normalizers.Prepend(SPACE)] if vocabulary.flag("add_space_prefix", True) else []
-    found.normalizer = normalizers.Sequence([*spaced, normalizers.Replace(" ", SPACE)])
-    stripped = [decoders.Strip(" ", 1, 0)] if spaced else []
-    found.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    unknown_token = vocabulary.token_of_key("unknown_token_id")
+    bpe = models.BPE(ids, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(bpe)
+    prefix: list[Any] = [normalizers.Prepend(SPACE)] if vocabulary.flag("add_space_prefix", True) else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    # The decoder takes away the space that the normalizer put before the text.
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    found.add_tokens(vocabulary.added(UNKNOWN, CONTROL, USER_DEFINED))
-    return found
+    tokenizer.add_tokens(vocabulary.make_added_tokens(UNKNOWN, CONTROL, USER_DEFINED))
+    return tokenizer
 
 
 def _merges(ids: Mapping[str, int], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
     """Every pair of tokens that together are a token, those with the best scores first."""
-    found = []
+    scored_pairs = []
     for text, token in ids.items():
         if kinds[token] == NORMAL:
-            pairs = ((text[:at], text[at:]) for at in range(1, len(text)))
-            known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
-            known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-            found += [(scores[token], pair) for pair in known]
-    found.sort(key=lambda each: (each[0], len(each[1][0]), len(each[1][1])), reverse=True)
-    return [pair for _, pair in found]
+            pairs = ((text[:split], text[split:]) for split in range(1, len(text)))
+            token_pairs = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+            token_pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+            scored_pairs += [(scores[token], pair) for pair in token_pairs]
+    scored_pairs.sort(
+        key=lambda scored_pair: (scored_pair[0], len(scored_pair[1][0]), len(scored_pair[1][1])), reverse=True
+    )
+    return [pair for _, pair in scored_pairs]

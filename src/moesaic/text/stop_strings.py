@@ -31,9 +31,9 @@ class Search:
     def __init__(self, patterns: Sequence[_Pattern], keep: bool) -> None:
         self._patterns = patterns
         self._keep = keep
-        self._matched = [0] * len(patterns)
+        self._match_lengths = [0] * len(patterns)
         """Characters of each stop string with which the text ends."""
-        self.held = ""
+        self.held_text = ""
         """Text that was not returned yet, since it may be the beginning of a stop string."""
 
     def push(self, piece: str, final: bool = False) -> tuple[str, str | None]:
@@ -43,46 +43,46 @@ class Search:
         not depend on how the text is cut into pieces. final: the text ends here, so nothing is held back.
         Example: "one\\nQ" with the stop string "\\nQuestion" -> "one", None; "\\nQ" is held.
         """
-        text, before = self.held + piece, len(self.held)
+        text, num_held = self.held_text + piece, len(self.held_text)
         if not self._patterns:
             return text, None
-        for end, character in enumerate(piece, start=before + 1):
-            found = self._step(character)
-            if found is not None:
-                self.held = ""
-                return text[: end if self._keep else end - len(found)], found
-        size = 0 if final else max(self._matched)
-        self.held = text[len(text) - size :]
+        for end, character in enumerate(piece, start=num_held + 1):
+            stop_string = self._step(character)
+            if stop_string is not None:
+                self.held_text = ""
+                return text[: end if self._keep else end - len(stop_string)], stop_string
+        size = 0 if final else max(self._match_lengths)
+        self.held_text = text[len(text) - size :]
         return text[: len(text) - size], None
 
     def _step(self, character: str) -> str | None:
         """Add one character. Returns the longest stop string that ends with it."""
-        found: str | None = None
+        stop_string: str | None = None
         for index, pattern in enumerate(self._patterns):
-            matched = self._matched[index] = pattern.step(self._matched[index], character)
-            if matched == len(pattern.text) and (found is None or matched > len(found)):
-                found = pattern.text
-        return found
+            length = self._match_lengths[index] = pattern.step(self._match_lengths[index], character)
+            if length == len(pattern.text) and (stop_string is None or length > len(stop_string)):
+                stop_string = pattern.text
+        return stop_string
 
 
 class _Pattern:
-    """One stop string, and how far a search falls back in it. Only what a text has reached is computed."""
+    """A stop string, and how far a search falls back in it. Only what a text has reached is computed."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._borders = array("I", [0, 0])
         """Entry m: the longest end of the first m characters that is shorter and begins `text`."""
 
-    def step(self, matched: int, character: str) -> int:
-        """The matched characters after another one. matched: less than all of them."""
-        while matched and self.text[matched] != character:
-            matched = self._borders[matched]
-        if self.text[matched] != character:
+    def step(self, length: int, character: str) -> int:
+        """The matched characters after another one. length: less than all of them."""
+        while length and self.text[length] != character:
+            length = self._borders[length]
+        if self.text[length] != character:
             return 0
-        matched += 1
-        if matched == len(self._borders):
+        length += 1
+        if length == len(self._borders):
             self._extend()
-        return matched
+        return length
 
     def _extend(self) -> None:
         size = len(self._borders)

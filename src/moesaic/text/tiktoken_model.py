@@ -32,7 +32,7 @@ _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownTokenizer:
     """A tokenizer whose pattern is known."""
 
     models: str
@@ -41,18 +41,18 @@ class Known:
     """Class in tokenizer_config.json."""
     base_tokens: int
     """Number of ranks."""
-    reserved: int
+    num_reserved: int
     """Number of ids after the base tokens. Those without a name of their own are `<|reserved_token_ID|>`."""
     pattern: str
     """It splits a text into pieces, which are encoded one by one."""
 
 
-KNOWN = (
-    Known(
+KNOWN_TOKENIZERS = (
+    KnownTokenizer(
         models="Kimi K2, Moonlight",
         tokenizer_class="TikTokenTokenizer",
         base_tokens=163_584,
-        reserved=256,
+        num_reserved=256,
         pattern="|".join(
             (
                 r"[\p{Han}]+",
@@ -75,8 +75,8 @@ def read(path: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
     Raises CheckpointError for a damaged file, and for a tokenizer whose pattern is not known.
     """
     ranks = read_ranks(path / FILE)
-    found = _recognized(path, settings, len(ranks))
-    return build(ranks, found, _added_tokens(path, settings, found))
+    known_tokenizer = _find_known_tokenizer(path, settings, len(ranks))
+    return build(ranks, known_tokenizer, _read_added_tokens(path, settings, known_tokenizer))
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
@@ -107,36 +107,41 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 def _token(line: bytes, rank: int) -> bytes | None:
     """The token of a line with this rank; None for any other line."""
-    encoded, _, number = line.partition(b" ")
+    base64_text, _, number = line.partition(b" ")
     if number != str(rank).encode():
         return None
     try:
-        return base64.b64decode(encoded, validate=True) or None
+        return base64.b64decode(base64_text, validate=True) or None
     except binascii.Error:
         return None
 
 
-def _recognized(path: Path, settings: Mapping[str, Any], count: int) -> Known:
+def _find_known_tokenizer(path: Path, settings: Mapping[str, Any], count: int) -> KnownTokenizer:
     """The known tokenizer that the checkpoint has, by its class, its number of ranks and its own pattern."""
-    named = settings.get("tokenizer_class")
-    allowed = ", ".join(f"{one.tokenizer_class} with {one.base_tokens} ({one.models})" for one in KNOWN)
-    for one in KNOWN:
-        if (named, count) == (one.tokenizer_class, one.base_tokens):
-            _check_pattern(path, one)
-            return one
+    class_name = settings.get("tokenizer_class")
+    choices = ", ".join(
+        f"{candidate.tokenizer_class} with {candidate.base_tokens} ({candidate.models})"
+        for candidate in KNOWN_TOKENIZERS
+    )
+    for candidate in KNOWN_TOKENIZERS:
+        if (class_name, count) == (candidate.tokenizer_class, candidate.base_tokens):
+            _check_pattern(path, candidate)
+            return candidate
     raise CheckpointError(
-        f"{path / FILE}: got tokenizer_class {str(named)[:60]!r} with {count} base tokens, whose pattern is "
-        f"not known; allowed: {allowed}, or a tokenizer.json"
+        f"{path / FILE}: got tokenizer_class {str(class_name)[:60]!r} with {count} base tokens, whose "
+        f"pattern is not known; allowed: {choices}, or a tokenizer.json"
     )
 
 
-def _check_pattern(path: Path, known: Known) -> None:
+def _check_pattern(path: Path, known_tokenizer: KnownTokenizer) -> None:
     """Raises CheckpointError if the checkpoint's Python code is here and has another pattern."""
     for file in sorted(path.glob("tokenization_*.py")):
         pattern = pattern_of(file)
-        if pattern != known.pattern:
-            told = "none that can be read" if pattern is None else repr(pattern[:60])
-            raise CheckpointError(f"{file}: pat_str: got {told}; allowed: the pattern of {known.models}")
+        if pattern != known_tokenizer.pattern:
+            own_pattern = "none that can be read" if pattern is None else repr(pattern[:60])
+            raise CheckpointError(
+                f"{file}: pat_str: got {own_pattern}; allowed: the pattern of {known_tokenizer.models}"
+            )
 
 
 def pattern_of(file: Path) -> str | None:
@@ -162,58 +167,64 @@ def _names(node: ast.Assign) -> bool:
 def _text(value: ast.expr) -> str | None:
     """The text of `"..."` or of `"...".join(["...", ...])`. Raises ValueError for what is no literal."""
     match value:
-        case ast.Call(func=ast.Attribute(value=between, attr="join"), args=[parts], keywords=[]):
-            return str(ast.literal_eval(between)).join(map(str, ast.literal_eval(parts)))
+        case ast.Call(func=ast.Attribute(value=separator, attr="join"), args=[parts], keywords=[]):
+            return str(ast.literal_eval(separator)).join(map(str, ast.literal_eval(parts)))
         case _:
-            found = ast.literal_eval(value)
-            return found if isinstance(found, str) else None
+            literal_value = ast.literal_eval(value)
+            return literal_value if isinstance(literal_value, str) else None
 
 
-def _added_tokens(path: Path, settings: Mapping[str, Any], known: Known) -> list[AddedToken]:
+def _read_added_tokens(
+    path: Path, settings: Mapping[str, Any], known_tokenizer: KnownTokenizer
+) -> list[AddedToken]:
     """The tokens after the base tokens, in the order of their ids."""
-    file, told = path / "tokenizer_config.json", settings.get("added_tokens_decoder", {})
-    ids = range(known.base_tokens, known.base_tokens + known.reserved)
-    named: dict[int, AddedToken] = {}
-    for key, entry in told.items() if isinstance(told, Mapping) else [("", None)]:
+    file, entries = path / "tokenizer_config.json", settings.get("added_tokens_decoder", {})
+    ids = range(known_tokenizer.base_tokens, known_tokenizer.base_tokens + known_tokenizer.num_reserved)
+    named_tokens: dict[int, AddedToken] = {}
+    for key, entry in entries.items() if isinstance(entries, Mapping) else [("", None)]:
         content = entry.get("content") if isinstance(entry, Mapping) else None
         if not key.isdecimal() or int(key) not in ids or not isinstance(content, str) or not content:
-            allowed = f"an id of {ids.start} to {ids.stop - 1} with its content"
+            requirement = f"an id of {ids.start} to {ids.stop - 1} with its content"
             got = f"{key[:20]!r}: {str(entry)[:60]!r}"
-            raise CheckpointError(f"{file}: added_tokens_decoder: got {got}; allowed: {allowed}")
+            raise CheckpointError(f"{file}: added_tokens_decoder: got {got}; allowed: {requirement}")
         special = isinstance(entry, Mapping) and entry.get("special") is True
-        named[int(key)] = AddedToken(content, normalized=False, special=special)
-    added = [
-        named.get(each) or AddedToken(f"<|reserved_token_{each}|>", normalized=False, special=True)
-        for each in ids
+        named_tokens[int(key)] = AddedToken(content, normalized=False, special=special)
+    added_tokens = [
+        named_tokens.get(token_id)
+        or AddedToken(f"<|reserved_token_{token_id}|>", normalized=False, special=True)
+        for token_id in ids
     ]
-    if len({token.content for token in added}) < len(added):
+    if len({token.content for token in added_tokens}) < len(added_tokens):
         raise CheckpointError(f"{file}: added_tokens_decoder: two tokens have the same content")
-    return added
+    return added_tokens
 
 
-def build(ranks: Mapping[bytes, int], known: Known, added: list[AddedToken]) -> tokenizers.Tokenizer:
+def build(
+    ranks: Mapping[bytes, int], known_tokenizer: KnownTokenizer, added_tokens: list[AddedToken]
+) -> tokenizers.Tokenizer:
     """Builds a tokenizer of the `tokenizers` library that encodes as tiktoken does.
 
-    added: the tokens after the base tokens, which are found in a text before it is split. Raises
+    added_tokens: the tokens after the base tokens, which are found in a text before it is split. Raises
     CheckpointError for one that is written like a base token, since the library would give it that id.
     """
-    character = {byte: shown for shown, byte in byte_level_alphabet().items()}
+    character = {byte: letter for letter, byte in byte_level_alphabet().items()}
     text = {token: "".join(character[byte] for byte in token) for token in ranks}
     merges = [(text[left], text[right]) for left, right in _merges(ranks)]
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    found = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    found.pre_tokenizer = pre_tokenizers.Sequence(
+    # tiktoken takes a piece that is a token as it is. Only other pieces are merged.
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(known.pattern), behavior="isolated"),
+            pre_tokenizers.Split(Regex(known_tokenizer.pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    found.decoder = decoders.ByteLevel()
-    found.add_tokens(added)
-    for number, token in enumerate(added, len(ranks)):
-        if found.token_to_id(token.content) != number:
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(added_tokens)
+    for number, token in enumerate(added_tokens, len(ranks)):
+        if tokenizer.token_to_id(token.content) != number:
             raise CheckpointError(f"{FILE}: the added token {token.content[:60]!r} is also a base token")
-    return found
+    return tokenizer
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
@@ -223,10 +234,10 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     together counts as a merge.
     """
     return [
-        (token[:at], token[at:])
+        (token[:split], token[split:])
         for token in ranks
-        for at in range(1, len(token))
-        if token[:at] in ranks and token[at:] in ranks
+        for split in range(1, len(token))
+        if token[:split] in ranks and token[split:] in ranks
     ]
 
 

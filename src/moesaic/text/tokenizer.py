@@ -61,23 +61,26 @@ class Tokenizer:
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self.decode(self._anchor)
         self._bos = self._missing_bos()
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        self.special_tokens = {token.content: number for number, token in added if token.special}
+        added_tokens = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: number for number, token in added_tokens if token.special}
         """Text -> id. Models are trained on what they stand for, which is no text."""
         self._special = content.SpecialTokens(list(self.special_tokens))
-        unknown = {self._special_tokens().get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
-        self._normalized = {
+        unknown_tokens = {
+            self._special_tokens().get("unk_token"),
+            getattr(self._tokenizer.model, "unk_token", None),
+        }
+        self._normalized_tokens = {
             number: token.content
-            for number, token in added
-            if token.special and token.normalized and token.content not in unknown
+            for number, token in added_tokens
+            if token.special and token.normalized and token.content not in unknown_tokens
         }
         """Id -> text of the special tokens that the tokenizer looks for in normalized text."""
         self._special_in_content = special_tokens_in_content
         self._loading_literal = Lock()
-        source, where = self._find_template(path, chat_template) if with_template else (None, path)
+        source, template_path = self._find_template(path, chat_template) if with_template else (None, path)
         self.chat_template: str | None = source
         """The source of the chat template."""
-        self._template = None if source is None else _started(source, where, limits)
+        self._template = None if source is None else _start_renderers(source, template_path, limits)
 
     @cached_property
     def longest_token(self) -> int:
@@ -127,6 +130,7 @@ class Tokenizer:
         if REPLACEMENT not in text:
             return text.encode()
         piece = self._tokenizer.id_to_token(token_id) or ""
+        # SentencePiece writes a token of a single byte as <0xE2>.
         if piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
             return bytes([int(piece[3:5], 16)])
         if all(character in self._bytes_of_character for character in piece):
@@ -166,20 +170,23 @@ class Tokenizer:
         token = None if self._special_in_content else self._special.first_in(plain)
         if token is None:
             ids = self.encode(text, add_special_tokens=False)
-            if not self._special_in_content and (more := self._unwritten(ids, text)) is not None:
-                raise _not_text(more, "in other characters that the tokenizer takes for it")
+            if (
+                not self._special_in_content
+                and (other_token := self._find_unwritten_token(ids, text)) is not None
+            ):
+                raise _not_text(other_token, "in other characters that the tokenizer takes for it")
             return ids
         hidden = self._special.hide(plain)
         if hidden is None:
             raise _not_text(token, "beside characters of both private-use planes of Unicode")
-        marked, plane = hidden
-        text_with_marks = render(marked)
-        if content.shown(text_with_marks, plane) != text:
+        marked_messages, plane = hidden
+        text_with_marks = render(marked_messages)
+        if content.restore_tokens(text_with_marks, plane) != text:
             raise _not_text(token, "and the chat template acts on it")
-        apart = self._encode_apart(text_with_marks, plane)
-        if apart is None:
+        ids_apart = self._encode_apart(text_with_marks, plane)
+        if ids_apart is None:
             raise _not_text(token, "and this tokenizer encodes a text otherwise in pieces than as a whole")
-        return apart
+        return ids_apart
 
     def render(
         self,
@@ -205,7 +212,7 @@ class Tokenizer:
         plain: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         continue_final_message: bool,
-        most: int | None,
+        max_characters: int | None,
         variables: Mapping[str, Any],
     ) -> str:
         if self._template is None:
@@ -218,30 +225,33 @@ class Tokenizer:
                 "continue_final_message: allowed only with add_generation_prompt false",
                 "continue_final_message",
             )
-        own = {"add_generation_prompt": add_generation_prompt, **self._special_tokens()}
+        own_variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens()}
         for name in variables:
-            if name in own:
+            if name in own_variables:
                 raise RequestError(f"chat_template_kwargs: {name!r} cannot be set", "chat_template_kwargs")
         messages = content.mark_end(plain) if continue_final_message else plain
         try:
             # transformers always sets tools and documents
             text = self._template.render(
-                {"tools": None, "documents": None, **variables, **own, "messages": messages}, most
+                {"tools": None, "documents": None, **variables, **own_variables, "messages": messages},
+                max_characters,
             )
         except TemplateError as error:
-            does = f"refuses them: {error}" if error.refused else str(error)
-            code = "context_length_exceeded" if error.too_long and most is not None else None
-            raise RequestError(f"messages: the chat template {does}", "messages", code) from error
+            outcome = f"refuses them: {error}" if error.refused else str(error)
+            code = "context_length_exceeded" if error.too_long and max_characters is not None else None
+            raise RequestError(f"messages: the chat template {outcome}", "messages", code) from error
         return content.cut_at_mark(text) if continue_final_message else text
 
-    def _unwritten(self, ids: Sequence[int], text: str) -> str | None:
+    def _find_unwritten_token(self, ids: Sequence[int], text: str) -> str | None:
         """A special token in `ids` that is not written in `text`, or None.
 
         A tokenizer that looks for some of them in normalized text finds these in other characters too.
         """
-        written = Counter(text[begin:end] for begin, end in self._special.spans(text))
-        found = Counter(self._normalized[token] for token in ids if token in self._normalized)
-        return next(iter(found - written), None)
+        written_tokens = Counter(text[begin:end] for begin, end in self._special.spans(text))
+        found_tokens = Counter(
+            self._normalized_tokens[token] for token in ids if token in self._normalized_tokens
+        )
+        return next(iter(found_tokens - written_tokens), None)
 
     def _encode_apart(self, text: str, plane: int) -> list[int] | None:
         """The ids of a rendered `text` whose special tokens in private-use characters are text.
@@ -250,22 +260,22 @@ class Tokenizer:
         encode this conversation in pieces as it does in one, with an `x` for each of those characters.
         """
         spans = self._special.spans(text)
-        masked = content.masked(text, plane)
-        whole = self.encode(masked, add_special_tokens=False)
-        if self._joined(masked, spans) != whole:
+        masked_text = content.mask_tokens(text, plane)
+        full_ids = self.encode(masked_text, add_special_tokens=False)
+        if self._encode_pieces(masked_text, spans) != full_ids:
             return None
-        return self._joined(content.shown(text, plane), spans)
+        return self._encode_pieces(content.restore_tokens(text, plane), spans)
 
-    def _joined(self, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+    def _encode_pieces(self, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
         """The ids of `text`. Its special tokens are those at `spans`; all others are text."""
         begins, ends = [0, *(end for _, end in spans)], [*(begin for begin, _ in spans), len(text)]
         pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        literal, spaced = self._literal
-        if spaced and pieces[0] and not pieces[0].startswith((" ", "\u2581")):
+        literal, needs_space = self._literal
+        if needs_space and pieces[0] and not pieces[0].startswith((" ", "\u2581")):
             pieces[0] = " " + pieces[0]
-        found = literal.encode_batch_fast(pieces, add_special_tokens=False)
-        ids = list(found[0].ids)
-        for (begin, end), piece in zip(spans, found[1:], strict=True):
+        encodings = literal.encode_batch_fast(pieces, add_special_tokens=False)
+        ids = list(encodings[0].ids)
+        for (begin, end), piece in zip(spans, encodings[1:], strict=True):
             token = self._tokenizer.token_to_id(text[begin:end])
             assert token is not None
             ids += [token, *piece.ids]
@@ -316,6 +326,7 @@ class Tokenizer:
         source: Any = self.settings.get("chat_template")
         if isinstance(source, list):
             source = join_named_templates(source)
+        # As in transformers, the file takes precedence over the template in tokenizer_config.json.
         file = override or path / "chat_template.jinja"
         if override is not None and not file.is_file():
             raise ConfigError.field("--chat-template", str(file), "a file with a Jinja template")
@@ -329,10 +340,10 @@ class Tokenizer:
         return source, override or path
 
 
-def check_files(where: object, names: Container[str]) -> None:
-    """Raises CheckpointError unless the file of a tokenizer is among `names`. where: for the message."""
+def check_files(source: object, names: Container[str]) -> None:
+    """Raises CheckpointError unless the file of a tokenizer is among `names`. source: for the message."""
     if FAST not in names and tiktoken_model.FILE not in names:
-        raise CheckpointError(f"{where}: no {FAST} (only fast tokenizers are read)")
+        raise CheckpointError(f"{source}: no {FAST} (only fast tokenizers are read)")
 
 
 def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -341,27 +352,28 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> tokenizers.Token
     if not file.is_file():
         return tiktoken_model.read(path, settings)
     try:
-        found = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a plain Exception for every defect
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
-    found.no_truncation()
-    found.no_padding()
-    return found
+    # tokenizer.json may set both. A prompt must be neither cut nor filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _started(source: str, where: Path, limits: Limits) -> Renderers:
+def _start_renderers(source: str, path: Path, limits: Limits) -> Renderers:
     """The processes that render the template `source`."""
     try:
         return Renderers(source, limits)
     except TemplateError as error:
-        does = f"is damaged: {error}" if error.refused else f"{error}, while it was compiled"
-        raise CheckpointError(f"{where}: the chat template {does}") from error
+        outcome = f"is damaged: {error}" if error.refused else f"{error}, while it was compiled"
+        raise CheckpointError(f"{path}: the chat template {outcome}") from error
 
 
-def _not_text(token: str, why: str) -> RequestError:
-    allowed = f"messages without it, or a server with {ALLOW}"
-    what = f"the special token {token!r} cannot be read as text: it stands in a message, {why}"
-    return RequestError(f"messages: {what}; allowed: {allowed}", "messages", "special_token_in_content")
+def _not_text(token: str, reason: str) -> RequestError:
+    choices = f"messages without it, or a server with {ALLOW}"
+    message = f"the special token {token!r} cannot be read as text: it stands in a message, {reason}"
+    return RequestError(f"messages: {message}; allowed: {choices}", "messages", "special_token_in_content")
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -377,8 +389,8 @@ def _text_of(content: object) -> str:
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
     wrong = next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), None)
     if wrong is not None:
-        allowed = 'a text, or a list of {"type": "text", "text": ...}'
-        raise RequestError(f"messages: content: got {wrong!r}; allowed: {allowed}", "messages")
+        choices = 'a text, or a list of {"type": "text", "text": ...}'
+        raise RequestError(f"messages: content: got {wrong!r}; allowed: {choices}", "messages")
     return "\n".join(text for text in texts if text is not None)
 
 
@@ -394,13 +406,13 @@ def _read_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def join_named_templates(listed: Sequence[Any]) -> Any:
+def join_named_templates(entries: Sequence[Any]) -> Any:
     """The template that chooses among `listed`, which are {"name", "template"}. None if neither is there.
 
     Without `tool_use`, or without `default`, it is the other one. One that is no text is returned as it is.
     """
-    named = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
-    default, tools = named.get(DEFAULT_TEMPLATE), named.get(TOOLS_TEMPLATE)
+    templates = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    default, tools = templates.get(DEFAULT_TEMPLATE), templates.get(TOOLS_TEMPLATE)
     if default is None or tools is None:
         return default if tools is None else tools
     if not isinstance(default, str) or not isinstance(tools, str):
@@ -419,30 +431,36 @@ class BadWords:
         self._sequences: tuple[tuple[int, ...], ...] = ()
 
     def sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """One or two sequences for each text: as it stands at the beginning of an answer and after a space.
+        """The tokens of each text, as it stands at the beginning of an answer and as it stands after a space.
 
         The second one counts only if it has another first token and as many tokens. Raises RequestError for a
         text without tokens.
         """
         if tuple(words) != self._words:
-            found = [sequence for word in words for sequence in self._of(word)]
-            self._words, self._sequences = tuple(words), tuple(dict.fromkeys(found))
+            sequences = [sequence for word in words for sequence in self._encode_word(word)]
+            self._words, self._sequences = tuple(words), tuple(dict.fromkeys(sequences))
         return self._sequences
 
-    def _of(self, word: str) -> list[tuple[int, ...]]:
+    def _encode_word(self, word: str) -> list[tuple[int, ...]]:
         text = word.lstrip()
         plain = tuple(self._tokenizer.encode(text, add_special_tokens=False))
         if not plain:
             raise RequestError(f"bad_words: got {word!r}; allowed: texts of at least one token", "bad_words")
-        spaced = tuple(self._tokenizer.encode(" " + text, add_special_tokens=False))
-        return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]
+        after_space = tuple(self._tokenizer.encode(" " + text, add_special_tokens=False))
+        return (
+            [plain, after_space] if len(after_space) == len(plain) and after_space[0] != plain[0] else [plain]
+        )
 
 
 def check_some_token_is_left(
-    sequences: Sequence[Sequence[int]], allowed: Sequence[int] | None, vocab_size: int
+    sequences: Sequence[Sequence[int]], allowed_token_ids: Sequence[int] | None, vocab_size: int
 ) -> None:
     """Raises RequestError if the sequences of one token forbid every allowed token."""
-    banned = {sequence[0] for sequence in sequences if len(sequence) == 1}
-    if banned and (banned.issuperset(allowed) if allowed is not None else len(banned) >= vocab_size):
-        what = "every token" if allowed is None else "every token of allowed_token_ids"
-        raise RequestError(f"bad_words: got words that forbid {what}; allowed: fewer", "bad_words")
+    banned_ids = {sequence[0] for sequence in sequences if len(sequence) == 1}
+    if banned_ids and (
+        banned_ids.issuperset(allowed_token_ids)
+        if allowed_token_ids is not None
+        else len(banned_ids) >= vocab_size
+    ):
+        token_set = "every token" if allowed_token_ids is None else "every token of allowed_token_ids"
+        raise RequestError(f"bad_words: got words that forbid {token_set}; allowed: fewer", "bad_words")

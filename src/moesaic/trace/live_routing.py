@@ -15,7 +15,7 @@ class LiveRouting:
     def __init__(self, most_bytes: int, interval: float) -> None:
         """most_bytes: maximum memory. interval: seconds between two looks at what workers recorded."""
         self.interval = interval
-        self._most = most_bytes
+        self._max_bytes = most_bytes
         self._lock = threading.Lock()
         self._tally: Tally | None = None
 
@@ -23,7 +23,7 @@ class LiveRouting:
         """Add requests that have ended."""
         with self._lock:
             if self._tally is None:
-                self._tally = Tally(model, self._most)
+                self._tally = Tally(model, self._max_bytes)
             self._tally.add(routes)
 
     @property

@@ -28,10 +28,10 @@ class RecordConfig:
             )
         parse_bytes("--record-routing-memory", self.record_routing_memory)
         for name in ("record_routing_share", "record_routing_memory"):
-            given, default = getattr(self, name), getattr(RecordConfig, name)
-            if self.record_routing is None and given != default:
+            value, default = getattr(self, name), getattr(RecordConfig, name)
+            if self.record_routing is None and value != default:
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError.field(flag, given, f"nothing but {default} without --record-routing FILE")
+                raise ConfigError.field(flag, value, f"nothing but {default} without --record-routing FILE")
 
     @property
     def most_bytes(self) -> int:

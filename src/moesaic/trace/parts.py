@@ -19,7 +19,7 @@ PARTS = ".parts"
 """Suffix of the folder's name."""
 ROLES = ("attention worker", "prefill worker", "expert server")
 """Roles, in the order of their rows."""
-MOST = 1 << 16
+MAX_PROCESSES = 1 << 16
 """Maximum number of processes of a role whose rows are kept in order."""
 
 
@@ -33,7 +33,7 @@ def part_of(trace: str | None, process: str, incarnation: int = 1) -> str | None
     return str(folder_of(Path(trace)) / f"{process.replace(' ', '-')}.{incarnation}.json")
 
 
-def whole_of(part: str | None) -> str | None:
+def trace_of(part: str | None) -> str | None:
     """Returns the trace of a part, as typed. Example: t.json.parts/expert-server-0.2.json -> t.json"""
     return None if part is None else str(Path(part).parent).removesuffix(PARTS)
 
@@ -46,7 +46,7 @@ def process_of(part: Path) -> str:
 def order_of(process: str) -> int:
     """Position of a process's row: by role, then by number. Example: "attention worker 1" -> 1."""
     role, _, number = process.rpartition(" ")
-    return MOST * ROLES.index(role) + int(number)
+    return MAX_PROCESSES * ROLES.index(role) + int(number)
 
 
 def folder_of(file: Path) -> Path:
@@ -111,14 +111,14 @@ def events(part: Path) -> Iterator[str]:
 
 
 def _write(file: Path, parts: list[Path]) -> None:
-    with file.open("w", encoding="utf-8") as joined:
-        joined.write('{"displayTimeUnit":"ms","traceEvents":[')
-        comma = "\n"
+    with file.open("w", encoding="utf-8") as output:
+        output.write('{"displayTimeUnit":"ms","traceEvents":[')
+        comma = "\n"  # JSON allows no comma after the last event, so each event but the first brings one
         for part in parts:
             for event in events(part):
-                joined.write(comma + event)
+                output.write(comma + event)
                 comma = ",\n"
-        joined.write("\n]}\n")
+        output.write("\n]}\n")
 
 
 def _prepare(trace: str, file: Path) -> None:
@@ -127,7 +127,7 @@ def _prepare(trace: str, file: Path) -> None:
         file.open("a").close()
         folder = folder_of(file)
         folder.mkdir(exist_ok=True)
-        for left in folder.glob("*.json"):
-            left.unlink()
+        for old_part in folder.glob("*.json"):
+            old_part.unlink()
     except OSError as error:
         raise ConfigError.field("--trace", trace, f"a file to write into ({error.strerror})") from error

@@ -37,7 +37,7 @@ from moesaic.core.routing import ENDED, Assembly, RoutedModel, Rows, ending
 from moesaic.core.tally import Tally
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
-from moesaic.trace.parts import folder_of, new_file, whole_of
+from moesaic.trace.parts import folder_of, new_file, trace_of
 
 LOG = logging.getLogger(__name__)
 MEMORY = "memory"
@@ -62,28 +62,28 @@ class RowFile:
         self._kind = model.row
         self._capacity = _capacity(model)
         self._number = -1
-        self._at = 0
+        self._next_row = 0
         self._window: Rows | None = None
         try:
             _check_memory(model, part.with_name(MEMORY).read_text(encoding="utf-8"))
             self._open_next()
-            unfinished = part.with_suffix(".tmp")
-            unfinished.write_text(json.dumps(asdict(model)), encoding="utf-8")
-            unfinished.replace(part)
+            unfinished_file = part.with_suffix(".tmp")
+            unfinished_file.write_text(json.dumps(asdict(model)), encoding="utf-8")
+            unfinished_file.replace(part)
         except OSError as error:
             raise ConfigError.field(
-                "--record-routing", whole_of(str(part)), f"a file to write into ({error.strerror})"
+                "--record-routing", trace_of(str(part)), f"a file to write into ({error.strerror})"
             ) from error
 
     def __call__(self, rows: Rows) -> None:
         while len(rows) and self._window is not None:
-            fitting = rows[: self._capacity - self._at]
-            into = self._window[self._at : self._at + len(fitting)]
+            fitting = rows[: self._capacity - self._next_row]
+            target = self._window[self._next_row : self._next_row + len(fitting)]
             for name in self._kind.names or ():  # the request id last: it marks the record as complete
-                into[name] = fitting[name]
-            self._at += len(fitting)
+                target[name] = fitting[name]
+            self._next_row += len(fitting)
             rows = rows[len(fitting) :]
-            if self._at == self._capacity:
+            if self._next_row == self._capacity:
                 self._open_next_or_stop()
 
     def _open_next_or_stop(self) -> None:
@@ -95,14 +95,14 @@ class RowFile:
 
     def _open_next(self) -> None:
         """Opens the next file. It is written before it is mapped; else a full disk would kill the process."""
-        self._number, self._at, self._window = self._number + 1, 0, None
+        self._number, self._next_row, self._window = self._number + 1, 0, None
         path = _rows_of(self._part, self._number)
         blank = memoryview(bytes(self._capacity * self._kind.itemsize))
-        file = new_file(path, 0o600)
+        file = new_file(path, 0o600)  # rows have token ids, from which the texts of users follow
         try:
-            written = 0
-            while written < len(blank):
-                written += os.write(file, blank[written:])
+            num_written = 0
+            while num_written < len(blank):
+                num_written += os.write(file, blank[num_written:])
             self._window = np.frombuffer(mmap.mmap(file, len(blank)), self._kind)
         finally:
             os.close(file)
@@ -114,30 +114,30 @@ class _Part:
 
     path: Path
     file: int = 0
-    at: int = 0
+    next_row: int = 0
 
 
 class Ends:
     """Requests that ended since the last `take`. One thread adds, another takes."""
 
     def __init__(self) -> None:
-        self._told: SimpleQueue[tuple[int, int, bool]] = SimpleQueue()
-        self._late: list[tuple[int, int]] = []
+        self._queue: SimpleQueue[tuple[int, int, bool]] = SimpleQueue()
+        self._late_requests: list[tuple[int, int]] = []
 
     def add(self, request: Request, late: bool) -> None:
         """A request ended, and its workers have handed over its rows. late: they will do so soon."""
-        self._told.put((request.request_id, len(request.prompt_token_ids), late))
+        self._queue.put((request.request_id, len(request.prompt_token_ids), late))
 
     def take(self, last: bool = False) -> list[tuple[int, int]]:
         """Requests whose rows were handed over, each with the tokens of its prompt.
 
         Late ones come only at the call after. last: all come.
         """
-        over, self._late = self._late, []
-        for _ in range(self._told.qsize()):
-            request, prompt, late = self._told.get()
-            (self._late if late and not last else over).append((request, prompt))
-        return over
+        ended_requests, self._late_requests = self._late_requests, []
+        for _ in range(self._queue.qsize()):
+            request, prompt, late = self._queue.get()
+            (self._late_requests if late and not last else ended_requests).append((request, prompt))
+        return ended_requests
 
 
 class Collector:
@@ -149,32 +149,32 @@ class Collector:
         """live: gets every request that ended, too. ends: says which ones did; None: the worker writes it."""
         self._live = live
         self._ends = ends
-        self._ended: list[tuple[int, int]] = []
+        self._ended_requests: list[tuple[int, int]] = []
         self._file = file
-        self._most = most_bytes
+        self._max_bytes = most_bytes
         self._parts: dict[Path, _Part] = {}
         self._model: RoutedModel | None = None
         self._assembly: Assembly | None = None
         self._tally: Tally | None = None
-        self._saved = 0
+        self._num_saved = 0
 
     def collect(self, last: bool = False) -> None:
         """Reads everything written so far. last: no worker will write anything more."""
         if self._ends is not None:
-            self._ended += self._ends.take(last)  # before any row is read: theirs are written by now
+            self._ended_requests += self._ends.take(last)  # before any row is read: theirs are written by now
         for path in sorted(folder_of(self._file).glob("*.json")):
             part = self._parts.setdefault(path, _Part(path))
             model = self._model = self._model or _read_model(path)
-            self._assembly = self._assembly or Assembly(model, int(OPEN_SHARE * self._most))
-            self._tally = self._tally or _tally(model, self._most)
+            self._assembly = self._assembly or Assembly(model, int(OPEN_SHARE * self._max_bytes))
+            self._tally = self._tally or _tally(model, self._max_bytes)
             for rows in _unread(part, model):
                 self._assembly.add(rows if self._ends is None else rows[rows["position"] != ENDED])
                 if self._assembly.full:
                     self._count(self._assembly, self._tally)
         if self._assembly is not None and self._tally is not None and self._model is not None:
-            for request, prompt in self._ended:
+            for request, prompt in self._ended_requests:
                 self._assembly.add(ending(self._model, request, prompt))
-            self._ended = []
+            self._ended_requests = []
             self._count(self._assembly, self._tally)
 
     def _count(self, assembly: Assembly, tally: Tally) -> None:
@@ -186,9 +186,9 @@ class Collector:
     def save(self, last: bool = False) -> None:
         """Writes the profile if there is anything new. last: compress it."""
         tally = self._tally
-        if tally is not None and tally.requests and (last or tally.requests > self._saved):
+        if tally is not None and tally.requests and (last or tally.requests > self._num_saved):
             tally.profile().save(self._file, compress=last)
-            self._saved = tally.requests
+            self._num_saved = tally.requests
 
     def sum_up(self, share: float) -> None:
         """Logs what the profile lacks, if a worker wrote anything. share: of --record-routing-share."""
@@ -198,9 +198,11 @@ class Collector:
         if left_out:
             LOG.warning("--record-routing-memory was full: %d requests were not counted", left_out)
         if not self._tally.requests:
-            why = f"--record-routing-share {share:g} took none of those that ended (it takes eight in a row)"
-            why = "see above" if left_out else why
-            LOG.warning("no request was recorded, %s was not written: %s", self._file, why)
+            reason = (
+                f"--record-routing-share {share:g} took none of those that ended (it takes eight in a row)"
+            )
+            reason = "see above" if left_out else reason
+            LOG.warning("no request was recorded, %s was not written: %s", self._file, reason)
 
 
 @contextmanager
@@ -223,25 +225,26 @@ def recording(
     with tempfile.TemporaryDirectory(prefix="moesaic-routing-") as folder:
         file = Path(config.record_routing or Path(folder) / "live.npz")
         prepare(file, config.record_routing_memory)
-        often = interval if live is None else min(interval, live.interval)
+        look_interval = interval if live is None else min(interval, live.interval)
         collector = Collector(file, config.most_bytes, live, ends)
-        with _collecting(collector, file, config, often, round(interval / often)):
+        with _collecting(collector, file, config, look_interval, round(interval / look_interval)):
             yield str(file)
 
 
 @contextmanager
 def _collecting(
-    collector: Collector, file: Path, config: RecordConfig, interval: float, every: int
+    collector: Collector, file: Path, config: RecordConfig, interval: float, save_every: int
 ) -> Iterator[None]:
-    """Collects what the block's workers write for the profile `file`. interval, every: see `_keep_up`."""
-    over = threading.Event()
-    arguments = (collector, over, interval, every)
+    """Collects what the block's workers write for the profile `file`. interval, save_every: see
+    `_keep_up`."""
+    stop_event = threading.Event()
+    arguments = (collector, stop_event, interval, save_every)
     thread = threading.Thread(target=_keep_up, args=arguments, name="routing", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stop_event.set()
         thread.join()
         try:
             collector.collect(last=True)
@@ -256,14 +259,14 @@ def _collecting(
             LOG.warning("%s: %s; what was recorded is in %s", file, error.strerror, folder_of(file))
 
 
-def _keep_up(collector: Collector, over: threading.Event, interval: float, every: int) -> None:
-    """Collects every `interval` seconds until `over`, and saves each `every`-th time."""
+def _keep_up(collector: Collector, stop_event: threading.Event, interval: float, save_every: int) -> None:
+    """Collects every `interval` seconds until `stop_event`, and saves each `save_every`-th time."""
     times = 0
-    while not over.wait(interval):
+    while not stop_event.wait(interval):
         times += 1
         try:
             collector.collect()
-            if times % every == 0:
+            if times % save_every == 0:
                 collector.save()
         except OSError as error:
             LOG.warning("--record-routing: %s", error)
@@ -272,8 +275,8 @@ def _keep_up(collector: Collector, over: threading.Event, interval: float, every
 def _check_memory(model: RoutedModel, memory: str) -> None:
     """Raises ConfigError if the memory is too small for the empty counts."""
     if _tally(model, parse_bytes("--record-routing-memory", memory)).full:
-        allowed = "more: the empty counts of this model need it"
-        raise ConfigError.field("--record-routing-memory", memory, allowed)
+        requirement = "more: the empty counts of this model need it"
+        raise ConfigError.field("--record-routing-memory", memory, requirement)
 
 
 def _tally(model: RoutedModel, most_bytes: int) -> Tally:
@@ -292,23 +295,23 @@ def _rows_of(part: Path, number: int) -> Path:
 
 
 def _read_model(part: Path) -> RoutedModel:
-    found = json.loads(part.read_text(encoding="utf-8"))
-    return RoutedModel(**found | {"layers": tuple(found["layers"])})
+    fields = json.loads(part.read_text(encoding="utf-8"))
+    return RoutedModel(**fields | {"layers": tuple(fields["layers"])})
 
 
 def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
     """Yields new rows of a part, file by file."""
     path = _rows_of(part.path, part.file)
     while path.is_file():
-        rows = np.fromfile(path, model.row, offset=part.at * model.row.itemsize)
+        rows = np.fromfile(path, model.row, offset=part.next_row * model.row.itemsize)
         blank = np.flatnonzero(rows["request"] == 0)
         rows = rows[: blank[0] if len(blank) else None]
-        part.at += len(rows)
+        part.next_row += len(rows)
         yield rows
-        if part.at < _capacity(model):  # the worker has not begun the next file
+        if part.next_row < _capacity(model):  # the worker has not begun the next file
             return
         path.unlink()
-        part.file, part.at = part.file + 1, 0
+        part.file, part.next_row = part.file + 1, 0
         path = _rows_of(part.path, part.file)
 
 
@@ -324,11 +327,11 @@ def prepare(file: Path, memory: str) -> None:
         _clear(folder)
         (folder / MEMORY).write_text(memory, encoding="utf-8")
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--record-routing", str(file), allowed) from error
+        requirement = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--record-routing", str(file), requirement) from error
 
 
 def _clear(folder: Path) -> None:
     for pattern in ("*.json", "*.rows", "*.tmp", MEMORY):
-        for left in folder.glob(pattern):
-            left.unlink()
+        for old_file in folder.glob(pattern):
+            old_file.unlink()

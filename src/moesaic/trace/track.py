@@ -1,4 +1,4 @@
-"""One process's part of a trace: rows of spans, in a file that outlives the process.
+"""Writes the part of a process in a trace: rows of spans, in a file that outlives the process.
 
 Events are lines of Chrome's trace event format. They are written to mapped memory of the file, so they
 survive the process. There is no buffer to flush. SIGKILL loses at most the line that it interrupts.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core.errors import ConfigError
-from moesaic.trace.parts import new_file, order_of, process_of, whole_of
+from moesaic.trace.parts import new_file, order_of, process_of, trace_of
 
 LOG = logging.getLogger(__name__)
 WINDOW = 1 << 20
@@ -34,7 +34,7 @@ class Row:
         self._write = write
 
     def span(self, name: str, begin: float, end: float, **arguments: object) -> None:
-        """As `Track.span`, for this row."""
+        """Writes a span of this row, as `Track.span` does for the first one."""
         self._write("X", name, args=arguments, **_microseconds(begin, end))
 
 
@@ -52,14 +52,15 @@ class Track:
         self.now = clock
         self._path = path
         self._process = process_of(path)
+        # The viewer shows processes with one parent as threads of it, so their rows stay together.
         self._ids = {"pid": os.getppid(), "tid": os.getpid()}
-        self._size = self._at = 0
+        self._size = self._offset = 0
         try:
             self._file = new_file(path, 0o644)
             self._window: mmap.mmap | None = self._next_window()
         except OSError as error:
             raise ConfigError.field(
-                "--trace", whole_of(str(path)), f"a file to write into ({error.strerror})"
+                "--trace", trace_of(str(path)), f"a file to write into ({error.strerror})"
             ) from error
         self._write(b"[\n")
         self._name_row()
@@ -81,12 +82,12 @@ class Track:
         self._name(f"{self._process}: {name}", ids)
         return Row(partial(self._event, ids=ids))
 
-    def count(self, what: str, value: int) -> None:
+    def count(self, name: str, value: int) -> None:
         """Writes the new value of a counter, which has its own row below the others.
 
         Perfetto shows the argument's name after the event's: "expert server 0: pairs waiting".
         """
-        self._event("C", f"{self._process}:", ts=int(self.now() * 1e6), args={what: value})
+        self._event("C", f"{self._process}:", ts=int(self.now() * 1e6), args={name: value})
 
     def close(self) -> None:
         """Closes the file; nothing more is written. A process that ends need not close it."""
@@ -113,14 +114,14 @@ class Track:
         self._write(json.dumps(event, separators=(",", ":")).encode() + b",\n")
 
     def _write(self, line: bytes) -> None:
-        if self._at + len(line) > WINDOW:
+        if self._offset + len(line) > WINDOW:
             self._advance()
         window = self._window
         if window is not None:
-            end = self._at + len(line)
-            window[self._at : end - 1] = line[:-1]
+            end = self._offset + len(line)
+            window[self._offset : end - 1] = line[:-1]
             window[end - 1] = line[-1]  # the end of the line marks it as complete
-            self._at = end
+            self._offset = end
 
     def _advance(self) -> None:
         """Continues in the next window."""
@@ -136,12 +137,12 @@ class Track:
         """Maps the next window. It is written before it is mapped: a full disk would otherwise kill the
         process."""
         blank = memoryview(b" " * WINDOW)
-        written = 0
-        while written < WINDOW:
-            written += os.pwrite(self._file, blank[written:], self._size + written)
+        num_written = 0
+        while num_written < WINDOW:
+            num_written += os.pwrite(self._file, blank[num_written:], self._size + num_written)
         window = mmap.mmap(self._file, WINDOW, offset=self._size)
         self._size += WINDOW
-        self._at = 0
+        self._offset = 0
         return window
 
 

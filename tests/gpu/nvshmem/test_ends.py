@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 from moesaic.experts import wire
 from moesaic.gpu.exchange.lifeline import connect_lifeline, lifeline_kind
 from moesaic.gpu.nvshmem import answerer as nvshmem_answerer
@@ -73,7 +73,7 @@ class Place:
 
     def __init__(self, address: str = "tcp:127.0.0.1:0") -> None:
         heaps: dict[int, Heap] = {}
-        self.places = [JoinNvshmem(b"a job", pe, WORKERS, 1) for pe in range(WORKERS + 1)]
+        self.places = [JoinJob(b"a job", pe, WORKERS, 1) for pe in range(WORKERS + 1)]
         self.heaps = [Heap(pe, heaps) for pe in range(WORKERS + 1)]
         self.joined = [Joined(*each) for each in zip(self.heaps, [WHERE] * 3, self.places, strict=True)]
         self.inbox = Inbox(self._job(WORKERS))

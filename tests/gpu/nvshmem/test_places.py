@@ -19,7 +19,7 @@ from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import ClusterConfig, ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 from moesaic.gpu.nvshmem import package as nvshmem_package
 from moesaic.gpu.nvshmem.places import NvshmemPlaces
 from moesaic.models import files
@@ -67,9 +67,9 @@ class Scene:
         for member in members:
             member.stage = Stage.SERVING
             if member.role is Role.SERVER:
-                member.joins_nvshmem = able
+                member.can_join_job = able
             elif member.role is Role.WORKER:
-                member.nvshmem_id = f"made by {member.name}".encode() if able else b""
+                member.job_id = f"made by {member.name}".encode() if able else b""
 
     def told(self, member: Member) -> list[messages.Message]:
         """What its process was told."""
@@ -79,7 +79,7 @@ class Scene:
     def pes(self, *members: Member) -> list[int]:
         """The places that their processes were told, each once."""
         found = [self.told(member) for member in members]
-        assert all(len(one) == 1 and isinstance(one[0], JoinNvshmem) for one in found), found
+        assert all(len(one) == 1 and isinstance(one[0], JoinJob) for one in found), found
         return [one[0].pe for one in found]  # type: ignore[union-attr]
 
 
@@ -99,7 +99,7 @@ def test_workers_come_first_then_servers_and_each_is_told_once(scene: Scene) -> 
     scene.serve(members.all_members[-1])
     for _ in range(2):
         scene.places.look()
-    place = JoinNvshmem(b"made by attention worker 0", 0, workers=2, servers=3)
+    place = JoinJob(b"made by attention worker 0", 0, workers=2, servers=3)
     expected = [replace(place, pe=pe) for pe in range(5)]
     assert [scene.told(one) for one in (*members.workers, *members.servers)] == [[one] for one in expected]
     assert scene.told(members.prefill_workers[0]) == []
@@ -164,7 +164,7 @@ def test_the_job_is_that_of_the_processes_that_can_join_one(
     for _ in range(2):
         scene.places.look()
     assert scene.pes(members.workers[1], *members.servers[:2]) == [0, 1, 2]
-    assert scene.told(members.servers[0]) == [JoinNvshmem(b"made by attention worker 1", 1, 1, 2)]
+    assert scene.told(members.servers[0]) == [JoinJob(b"made by attention worker 1", 1, 1, 2)]
     assert [scene.told(one) for one in old] == [[], []]
     assert [message.partition(":")[0] for message in caplog.messages] == [
         f"{one.name} is not in the NVSHMEM job, as its process cannot join one" for one in old
@@ -231,9 +231,9 @@ class Launched:
     def stop(self) -> None: ...
 
 
-def heard(connection: LocalConnection) -> JoinNvshmem:
+def heard(connection: LocalConnection) -> JoinJob:
     """The place that a process gets. It is asked for nothing else."""
-    while not isinstance(message := connection.receive(20.0), JoinNvshmem):
+    while not isinstance(message := connection.receive(20.0), JoinJob):
         assert message is not None
     return message
 
@@ -252,6 +252,6 @@ def test_the_supervisor_tells_a_cluster_that_serves(monkeypatch: pytest.MonkeyPa
         server = launcher.near["expert server 0"]
         server.send(messages.Holds(1, Endpoint("unix:@a"), "triton", nvshmem=True))
         worker.send(messages.Ready(info(), nvshmem=b"name"))
-        assert [heard(one) for one in (worker, server)] == [JoinNvshmem(b"name", pe, 1, 1) for pe in (0, 1)]
+        assert [heard(one) for one in (worker, server)] == [JoinJob(b"name", pe, 1, 1) for pe in (0, 1)]
     finally:
         supervisor.stop()

@@ -15,7 +15,7 @@ from tests.gpu.triton.test_exchange import EXPERTS, INDEX, LAYER, POLLS, WORKER,
 from tests.support.nvshmem_calls import calls
 from tests.support.triton_kernels import INTERPRETED, Launches
 
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 from moesaic.experts import wire
 from moesaic.gpu.exchange.exchange_launches import ADDRESSES, LEAST_SLOTS, Exchange
 from moesaic.gpu.nvshmem.job import Channels
@@ -30,7 +30,7 @@ class Heaps:
     def __init__(self, rows: int, top_k: int, width: int, slots: list[int], table: list[int]) -> None:
         """slots: those that have a server. table: the slot of each expert."""
         servers = LEAST_SLOTS
-        self.place = JoinNvshmem(b"", 0, 1, servers)
+        self.place = JoinJob(b"", 0, 1, servers)
         self.channels = Channels(servers, rows, rows * top_k, width)
         self.heaps = torch.zeros(1 + servers, self.channels.size, dtype=torch.uint8)
         self.told = torch.zeros(4, servers, dtype=torch.int64)

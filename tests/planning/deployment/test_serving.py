@@ -48,9 +48,9 @@ def test_every_command_is_understood(layout: Layout, slo: str | None) -> None:
         _, bound, _ = cli.app.parse_args(shlex.split(commands[0])[1:], exit_on_error=False, print_error=False)
         assert bound.arguments["model"].model == "a model"
         assert bound.arguments["scheduler"].max_num_seqs == 64
-        cluster: ClusterConfig = bound.arguments.get("cluster", ClusterConfig()).resolved()
+        cluster: ClusterConfig = bound.arguments.get("cluster", ClusterConfig()).resolve()
         if serving.is_single_process(one):
-            assert not cluster.apart
+            assert not cluster.has_several_processes
             continue
         assert cluster.attention_workers == layout.workers
         assert cluster.tensor_parallel_size == layout.ranks

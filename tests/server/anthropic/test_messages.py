@@ -326,7 +326,7 @@ def test_cached_tokens_are_counted_apart() -> None:
     async def blocks() -> AsyncIterator[BlockEvent]:
         yield Finish("stop", None, usage)
 
-    found = asyncio.run(MessageWriter("m", 9).whole(blocks())).usage
+    found = asyncio.run(MessageWriter("m", 9).build_answer(blocks())).usage
     assert (found.input_tokens, found.cache_read_input_tokens, found.output_tokens) == (5, 4, 2)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.text.parsers import reader
-from moesaic.text.parsers.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from moesaic.text.parsers.reader import Reader
 from moesaic.text.parsers.table import CALLS, Formats
 
@@ -52,7 +52,7 @@ def cut(text: str, *places: int) -> list[str]:
 @pytest.mark.parametrize("answer", CASES)
 def test_calls_content_and_reasoning_are_told_apart(answer: Answer) -> None:
     found = events(answer, answer.text)
-    begun = [event for event in found if isinstance(event, CallBegun)]
+    begun = [event for event in found if isinstance(event, CallStart)]
     calls = [
         (one.name, text_of([e for e in found if getattr(e, "index", None) == one.index], Arguments))
         for one in begun
@@ -61,7 +61,7 @@ def test_calls_content_and_reasoning_are_told_apart(answer: Answer) -> None:
     assert [one.index for one in begun] == list(range(len(begun)))
     assert tuple(one.id for one in begun) == (answer.ids or (None,) * len(begun))
     assert (text_of(found, Content), text_of(found, Reasoning)) == (answer.content, answer.reasoning)
-    assert sum(isinstance(event, CallEnded) for event in found) == len(begun)
+    assert sum(isinstance(event, CallEnd) for event in found) == len(begun)
 
 
 @pytest.mark.parametrize("answer", CASES)
@@ -112,7 +112,7 @@ def test_what_stands_around_a_call_is_content(answer: Answer) -> None:
         found = events(replace(answer, reasoning_parser="none"), f"Zeta {answer.text}\nOmega")
         said = text_of(found, Content)
         assert said.startswith("Zeta") and said.endswith("\nOmega")
-        assert sum(isinstance(event, CallBegun) for event in found) == len(answer.calls)
+        assert sum(isinstance(event, CallStart) for event in found) == len(answer.calls)
 
 
 @pytest.mark.parametrize(("name", "text"), BROKEN)
@@ -120,7 +120,7 @@ def test_a_call_after_what_is_no_call_is_found(name: str, text: str) -> None:
     answer = next(each for each in COMPLETE.values() if CALLS[each.parser] is CALLS[name] and each.calls)
     if name not in ("openai", "hermes"):  # an open string or header has no end
         found = events(replace(answer, reasoning_parser="none"), f"{text}\n{answer.text}")
-        assert sum(isinstance(event, CallBegun) for event in found) == len(answer.calls)
+        assert sum(isinstance(event, CallStart) for event in found) == len(answer.calls)
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
@@ -129,7 +129,7 @@ def test_a_call_that_is_cut_off_has_no_valid_arguments(name: str) -> None:
     answer = next(each for each in COMPLETE.values() if CALLS[each.parser] is CALLS[name] and each.calls)
     for place in range(len(answer.text)):
         found = events(answer, answer.text[:place])
-        ended = {event.index for event in found if isinstance(event, CallEnded)}
+        ended = {event.index for event in found if isinstance(event, CallEnd)}
         for index, (_, arguments) in enumerate(answer.calls):
             written = text_of([e for e in found if getattr(e, "index", None) == index], Arguments)
             assert arguments.startswith(written) or name != "hermes"
@@ -145,7 +145,7 @@ def test_arguments_arrive_while_they_are_written() -> None:
         assert parser is not None
         place = answer.text.index("Bern") + 3
         found = parser.push(answer.text[:place])
-        assert CallBegun in map(type, found), name
+        assert CallStart in map(type, found), name
         assert text_of(found, Arguments).endswith("Ber"), name
 
 
@@ -180,15 +180,15 @@ def test_the_reasoning_is_marked() -> None:
 )
 def test_work_grows_with_the_length_only(name: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that look like calls again and again, a character at a time."""
-    read, took = 0, Reader._took
+    read, took = 0, Reader._take
 
     def counted(self: Reader, text: str) -> str:
         nonlocal read
         read += len(text)
         return took(self, text)
 
-    monkeypatch.setattr(Reader, "_took", counted)
-    monkeypatch.setattr(reader, "MOST", 64)
+    monkeypatch.setattr(Reader, "_take", counted)
+    monkeypatch.setattr(reader, "MAX_ATTEMPT", 64)
     text = unit * 300
     events(Answer(name, text), *text)
     assert read <= len(text) * (2 + 64 / len(unit))

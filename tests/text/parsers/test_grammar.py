@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from moesaic.core.structured import StructuredOutputsParams
 from moesaic.testing import byte_tokenizer
-from moesaic.text.parsers.events import Arguments, CallBegun, CallEnded, Content
+from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Content
 from moesaic.text.parsers.grammar import grammar_of
 from moesaic.text.parsers.table import CALLS, REASONING, Formats
 from moesaic.text.structured.grammar import check, json_rule
@@ -126,8 +126,8 @@ def test_the_parser_reads_what_its_grammar_allows(name: str) -> None:
         assert parser is not None
         events = [*parser.push(text), *parser.finish()]
         assert not any(isinstance(event, Content) for event in events)
-        assert any(isinstance(event, CallEnded) for event in events)
-        begun = [event for event in events if isinstance(event, CallBegun)]
+        assert any(isinstance(event, CallEnd) for event in events)
+        begun = [event for event in events if isinstance(event, CallStart)]
         said = "".join(e.text for e in events if isinstance(e, Arguments) and e.index == begun[0].index)
         assert json.loads(said) == json.loads(BERN)
 
@@ -141,7 +141,7 @@ def test_reasoning_may_come_before(name: str, tokenizer: Tokenizer, path: Path) 
         return
     tags = REASONING["qwen3"]
     may, must = (
-        grammar_of(CALLS[name], TOOLS, tags=tags, inside=inside, special=tokenizer.special_tokens)
+        grammar_of(CALLS[name], TOOLS, tags=tags, in_reasoning=inside, special=tokenizer.special_tokens)
         for inside in (False, True)
     )
     assert accepts(may, one, tokenizer, path)

@@ -98,15 +98,15 @@ def test_grammars_compile_in_a_thread_and_are_kept(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(constraints, "GRAMMARS", 2)
     made = Constraints(read, WIDTH, REFERENCE.mask_tokens)
-    assert made.compiled(request(1)) is None
-    futures = [made.compiled(request(number, regex)) for number, regex in enumerate(("a", "b", "a", "c"))]
+    assert made.compile(request(1)) is None
+    futures = [made.compile(request(number, regex)) for number, regex in enumerate(("a", "b", "a", "c"))]
     assert futures[0] is futures[2] is not None
     assert not any(future is not None and future.done() for future in futures)
     opened.set()
     answers(Sampler(made), [request(9, "c")], 1)
     assert asked == [1]
-    assert made.compiled(request(3, "c")) is futures[3]
-    assert made.compiled(request(4, "b")) is not futures[1], "it was dropped for the later ones"
+    assert made.compile(request(3, "c")) is futures[3]
+    assert made.compile(request(4, "b")) is not futures[1], "it was dropped for the later ones"
 
 
 BUDGET = ReasoningBudget(2, "<", (">",), (ord(">"),), inside=True)

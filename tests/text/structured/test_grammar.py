@@ -46,7 +46,7 @@ def accepts(text: str, **form: Any) -> bool:
     """Whether an answer of the form can be `text` and nothing else."""
     params = StructuredOutputsParams(**form)
     check(params, SPECIAL)
-    matcher = LLMatcher(VOCABULARY.compiled(WIDTH, (256,)), grammar_of(params, SPECIAL))
+    matcher = LLMatcher(VOCABULARY.build_tokenizer(WIDTH, (256,)), grammar_of(params, SPECIAL))
     found = GrammarFilter(matcher, WIDTH)
     return found.valid(ids(text)) == len(ids(text)) and found.accept(ids(text)) and found.valid([256]) == 1
 

@@ -118,7 +118,10 @@ def with_grammar() -> BudgetFilter:
     lark = rf"start: <[{ID['<think>']}]> /(.|\n)*/ <[{ID['</think>']}]> " + '"ok"'
     grammar = LLMatcher.grammar_from_lark("%llguidance {}\n" + lark)
     return BudgetFilter(
-        SPECIAL, TOKENS, WIDTH, GrammarFilter(LLMatcher(vocabulary.compiled(WIDTH, (END,)), grammar), WIDTH)
+        SPECIAL,
+        TOKENS,
+        WIDTH,
+        GrammarFilter(LLMatcher(vocabulary.build_tokenizer(WIDTH, (END,)), grammar), WIDTH),
     )
 
 

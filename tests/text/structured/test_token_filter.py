@@ -28,7 +28,7 @@ Build = Callable[[], GrammarFilter]
 
 @pytest.fixture(scope="module")
 def build() -> Build:
-    tokenizer = VOCABULARY.compiled(WIDTH, (END,))
+    tokenizer = VOCABULARY.build_tokenizer(WIDTH, (END,))
     grammar = grammar_of(StructuredOutputsParams(json=SCHEMA), {})
     return lambda: GrammarFilter(LLMatcher(tokenizer, grammar), WIDTH)
 
@@ -104,7 +104,7 @@ def test_after_a_token_that_is_not_allowed_nothing_is(build: Build) -> None:
 
 def test_a_form_beyond_the_limits_allows_nothing() -> None:
     grammar = grammar_of(StructuredOutputsParams(grammar='start: x*\nx: "a" x? "b"? | "a" "b" x | x x'), {})
-    tokenizer, limits = VOCABULARY.compiled(WIDTH, (END,)), LLParserLimits(step_max_items=3)
+    tokenizer, limits = VOCABULARY.build_tokenizer(WIDTH, (END,)), LLParserLimits(step_max_items=3)
     one = GrammarFilter(LLMatcher(tokenizer, grammar, log_level=0, limits=limits), WIDTH)
     assert allowed(one.masks(), 0) == []
     assert "Too many items" in one.error

@@ -31,7 +31,7 @@ def written(tokenizer: LLTokenizer, lark: str, end: int) -> list[int]:
 def test_a_forced_text_has_the_models_own_tokens() -> None:
     path = files.resolve("demo", None)
     read = vocabulary.read(path)
-    tokens = written(read.compiled(len(read.tokens), (0,)), 'start: "return blue house;"', 0)
+    tokens = written(read.build_tokenizer(len(read.tokens), (0,)), 'start: "return blue house;"', 0)
     assert tokens == read.encode("return blue house;") and len(tokens) < len("return blue house;")
 
 
@@ -82,9 +82,9 @@ def test_a_tokenizer_that_adds_a_space(sentencepiece: Path) -> None:
     read = vocabulary.read(sentencepiece)
     text = {number: token.decode(errors="replace") for number, token in enumerate(read.tokens)}
     assert text[read.tokens.index(b" hou")] == " hou" and read.tokens[2 + 0xE9] == b"\xe9"
-    found = written(read.compiled(len(read.tokens), (1,)), CHOICES, 1)
+    found = written(read.build_tokenizer(len(read.tokens), (1,)), CHOICES, 1)
     assert [text[token] for token in found] in (["blue", " hou", "se"], ["blue", " h", "o", "r", "se"])
-    found = written(read.compiled(len(read.tokens), (1,)), 'start: "blé"', 1)
+    found = written(read.build_tokenizer(len(read.tokens), (1,)), 'start: "blé"', 1)
     assert [read.tokens[token] for token in found] == [b"bl", b"\xc3", b"\xa9"]
 
 
@@ -110,19 +110,19 @@ def test_metaspace(tmp_path: Path) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     read = vocabulary.read(tmp_path)
     assert read.tokens[2] == b" yes" and read.special == {0}
-    assert written(read.compiled(16, (0,)), 'start: "yes no"', 0) == [3, 5]
+    assert written(read.build_tokenizer(16, (0,)), 'start: "yes no"', 0) == [3, 5]
 
 
 def test_more_tokens_than_logits_and_fewer() -> None:
     words = Vocabulary([b"<end>", b"a", b"b", b"ab"], frozenset({0}))
-    assert written(words.compiled(3, (0,)), 'start: "ab"', 0) == [1, 2]
-    assert written(words.compiled(70, (0,)), 'start: "ab"', 0) in ([3], [1, 2])
+    assert written(words.build_tokenizer(3, (0,)), 'start: "ab"', 0) == [1, 2]
+    assert written(words.build_tokenizer(70, (0,)), 'start: "ab"', 0) in ([3], [1, 2])
 
 
 def test_a_token_that_is_too_long_for_the_library_is_never_allowed() -> None:
     """The library panics at tokens of more than 1024 bytes, which some trained vocabularies have."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", b"-" * 1024, b"-" * 1025]
-    compiled = Vocabulary(tokens, frozenset({256})).compiled(len(tokens), (256,))
+    compiled = Vocabulary(tokens, frozenset({256})).build_tokenizer(len(tokens), (256,))
     matcher = LLMatcher(compiled, LLMatcher.grammar_from_regex("-*"))
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     assert np.flatnonzero(bits).tolist() == [ord("-"), 256, 257]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from moesaic.core.errors import RequestError
 from moesaic.testing import byte_tokenizer
-from moesaic.text.templates.content import SpecialTokens, masked, shown
+from moesaic.text.templates.content import SpecialTokens, mask_tokens, restore_tokens
 from moesaic.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -231,6 +231,6 @@ def test_hidden_texts_keep_their_length() -> None:
     [message], plane = hidden
     text = message["content"]
     assert len(text) == 10 and text[0] == "a" and special.spans(text) == []
-    assert shown(text, plane) == "a</s></s>>" and masked(text, plane) == "axxxxxxxxx"
-    assert shown(text[3:7], plane) == "s></", "any part of it"
+    assert restore_tokens(text, plane) == "a</s></s>>" and mask_tokens(text, plane) == "axxxxxxxxx"
+    assert restore_tokens(text[3:7], plane) == "s></", "any part of it"
     assert SpecialTokens([]).first_in(user("</s>")) is None

@@ -87,7 +87,7 @@ def _follow_parent(on_line: Callable[[], None]) -> None:
     while read := os.read(0, 1):
         if read == b"\n":
             on_line()
-    os._exit(1)
+    os._exit(1)  # other threads may be in the middle of a step, for which nobody waits any more
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from moesaic.cluster.joining.options import JoinOptions
 from moesaic.config import ExpertServerConfig, WorkerConfig, ucx_tls
-from moesaic.core import messages
+from moesaic.core import gpu_parts, messages
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
-from moesaic.gpu.nvshmem.package import check_installed
 from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
 from moesaic.policy.fleet.silence import RULE
@@ -64,6 +63,7 @@ def connect(
             LOG.info("connected to %s", address)
         own_address = str(sock.getsockname()[0])
         return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), own_address
+    # An address that could not be reached may be the right one, so one refusal is not enough.
     kind = Refused if all(isinstance(error, Refused) for error in errors) else ConnectionLost
     raise kind("; ".join(map(str, errors)))
 
@@ -206,7 +206,7 @@ def _check_host(config: ExpertServerConfig | WorkerConfig, *more_files: tuple[st
     if config.transport == "nixl":
         check_nixl(ucx_tls())
     if config.transport == "nvshmem":
-        check_installed()
+        gpu_parts.check_nvshmem()
     for flag, file in (
         ("--paced", config.paced),
         ("--schedule-policy-file", config.policy_file),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moesaic.cluster.joining import child, enlisting
 from moesaic.cluster.joining.options import JoinOptions
-from moesaic.config import watched_environment
+from moesaic.config import actor_environment
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.transport.secret import read_secret
 
@@ -30,7 +30,7 @@ class ProcessWatcher:
             secret = _secret(Path(secret_file))
         except ConfigError as error:
             return str(error)
-        self._child = child.start(joining, secret, environment=watched_environment())
+        self._child = child.start(joining, secret, environment=actor_environment())
         return None
 
     def wait(self) -> str:

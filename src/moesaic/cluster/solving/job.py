@@ -31,7 +31,7 @@ class Job:
 
     def save(self, folder: Path) -> None:
         """Write the files. Raises OSError."""
-        self.profile.save(folder / "profile.npz", compress=False)
+        self.profile.save(folder / "profile.npz", compress=False)  # it is read once, on this host
         (folder / "present.json").write_text(self.present.to_json(), encoding="utf-8")
         if self.tables is not None:
             self.tables.save(folder / "present.npz")

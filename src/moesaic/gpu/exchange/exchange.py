@@ -1,9 +1,9 @@
 """The routed experts of steps that are one CUDA graph, though they are on servers.
 
 The graph holds launches that write requests into mailboxes, wait for the answers and collect them
-(`kernels.exchange`). So the host has nothing to do in a layer. Between steps it writes the table from experts
-to servers, and during a step it watches the servers. `RemoteExperts` decides who is asked and who is given
-up, and this follows it: a server has a mailbox as long as it has a connection there.
+(`gpu.exchange.exchange_launches`). So the host has nothing to do in a layer. Between steps it writes the
+table from experts to servers, and during a step it watches the servers. `RemoteExperts` decides who is asked
+and who is given up, and this follows it: a server has a mailbox as long as it has a connection there.
 
 A step whose server is gone or late is ended by the host, and then computed once more by `RemoteExperts`. So
 is a step with answers that are NaN or infinite: only `RemoteExperts` can tell whether they should be. The
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.messages import FaultyServer, JoinNvshmem
+from moesaic.core.messages import FaultyServer, JoinJob
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
@@ -217,8 +217,7 @@ class DeviceExchange:
 
     def _hold(self, held: bool) -> None:
         """Whether memory of connections that are gone is kept: freeing some waits for what is under way."""
-        if self._remote.rows_on_device is not None:
-            self._remote.rows_on_device.held = held
+        self._remote.memory.is_frozen = held
 
     def _end(self) -> None:
         failed, asked = self._memory.result()
@@ -340,10 +339,10 @@ class DeviceExchange:
             self._follow()
 
     @property
-    def nvshmem_id(self) -> bytes:
-        return self._dialer.nvshmem_id
+    def job_id(self) -> bytes:
+        return self._dialer.job_id
 
-    def meet(self, place: JoinNvshmem) -> None:
+    def meet(self, place: JoinJob) -> None:
         self._dialer.join(place)
 
     def faulty(self) -> list[FaultyServer]:

@@ -1,7 +1,7 @@
 """What launches on a device need to ask expert servers and to take their answers, without the host.
 
-There are two sets of launches. Those of `kernels.triton.exchange` write into memory that servers of the same
-host see. Those of `kernels.triton.nvshmem_exchange` send to servers of any host. Addresses are all that both
+There are two sets of launches. Those of `gpu.triton.exchange` write into memory that servers of the same
+host see. Those of `gpu.triton.nvshmem_exchange` send to servers of any host. Addresses are all that both
 know of a server.
 """
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from moesaic.kernels.table import Kernels
 
 LEAST_SLOTS = 32
 """Slots are at least one warp's threads: then each word is read and written by one thread."""
@@ -87,3 +89,12 @@ class ExchangeOperations(Protocol):
     def collect(self, sources: torch.Tensor, top_k: int, width: int) -> torch.Tensor:
         """The answers [n, k, h] float32 of all pairs: 0 where nobody was asked. sources: as of `dispatch`."""
         ...
+
+
+@dataclass(frozen=True)
+class GraphKernels(Kernels):
+    """Kernels whose graphs can ask expert servers."""
+
+    exchange: ExchangeOperations | None = None
+    nvshmem_exchange: ExchangeOperations | None = None
+    """Launches that ask expert servers and take their answers. None: not possible."""

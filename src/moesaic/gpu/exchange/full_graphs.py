@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.metrics import ExpertStats
-from moesaic.experts.client import ExpertServers
 from moesaic.experts.remote import RemoteExperts
 from moesaic.gpu.exchange.exchange import DeviceExchange
-from moesaic.gpu.exchange.exchange_launches import ExchangeOperations
+from moesaic.gpu.exchange.exchange_launches import ExchangeOperations, GraphKernels
 from moesaic.gpu.exchange.exchanged_step import ExchangedRunner
 from moesaic.gpu.exchange.server_mailbox import IpcDialer, MailboxDialer
 from moesaic.gpu.graphs.graphs import GraphRunner
@@ -25,25 +21,16 @@ from moesaic.gpu.ipc.device_sharing import DeviceSharing
 from moesaic.gpu.nvshmem import symmetric_heap
 from moesaic.gpu.nvshmem.job import NvshmemJob
 from moesaic.gpu.nvshmem.nvshmem_mailbox import NvshmemDialer
-from moesaic.kernels.table import MOST_RECORDED_ROWS, Kernels
+from moesaic.kernels.table import MOST_RECORDED_ROWS
 from moesaic.policy.fleet.replicas import Replicas
-from moesaic.runtime.context import WorkerContext
+from moesaic.runtime.context import AskingParts, WorkerContext
 from moesaic.runtime.step.eager import EagerRunner
-from moesaic.runtime.step.running_step import SegmentRunner, StepRunner
+from moesaic.runtime.step.running_step import SegmentRunner
 from moesaic.runtime.step.stages import BlockStages
 
 LOG = logging.getLogger(__name__)
 X86 = ("x86_64", "AMD64")
 """Hosts whose CPUs see the writes of a device in their order."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What asks the expert servers."""
-
-    runner: StepRunner
-    servers: ExpertServers
-    stats: Callable[[], ExpertStats]
 
 
 def check_full_graphs(config: WorkerConfig) -> None:
@@ -72,17 +59,17 @@ def full_graphs(
     remote: RemoteExperts,
     replicas: Replicas,
     parts: SegmentRunner,
-) -> Asked:
+) -> AskingParts:
     """parts: computes steps in parts, by `remote`. Raises ConfigError where kernels cannot ask servers."""
     kernels, table_width = stages.model.kernels, -(-context.limits.max_model_len // stages.block_size)
-    if kernels.recorder is None or kernels.exchange is None:
+    if not isinstance(kernels, GraphKernels) or kernels.recorder is None or kernels.exchange is None:
         raise ConfigError("--cudagraph-mode full: this Triton has no atomic loads; pip install -U triton")
     if stages.model.spec.states is not None:
         LOG.warning(
             "--cudagraph-mode full: steps are computed in parts, since this model keeps states, which a step "
             "that is computed once more would change twice"
         )
-        return Asked(parts, remote, remote.stats)
+        return AskingParts(parts, remote, remote.stats)
     sharing = device_sharing.sharing(stages.device)
     operations, dialer = _by(context, kernels, layout, sharing, stages.device)
     exchange = DeviceExchange(
@@ -98,12 +85,12 @@ def full_graphs(
     )
     eager = EagerRunner(stages, exchange.experts)
     graphs = GraphRunner(eager, exchange.recorder(kernels.recorder), table_width, direct=True)
-    return Asked(ExchangedRunner(exchange, graphs, parts), exchange, exchange.stats)
+    return AskingParts(ExchangedRunner(exchange, graphs, parts), exchange, exchange.stats)
 
 
 def _by(
     context: WorkerContext,
-    kernels: Kernels,
+    kernels: GraphKernels,
     layout: ExpertLayout,
     sharing: DeviceSharing,
     device: torch.device,

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 from moesaic.experts import wire
 from moesaic.gpu.exchange.mailbox import ANSWER, HEAD, REQUEST, MailboxClient, connect_mailbox
 from moesaic.gpu.ipc.device_sharing import DeviceSharing, SharedMemory
@@ -187,7 +187,7 @@ class MailboxDialer(Protocol):
         ...
 
     @property
-    def nvshmem_id(self) -> bytes:
+    def job_id(self) -> bytes:
         """See `ExpertServers`."""
         ...
 
@@ -198,7 +198,7 @@ class MailboxDialer(Protocol):
         """
         ...
 
-    def join(self, place: JoinNvshmem) -> None:
+    def join(self, place: JoinJob) -> None:
         """Take this place in a job. Mailboxes that need none ignore it."""
         ...
 
@@ -210,7 +210,7 @@ class MailboxDialer(Protocol):
 class IpcDialer:
     """A MailboxDialer by CUDA IPC."""
 
-    nvshmem_id = b""
+    job_id = b""
 
     def __init__(self, sharing: DeviceSharing, rows: int, pairs: int, hidden: int) -> None:
         """rows, pairs: the most of a request."""
@@ -240,7 +240,7 @@ class IpcDialer:
             self._spare.append(answers)
             raise
 
-    def join(self, place: JoinNvshmem) -> None:
+    def join(self, place: JoinJob) -> None:
         pass
 
     def close(self) -> None:

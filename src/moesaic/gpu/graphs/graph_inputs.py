@@ -19,45 +19,12 @@ from moesaic.kernels.batch import (
     slots_of,
 )
 from moesaic.kernels.table import MOST_RECORDED_ROWS
-from moesaic.models.spec import ModelSpec
+from moesaic.runtime.step.step_kind import Kind
 
 Result = TypeVar("Result")
 
-FEW_ROWS, ROW_STEP = 4, 8
-"""Buckets are powers of two up to FEW_ROWS, then multiples of ROW_STEP."""
-CONTEXT_STEP = 1024
-"""Recordings are made for contexts of at most CONTEXT_STEP tokens, twice as many, and so on: attention splits
-longer contexts among more programs."""
 NOWHERE = -1
 """Slot and seat of a padded row."""
-
-
-def bucket(rows: int) -> int:
-    """The rows of the recording for a step of so many.
-
-    >>> [bucket(rows) for rows in (1, 2, 3, 5, 9, 64)]
-    [1, 2, 4, 8, 16, 64]
-    """
-    return 1 << (rows - 1).bit_length() if rows <= FEW_ROWS else -(-rows // ROW_STEP) * ROW_STEP
-
-
-class Kind(NamedTuple):
-    """Which recording a step takes."""
-
-    rows: int
-    """With padded ones."""
-    longest: int
-    """Tokens of the longest context that it may have."""
-    several: bool = False
-    """Whether layers that keep states get several rows of a sequence."""
-
-    @classmethod
-    def of(cls, batch: TokenBatch, spec: ModelSpec, multiple: int = 1) -> Kind:
-        """The kind of a step. multiple: the rows of its recording are a multiple of it."""
-        rows = -(-bucket(batch.num_rows) // multiple) * multiple
-        contexts = -(-int(batch.context_lens.max()) // CONTEXT_STEP)
-        several = batch.num_rows > batch.num_sequences and spec.states is not None
-        return cls(rows, CONTEXT_STEP << (contexts - 1).bit_length(), several)
 
 
 def is_recorded(batch: TokenBatch) -> bool:

@@ -24,13 +24,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest
-from moesaic.gpu.graphs.graph_inputs import GraphInputs, Kind, is_recorded, unrecorded
+from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, unrecorded
 from moesaic.kernels.moving import move_array, pin_tensor
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.step.recordings import Item, RecordingRunner, SharedMemory, next_item
@@ -38,27 +37,11 @@ from moesaic.runtime.step.running_step import (
     PendingMerge,
     RunningStep,
     SharedRows,
-    Step,
     StepGenerator,
     StepResult,
 )
 from moesaic.runtime.step.stages import RecordedHeads
-
-
-class PredictionRunner(Protocol):
-    """Replays the layer that predicts the token after the next one."""
-
-    def records(self, batch: TokenBatch) -> bool:
-        """Whether that layer is replayed after this step."""
-        ...
-
-    def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> Step:
-        """Begin that layer after a step that `records` is true of.
-
-        batch: what `known_rows` returns, at least one row. hidden: [n, h] of all rows of the step, of which
-        those with these numbers go on. Nothing of it is kept.
-        """
-        ...
+from moesaic.runtime.step.step_kind import Kind
 
 
 class GraphRunner(RecordingRunner["_RecordedStep"]):

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
 from moesaic.core.tokens import IntArray
+from moesaic.experts.client import RowPlace
 from moesaic.gpu.ipc.device_heap import DeviceHeap, Place, SharedMemory, try_close
 from moesaic.transport.address import peer_process
 from moesaic.transport.calls import Call, Incoming
@@ -121,11 +122,14 @@ class DeviceCaller:
         """A call of the host's memory."""
         return self._open(bytes(_ALIGNED), request_bytes, rows, row_bytes, row_bytes, None)
 
-    def open_on_device(self, request_bytes: int, rows: int, row_bytes: int, read: Place) -> DeviceCall | None:
+    def open_on_device(
+        self, request_bytes: int, rows: int, row_bytes: int, read: RowPlace
+    ) -> DeviceCall | None:
         """A call that reads rows from `read` and whose answer is on the own GPU, otherwise as `open`.
 
         Raises ConfigError if the GPU has no room for the answer.
         """
+        assert isinstance(read, Place)
         place = self.heap.take(rows * row_bytes)
         names = read.memory.name, place.memory.name
         places = read.begin, read.size, place.begin, row_bytes

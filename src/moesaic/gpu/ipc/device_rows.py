@@ -2,7 +2,7 @@
 
 A worker copies the hidden states of a request into memory that it exports, before it waits for the gate's
 choice: that is the one wait of a layer, and the copy is done then. Servers read rows there, and write answers
-into memory of their connection. No row goes to a host. See `transport.device_calls`.
+into memory of their connection. No row goes to a host. See `gpu.ipc.device_calls`.
 
 Question: Do rows between workers and expert servers leave the GPUs (`--transport cuda_ipc`)?
 """
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from moesaic.core.errors import DamagedMessage, MoesaicError
+from moesaic.core.errors import ConfigError, DamagedMessage, MoesaicError
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
-from moesaic.experts.client import ExpertRequest, RequestArrays
+from moesaic.experts.client import ExpertRequest, RequestArrays, RowPlace
+from moesaic.experts.outstanding import AnswerMemory
 from moesaic.experts.server_memory import CallMemory, HostMemory
+from moesaic.gpu.ipc import device_sharing
 from moesaic.gpu.ipc.device_calls import CallRows, Departures, DeviceCall, DeviceCaller, DeviceIncoming
 from moesaic.gpu.ipc.device_heap import DeviceHeap, Place
 from moesaic.gpu.ipc.device_sharing import DeviceSharing
@@ -49,9 +51,9 @@ class WorkerRows:
         self._hidden = DeviceHeap(sharing.export)
         self._answers: list[DeviceHeap] = []
         self.departures = Departures()
-        self.held = False
+        self.is_frozen = False
         """Nothing is freed now: the driver would wait for a graph that waits for the host."""
-        self.answers = DeviceAnswers(device)
+        self.answers: AnswerMemory = DeviceAnswers(device)
         """Puts answers together."""
 
     def connected(self, caller: Caller) -> Caller:
@@ -82,13 +84,14 @@ class WorkerRows:
         flat = None if weights is None else weights.reshape(-1)
         return RequestArrays(rows, ids.reshape(-1), flat, request.expert_ids.shape[1], place)
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: RowPlace) -> None:
         """No server needs the rows at this place any more."""
+        assert isinstance(place, Place)
         self._hidden.give_back(place)
 
     def poll(self) -> None:
         """Free the memory of connections that are gone."""
-        if len(self.departures) and not self.held:
+        if len(self.departures) and not self.is_frozen:
             self.departures.poll()
             for heap in [heap for heap in self._answers if heap.closed]:
                 self._answers.remove(heap)  # in place: another thread adds connections
@@ -98,6 +101,20 @@ class WorkerRows:
         self.departures.close()
         if all(heap.closed for heap in self._answers):
             self._hidden.close()
+
+
+def worker_memory(transport: str, device: str) -> WorkerRows | None:
+    """The memory of a worker with --transport cuda_ipc. None: requests that no graph sends go through the
+    host.
+
+    Raises ConfigError for a worker without a GPU.
+    """
+    if transport != "cuda_ipc":
+        return None
+    place = torch.device(device)
+    if place.type != "cuda":
+        raise ConfigError.field("--transport", transport, f"auto, shm, socket with --device {place.type}")
+    return WorkerRows(place, device_sharing.sharing(place))
 
 
 class DeviceAnswers:

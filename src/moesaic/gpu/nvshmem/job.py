@@ -22,7 +22,7 @@ from functools import cached_property
 from moesaic.core.errors import MoesaicError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.job_membership import JobMembership
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 from moesaic.experts import wire
 from moesaic.gpu.exchange.exchange_launches import ALIGNMENT
 from moesaic.gpu.nvshmem.symmetric_heap import SymmetricHeap, SymmetricJobs
@@ -84,7 +84,7 @@ class Channels:
         return self.request(self.count) + channel * self._answer_room
 
 
-def channels(layout: ExpertLayout, rows: int, place: JoinNvshmem) -> Channels:
+def channels(layout: ExpertLayout, rows: int, place: JoinJob) -> Channels:
     """rows: most rows of a step."""
     return Channels(max(place.workers, place.servers), rows, rows * layout.top_k, layout.hidden)
 
@@ -95,7 +95,7 @@ class Joined:
 
     heap: SymmetricHeap
     channels: Channels
-    place: JoinNvshmem
+    place: JoinJob
 
     @property
     def own(self) -> int:
@@ -128,7 +128,7 @@ class NvshmemJob:
         """The name of a new job, of which this process can be PE 0. Empty: it can join none."""
         return self._jobs.unique_id() if self.can_join else b""
 
-    def join(self, place: JoinNvshmem) -> None:
+    def join(self, place: JoinJob) -> None:
         """Take this place. A process can be in one job only, so a further call is ignored."""
         if not self.can_join:
             LOG.warning(SECOND)
@@ -136,7 +136,7 @@ class NvshmemJob:
         self._process.was_told = True
         threading.Thread(target=self._join, args=(place,), name="joining NVSHMEM", daemon=True).start()
 
-    def _join(self, place: JoinNvshmem) -> None:
+    def _join(self, place: JoinJob) -> None:
         where = channels(self._layout, self._rows, place)
         pes = place.workers + place.servers
         try:

@@ -1,6 +1,6 @@
-"""The worker's end of a channel to an expert server, by NVSHMEM. See `nvshmem_job` for the memory.
+"""The worker's end of a channel to an expert server, by NVSHMEM. See `gpu.nvshmem.job` for the memory.
 
-Kernels write the requests and wait for the answers (`kernels.triton.nvshmem_exchange`), and tell the host in
+Kernels write the requests and wait for the answers (`gpu.triton.nvshmem_exchange`), and tell the host in
 a page of its memory. A lifeline shows whether the server is there. A channel is used again after its lifeline
 was lost only when both ends have all that was sent before: then the server sends the last word that it wrote.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 from moesaic.gpu.exchange.lifeline import Lifeline, connect_lifeline
 from moesaic.gpu.exchange.server_mailbox import Progress
 from moesaic.gpu.ipc.device_sharing import PAGE, DeviceSharing, SharedMemory
@@ -34,7 +34,7 @@ _POSTED, _ANSWERED, _DOUBT, _HEADER = 0, 128, 256, 384
 """Places in a page, in bytes."""
 
 
-def name_of(place: JoinNvshmem) -> str:
+def name_of(place: JoinJob) -> str:
     """What both ends call the job."""
     return sha256(place.unique_id).hexdigest()
 
@@ -181,7 +181,7 @@ class NvshmemDialer:
         self.rows = torch.empty(0, hidden, device=device)
 
     @property
-    def nvshmem_id(self) -> bytes:
+    def job_id(self) -> bytes:
         return self._job.unique_id
 
     def dial(self, address: str, secret: bytes) -> NvshmemMailbox:
@@ -208,7 +208,7 @@ class NvshmemDialer:
             line.close()
             raise
 
-    def join(self, place: JoinNvshmem) -> None:
+    def join(self, place: JoinJob) -> None:
         self._job.join(place)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class NvshmemDialer:
             told.close()
 
 
-def _server(peer: dict[str, Any], place: JoinNvshmem) -> int:
+def _server(peer: dict[str, Any], place: JoinJob) -> int:
     """The number of the server's process. Raises ConnectionLost if it has said none."""
     pe = peer.get("pe")
     if type(pe) is not int or not place.workers <= pe < place.workers + place.servers:

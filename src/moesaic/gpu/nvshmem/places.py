@@ -16,7 +16,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.messages import JoinNvshmem
+from moesaic.core.messages import JoinJob
 
 LOG = logging.getLogger(__name__)
 OUTSIDE = "%s is not in the NVSHMEM job, %s: decode steps that need it are computed in parts"
@@ -33,7 +33,7 @@ class NvshmemPlaces:
         self._members, self._asked = members, cluster.transport == "nvshmem"
         self._least = cluster.nvshmem_pes or cluster.attention_workers + cluster.expert_servers
         """Processes with which the job is formed."""
-        self._places: dict[_Process, JoinNvshmem] | None = None
+        self._places: dict[_Process, JoinJob] | None = None
         """Empty: no job can be formed. None: it is not formed yet."""
         self._told: set[_Process] = set()
         """Processes that have their place, or whose lack of one was logged."""
@@ -67,7 +67,7 @@ class NvshmemPlaces:
         settled = self._members.all_serve and not any(member.on_trial for member in self._members.all_members)
         return settled and len(self._all) >= self._least
 
-    def _formed(self) -> dict[_Process, JoinNvshmem]:
+    def _formed(self) -> dict[_Process, JoinJob]:
         """The place of each process that can join a job."""
         able = [
             sorted(filter(_joins, one), key=_number) for one in (self._members.workers, self._members.servers)
@@ -80,14 +80,14 @@ class NvshmemPlaces:
         LOG.info("an NVSHMEM job: %d attention workers and %d expert servers", len(workers), len(servers))
         sizes = len(workers), len(servers)
         return {
-            _process(member): JoinNvshmem(workers[0].nvshmem_id, pe, *sizes)
+            _process(member): JoinJob(workers[0].job_id, pe, *sizes)
             for pe, member in enumerate([*workers, *servers])
         }
 
 
 def _joins(member: Member) -> bool:
     """Whether the process said that it can join a job."""
-    return member.joins_nvshmem or bool(member.nvshmem_id)
+    return member.can_join_job or bool(member.job_id)
 
 
 def _number(member: Member) -> int:

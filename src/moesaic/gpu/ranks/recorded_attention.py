@@ -1,6 +1,6 @@
 """Shared attention in decode steps that are recorded as CUDA graphs.
 
-The first rank records a step as a single process does (`step/graphs.py`). Each of its recordings has a
+The first rank records a step as a single process does (`gpu/graphs/graphs.py`). Each of its recordings has a
 number. The other ranks have a recording of the same number: graphs of its layers' attention, for as many
 rows. Before the first rank replays a part of a step it announces whose attention is in it, and once the step.
 
@@ -20,10 +20,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.collectives.group import Traffic
-from moesaic.gpu.graphs.graph_inputs import GraphInputs, Kind, unrecorded
+from moesaic.gpu.graphs.graph_inputs import GraphInputs, unrecorded
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.models.block import Block
@@ -31,8 +31,10 @@ from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.runtime.group.arrays import pack, unpack
 from moesaic.runtime.group.rows import RowCollectives
+from moesaic.runtime.group.together import Together, at_first, free_recordings
 from moesaic.runtime.step.running_step import SharedRows
 from moesaic.runtime.step.stages import until_output_projection
+from moesaic.runtime.step.step_kind import Kind
 
 Result = TypeVar("Result")
 _PREPARE, _TRY, _RECORD, _REPLAY = -1, -2, -3, -4
@@ -43,34 +45,8 @@ _RECORD: the layers of a graph. _REPLAY: the first layer of a graph, and the ste
 """
 
 
-class Together:
-    """The first rank's end of a group. It is closed after an error, in whose middle the others are."""
-
-    def __init__(self, rows: RowCollectives, why: Callable[[ConnectionLost], MoesaicError]) -> None:
-        """why: the error to raise where a rank is gone."""
-        self.rows, self._why = rows, why
-        self.made: list[Recording[Any]] = []
-        """Graphs that may hold exchanges."""
-        rows.when_closing(partial(_free, self.made))
-
-    def run(self, what: Callable[[], Result]) -> Result:
-        """What takes part in an exchange of the ranks."""
-        try:
-            return what()
-        except ConnectionLost as lost:
-            self.rows.close()
-            raise self._why(lost) from None
-        except BaseException:
-            self.rows.close()
-            raise
-
-    def announce(self, *numbers: int, step: bytes = b"") -> None:
-        """Send a message to the other ranks."""
-        self.rows.group.announce(np.array(numbers, np.int64).tobytes() + step)
-
-
 class RecordedAttention:
-    """On the first rank: the attention of one recorded step. See `step.graphs.RecordedHeads`."""
+    """On the first rank: the attention of one recorded step. See `stages.RecordedStages`."""
 
     def __init__(self, together: Together, number: int, kind: Kind, hidden: torch.Tensor) -> None:
         """hidden: [rows, h] on the device, for what is sent through the host. So no graph keeps that."""
@@ -237,7 +213,12 @@ class AttentionRecordings:
         self._recorder = recorder
         self._steps: dict[int, _Step] = {}
         self._made: list[Recording[Any]] = []
-        rows.when_closing(partial(_free, self._made))
+        rows.when_closing(partial(free_recordings, self._made))
+
+    def is_about(self, message: bytes) -> bool:
+        """Whether a message of the first rank is about recordings."""
+        code = int.from_bytes(message[:8], "little", signed=True)
+        return len(message) >= 24 and len(message) % 8 == 0 and _REPLAY <= code <= _PREPARE
 
     def follow(self, message: bytes) -> None:
         """Do what the first rank announces. Raises ConnectionLost for a damaged message."""
@@ -297,20 +278,3 @@ class AttentionRecordings:
         sizes = at_first(step.rows, self._rows.group.size)
         graph.run(self._rows.all_gather(self._nothing, sizes))
         self._rows.reduce_scatter(step.hidden[: step.rows], sizes)
-
-
-def of_recordings(message: bytes) -> bool:
-    """Whether `AttentionRecordings` follows this message."""
-    first = int.from_bytes(message[:8], "little", signed=True)
-    return len(message) >= 24 and len(message) % 8 == 0 and _REPLAY <= first <= _PREPARE
-
-
-def at_first(rows: int, ranks: int) -> list[int]:
-    """Rows of each rank where the first one has all of them."""
-    return [rows, *[0] * (ranks - 1)]
-
-
-def _free(made: list[Recording[Any]]) -> None:
-    """Destroy these recordings."""
-    while made:
-        made.pop().free()

@@ -20,12 +20,13 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.collectives.group import Traffic
-from moesaic.gpu.graphs.graph_inputs import GraphInputs, Kind, is_recorded, unrecorded
+from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, unrecorded
 from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.group.exchanges import Exchange, Stages, between_graphs, next_item
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.sharded import ShardedModel
+from moesaic.runtime.step.step_kind import Kind
 
 Item = Exchange | torch.Tensor
 """What ends a graph: an exchange that it cannot hold, or the hidden states at the end of the step."""

@@ -64,7 +64,7 @@ async def serving(
         seed=seed,
         record=record,
     ) as launched:
-        engine = AsyncEngine(launched.engine, launched.connection, how_it_ended=launched.describe_end)
+        engine = AsyncEngine(launched.engine, launched.connection, describe_end=launched.describe_end)
         service = Service(
             engine,
             names[0],

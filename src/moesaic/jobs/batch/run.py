@@ -58,7 +58,7 @@ def run(
         seed=options.seed,
         record=record,
     )
-    workers = 1 if cluster is None else cluster.resolved().attention_workers
+    workers = 1 if cluster is None else cluster.resolve().attention_workers
     return run_with(service, names[0], options, 2 * worker.scheduler.max_num_seqs * workers, console)
 
 

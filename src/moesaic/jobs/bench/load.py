@@ -69,12 +69,12 @@ class _LatencyRecorder:
         if chunk.text:
             self._texts += 1
             if self._last is None:
-                outcome.ttft = chunk.at - outcome.started
+                outcome.ttft = chunk.arrival_time - outcome.started
             else:
-                outcome.gaps.append(chunk.at - self._last)
-            self._last = chunk.at
+                outcome.gaps.append(chunk.arrival_time - self._last)
+            self._last = chunk.arrival_time
         if chunk.text or chunk.finish_reason:
-            outcome.latency = chunk.at - outcome.started
+            outcome.latency = chunk.arrival_time - outcome.started
         self._ended = self._ended or chunk.finish_reason is not None
         if chunk.usage is not None:
             self._usage = True

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from moesaic.core import gpu_parts
 from moesaic.core.stored import COMPRESSED, QUANTIZED
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
-from moesaic.gpu import hardware as cuda
-from moesaic.gpu.hardware import Copy, Device
 from moesaic.kernels.table import Kernels, pick
 from moesaic.planning.hardware import disk, memory, products
+from moesaic.planning.hardware.device import Copy, Device
 from moesaic.planning.hardware.disk import Disk
 from moesaic.planning.hardware.memory import Reading
 from moesaic.planning.hardware.products import Rate, dtype_name
@@ -136,7 +136,7 @@ class Measuring:
         """
         start = self.clock()
         cpu, gpu = self._cpu(), self._device(device)
-        copies = cuda.copies(device, self.effort.copy_bytes, self._watch(device), self.show)
+        copies = gpu_parts.measure_copies(device, self.effort.copy_bytes, self._watch(device), self.show)
         # A worker may need next what torch has cached here.
         device.release()
         speed = {copy.way: copy.bandwidth for copy in copies if copy.pinned}

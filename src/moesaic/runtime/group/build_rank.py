@@ -14,12 +14,12 @@ import torch
 from torch import distributed
 
 from moesaic.config import ParallelConfig, WorkerConfig
+from moesaic.core import gpu_parts
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.core.messages import RanksMeet
 from moesaic.core.offload import Offload
+from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.collectives.group import Group
-from moesaic.gpu.ranks.recorded_attention import AttentionRecordings
-from moesaic.gpu.ranks.recorded_rank import RecordedRank
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -61,7 +61,7 @@ from moesaic.runtime.model_loading import (
     layout_of,
     load_model,
 )
-from moesaic.trace.parts import whole_of
+from moesaic.trace.parts import trace_of
 
 _CACHE_SIZE = struct.Struct("<3q")
 """A CacheSize, which the first rank announces."""
@@ -81,8 +81,8 @@ def check(config: WorkerConfig) -> None:
         ("--schedule", scheduler.schedule, "lockstep"),
         ("--inflight-batches", scheduler.inflight_batches, 1),
         ("--combine", scheduler.combine, "exact"),
-        ("--trace", whole_of(config.trace), None),
-        ("--record-routing", whole_of(config.record), None),
+        ("--trace", trace_of(config.trace), None),
+        ("--record-routing", trace_of(config.record), None),
     ):
         if value != allowed:
             allowed_text = "nothing" if allowed is None else str(allowed)
@@ -151,14 +151,26 @@ def join(
     return RankRunner(steps.run, rows, memory, name, counts, predict=steps.predict)
 
 
-def _steps(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> ShardedModel | RecordedRank:
+class RankSteps(Protocol):
+    """Computes the steps of a rank."""
+
+    def run(self, batch: TokenBatch) -> torch.Tensor:
+        """See `RunBatch`."""
+        ...
+
+    def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
+        """See `RunPrediction`."""
+        ...
+
+
+def _steps(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> RankSteps:
     """Records decode steps on a GPU, unless --enforce-eager is given or the kernels cannot."""
     make_recorder = kernels.recorder
     on_gpu = sharded.device.type == "cuda"
     if not on_gpu or config.model.enforce_eager or make_recorder is None:
         return sharded
     table_width = -(-context_length(config.model) // sharded.block_size)
-    return RecordedRank(sharded, make_recorder(), table_width)
+    return gpu_parts.recorded_rank()(sharded, make_recorder(), table_width)
 
 
 def _paged(
@@ -315,7 +327,8 @@ def _attention_rank(
     recordings = None
     if device.type == "cuda" and not config.model.enforce_eager and make_recorder is not None:
         width = -(-context_length(config.model) // block_size)
-        recordings = AttentionRecordings(model, memory, device, block_size, rows, make_recorder(), width)
+        attention_recordings = gpu_parts.attention_recordings()
+        recordings = attention_recordings(model, memory, device, block_size, rows, make_recorder(), width)
     return AttentionRank(model, memory, device, block_size, rows, recordings)
 
 

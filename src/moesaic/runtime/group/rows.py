@@ -1,7 +1,7 @@
 """The collectives of a group for rows that are tensors of the ranks' device.
 
 Layouts and experts call these. `HostRows` sends rows through a Group, so those of a GPU go through RAM.
-`DeviceRows` (in `device_rows.py`) leaves them on the device. Both move the same bytes and add in the order of
+`DeviceRows` (in `tensor_rows.py`) leaves them on the device. Both move the same bytes and add in the order of
 the ranks, so both give the same bits.
 
 Question: How do the ranks of a group exchange rows, and do these go through RAM?

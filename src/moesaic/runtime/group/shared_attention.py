@@ -4,7 +4,7 @@ The first rank runs every stage of a step, and asks the servers, as a single pro
 attention it sends the rows to the other ranks. Every rank attends with its own heads, and the first rank adds
 up the partial sums of the output projection. The other ranks keep the keys, values and states of their heads,
 and nothing between two layers: a step can stop anywhere, and steps can take turns. What is recorded as CUDA
-graphs is in `recorded_attention.py`.
+graphs is in `gpu/ranks/recorded_attention.py`.
 
 Payload for B rows of S bytes on G ranks: (G - 1) B S to the other ranks and as much back, which is that of an
 all-reduce.
@@ -17,19 +17,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 
+from moesaic.core import gpu_parts
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import GroupStats
-from moesaic.gpu.graphs.graph_inputs import Kind
-from moesaic.gpu.ranks.recorded_attention import (
-    AttentionRecordings,
-    RecordedAttention,
-    Together,
-    at_first,
-    of_recordings,
-)
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.models.block import Block
 from moesaic.models.kvcache.memory import LayerMemory
@@ -37,7 +31,9 @@ from moesaic.models.model import Model
 from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
-from moesaic.runtime.step.stages import Exchanges, until_output_projection
+from moesaic.runtime.group.together import Together, at_first
+from moesaic.runtime.step.stages import Exchanges, RecordedStages, until_output_projection
+from moesaic.runtime.step.step_kind import Kind
 
 _LAYER = struct.Struct("<q")
 """The beginning of a message to the other ranks. The step follows, unless it is that of the last message.
@@ -63,7 +59,7 @@ class SharedAttention:
         self._sent: AttentionBatch | None = None
         """The step that the other ranks have. They have those of recordings beside it."""
         self._recordings, self._nothing = 0, nothing
-        self._recording: RecordedAttention | None = None
+        self._recording: RecordedStages | None = None
         """Of the step that is recorded now."""
         weakref.finalize(self, rows.close)
 
@@ -86,13 +82,15 @@ class SharedAttention:
         return self._together.run(partial(self._attend, *given))
 
     @contextmanager
-    def recording(self, kind: Kind) -> Iterator[RecordedAttention]:
+    def recording(self, kind: Kind) -> Iterator[RecordedStages]:
         """See `SharedHeads`. The other ranks record too."""
         self._recordings += 1
         hidden = self._nothing.new_zeros(kind.rows, self._nothing.shape[1])
-        self._recording = RecordedAttention(self._together, self._recordings, kind, hidden)
+        recorded_attention = gpu_parts.recorded_attention()
+        recording = recorded_attention(self._together, self._recordings, kind, hidden)
+        self._recording = recording
         try:
-            yield self._recording
+            yield recording
         finally:
             self._recording = None
 
@@ -123,6 +121,18 @@ class SharedAttention:
         )
 
 
+class StepRecordings(Protocol):
+    """On any other rank: what it records and replays."""
+
+    def is_about(self, message: bytes) -> bool:
+        """Whether a message of the first rank is about recordings."""
+        ...
+
+    def follow(self, message: bytes) -> None:
+        """Do what such a message says. Raises ConnectionLost for a damaged one."""
+        ...
+
+
 class AttentionRank:
     """On any other rank: attends with its own heads to the rows that the first rank sends."""
 
@@ -133,7 +143,7 @@ class AttentionRank:
         device: torch.device,
         block_size: int,
         rows: RowCollectives,
-        recordings: AttentionRecordings | None = None,
+        recordings: StepRecordings | None = None,
     ) -> None:
         """recordings: None: nothing is recorded. The group is closed when this object is deleted."""
         self._model, self._memory, self._device = model, memory, device
@@ -149,7 +159,7 @@ class AttentionRank:
         with torch.inference_mode():
             while True:
                 message = next_message(rows.group, self._memory)
-                if self._recordings is not None and of_recordings(message):
+                if self._recordings is not None and self._recordings.is_about(message):
                     self._recordings.follow(message)
                     continue
                 layer, step = _parsed(message, layers)

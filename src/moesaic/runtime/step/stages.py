@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 import torch
 
 from moesaic.core.tokens import TokenBatch
-from moesaic.gpu.graphs.graph_inputs import Kind
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.moving import move_tensor
 from moesaic.kernels.table import OperationRecorder, Recording
@@ -21,6 +20,7 @@ from moesaic.models.block import Block, GateOutput
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.runtime.step.running_step import Combine, PendingMerge, SharedRows, StepGenerator, StepResult
+from moesaic.runtime.step.step_kind import Kind
 
 Result = TypeVar("Result")
 Exchanges = Generator[SharedRows, torch.Tensor | None, torch.Tensor]
@@ -33,7 +33,7 @@ class RecordedHeads(Protocol):
     def unrecorded(
         self, step: Callable[[], Result], expert_rows: torch.Tensor | None = None
     ) -> Recording[Result]:
-        """As `graph_inputs.unrecorded`, of the next part of the step."""
+        """Runs the next part of the step without recording it."""
         ...
 
     def recorder(self, make: OperationRecorder) -> OperationRecorder:
@@ -42,6 +42,22 @@ class RecordedHeads(Protocol):
 
     def begin(self, batch: TokenBatch) -> None:
         """The step that is replayed from now on."""
+        ...
+
+
+class RecordedStages(RecordedHeads, Protocol):
+    """The part of other processes, with the stages of this process while the step is recorded."""
+
+    def stages(
+        self,
+        block: Block,
+        layer: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        memory: LayerMemory,
+    ) -> Exchanges:
+        """As `SharedHeads.stages`."""
         ...
 
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from moesaic.config import HostTransport
+from moesaic.config import ON_GPUS, HostTransport
 from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost, MoesaicError
@@ -127,7 +127,7 @@ class Link:
         caller: Caller | None = None
         try:
             address = self.endpoint.seen_from(this_host())
-            transport = "shm" if self._transport == "cuda_ipc" else self._transport  # images are of the host
+            transport = "shm" if self._transport in ON_GPUS else self._transport  # images are of the host
             kind = kind_of(transport, address)
             caller = connect(address, self._target.secret, kind, self._heap)
             self._send(caller)

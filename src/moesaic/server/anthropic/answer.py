@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from moesaic.core.errors import RequestError
 from moesaic.server.anthropic.errors import error_of
-from moesaic.server.blocks import Begun, Block, BlockEvent, Ended, Finish, Piece, collect
+from moesaic.server.blocks import Block, BlockEnd, BlockEvent, BlockStart, Finish, Piece, collect
 from moesaic.server.errors import Problem
 from moesaic.server.events import NamedEvent
 from moesaic.server.responses import Payload
@@ -50,7 +50,7 @@ class MessageUsage(BaseModel):
     """Token counts of one call."""
 
     input_tokens: int
-    """Of the prompt, without those of a cached prefix."""
+    """Tokens of the prompt, without those of a cached prefix."""
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: int
     output_tokens: int
@@ -90,12 +90,12 @@ class MessageWriter:
         yield NamedEvent("message_start", {"message": message.model_dump()})
         async for event in blocks:
             match event:
-                case Begun(block):
+                case BlockStart(block):
                     content = _empty(block).model_dump()
                     yield NamedEvent("content_block_start", {"index": block.index, "content_block": content})
                 case Piece(block, text):
                     yield _delta(block.index, *_NAMES[block.kind], text)
-                case Ended(block):
+                case BlockEnd(block):
                     if block.kind == "reasoning":
                         yield _delta(block.index, "signature_delta", "signature", "")
                     yield NamedEvent("content_block_stop", {"index": block.index})
@@ -106,12 +106,14 @@ class MessageWriter:
                     yield NamedEvent("message_delta", {"delta": delta, "usage": usage.model_dump()})
         yield NamedEvent("message_stop", {})
 
-    async def whole(self, blocks: AsyncIterator[BlockEvent]) -> MessageAnswer:
+    async def build_answer(self, blocks: AsyncIterator[BlockEvent]) -> MessageAnswer:
         """The complete answer."""
-        found, finish = await collect(blocks)
-        return self._message([_whole(block) for block in found], *_stop(finish), _usage_of(finish))
+        answer_blocks, finish = await collect(blocks)
+        return self._message(
+            [_complete_block(block) for block in answer_blocks], *_stop(finish), _usage_of(finish)
+        )
 
-    def failed(self, problem: Problem) -> NamedEvent:
+    def make_error_event(self, problem: Problem) -> NamedEvent:
         """The event of an error."""
         return NamedEvent("error", error_of(problem.status_code, problem.detail))
 
@@ -150,7 +152,7 @@ def _empty(block: Block) -> TextBlock | ThinkingBlock | ToolUseBlock:
     return _block(block, "", {})
 
 
-def _whole(block: Block) -> TextBlock | ThinkingBlock | ToolUseBlock:
+def _complete_block(block: Block) -> TextBlock | ThinkingBlock | ToolUseBlock:
     return _block(block, block.text, _input(block.text) if block.kind == "call" else {})
 
 
@@ -167,11 +169,11 @@ def _block(block: Block, text: str, arguments: Mapping[str, Any]) -> TextBlock |
 def _input(arguments: str) -> dict[str, Any]:
     """The object that `arguments` are the JSON of. Anthropic's documents name the form for all else."""
     try:
-        found = json.loads(arguments or "{}")
-        require_shallow(found, "arguments", "arguments")
+        value = json.loads(arguments or "{}")
+        require_shallow(value, "arguments", "arguments")
     except (ValueError, RecursionError, RequestError):
-        found = None
-    return found if isinstance(found, dict) else {INVALID: arguments}
+        value = None
+    return value if isinstance(value, dict) else {INVALID: arguments}
 
 
 def _stop(finish: Finish) -> tuple[StopReason, str | None]:
@@ -191,10 +193,10 @@ def _usage_of(finish: Finish) -> MessageUsage:
     return _usage(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
 
 
-def _usage(prompt: int, cached: int, output: int) -> MessageUsage:
+def _usage(prompt: int, cached_tokens: int, output: int) -> MessageUsage:
     return MessageUsage(
-        input_tokens=prompt - cached,
+        input_tokens=prompt - cached_tokens,
         cache_creation_input_tokens=0,
-        cache_read_input_tokens=cached,
+        cache_read_input_tokens=cached_tokens,
         output_tokens=output,
     )

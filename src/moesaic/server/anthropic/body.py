@@ -43,7 +43,7 @@ class Block(Body):
 
 
 class Turn(Body):
-    """One turn of a conversation."""
+    """A turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], FIRST]

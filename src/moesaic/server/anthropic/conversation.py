@@ -37,8 +37,8 @@ def chat_of(body: CountRequest, reasons: bool) -> chat.ChatRequest:
     reasons: the model's reasoning is told apart. Otherwise a budget for it asks for nothing.
     """
     messages = _messages(body)
-    continued = messages[-1].role == "assistant"
-    if continued:
+    is_continued = messages[-1].role == "assistant"
+    if is_continued:
         _require_text(messages[-1])
     return chat.ChatRequest(
         model=body.model,
@@ -46,8 +46,8 @@ def chat_of(body: CountRequest, reasons: bool) -> chat.ChatRequest:
         stream=True,
         stream_options=chat.StreamOptions(include_usage=True),
         tools=[_tool(tool) for tool in body.tools or ()] or None,
-        continue_final_message=continued,
-        add_generation_prompt=not continued,
+        continue_final_message=is_continued,
+        add_generation_prompt=not is_continued,
         **_sampling(body),
         **_choice(body),
         **_thinking(body),
@@ -60,26 +60,26 @@ def _sampling(body: CountRequest) -> dict[str, Any]:
     """How the answer is sampled, and where it ends."""
     if not isinstance(body, MessagesRequest):
         return {}
-    same = ("max_tokens", "temperature", "top_p", "top_k")
-    return {"stop": body.stop_sequences} | {name: getattr(body, name) for name in same}
+    names = ("max_tokens", "temperature", "top_p", "top_k")
+    return {"stop": body.stop_sequences} | {name: getattr(body, name) for name in names}
 
 
 def _messages(body: CountRequest) -> list[chat.Message]:
-    found = [chat.Message(role="system", content=_text(body.system))] if body.system else []
+    messages = [chat.Message(role="system", content=_text(body.system))] if body.system else []
     for number, turn in enumerate(body.messages):
-        found += _turn(turn, f"messages[{number}]")
-    if not found:
+        messages += _turn(turn, f"messages[{number}]")
+    if not messages:
         raise RequestError("messages: they have no content", "messages")
-    return found
+    return messages
 
 
-def _turn(turn: Turn, where: str) -> Iterator[chat.Message]:
+def _turn(turn: Turn, path: str) -> Iterator[chat.Message]:
     """The messages of one turn: results of tools have messages of their own."""
     if isinstance(turn.content, str):
         yield chat.Message(role=turn.role, content=turn.content)
         return
     for number, block in enumerate(turn.content):
-        _require_fields(block, turn.role, f"{where}.content[{number}]")
+        _require_fields(block, turn.role, f"{path}.content[{number}]")
     if turn.role == "assistant":
         if any(block.type in _PARTS for block in turn.content):
             yield _assistant(turn.content)
@@ -125,15 +125,15 @@ def _text(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _require_fields(block: Block, role: str, where: str) -> None:
+def _require_fields(block: Block, role: str, path: str) -> None:
     """Raise RequestError where a block lacks a field of its type, or stands in the wrong turn."""
     for name in _NEEDED[block.type]:
         if getattr(block, name) is None:
-            raise RequestError(f"{where}.{name}: missing; a {block.type} block has one", "messages")
-    allowed = _ROLES.get(block.type, role)
-    if role != allowed:
+            raise RequestError(f"{path}.{name}: missing; a {block.type} block has one", "messages")
+    required_role = _ROLES.get(block.type, role)
+    if role != required_role:
         raise RequestError(
-            f"{where}.type: got {block.type!r}; allowed only with the role {allowed!r}", "messages"
+            f"{path}.type: got {block.type!r}; allowed only with the role {required_role!r}", "messages"
         )
 
 
@@ -157,15 +157,15 @@ def _choice(body: CountRequest) -> dict[str, Any]:
     choice = body.tool_choice
     if choice is None:
         return {}
-    chosen: str | chat.ToolChoice
+    tool_choice: str | chat.ToolChoice
     if choice.type == "tool":
         if choice.name is None:
             raise RequestError("tool_choice.name: missing; the type 'tool' has one", "tool_choice")
-        chosen = chat.ToolChoice(type="function", function=chat.ChosenFunction(name=choice.name))
+        tool_choice = chat.ToolChoice(type="function", function=chat.ChosenFunction(name=choice.name))
     else:
-        chosen = "required" if choice.type == "any" else choice.type
-    found: dict[str, Any] = {"tool_choice": chosen}
-    return found | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
+        tool_choice = "required" if choice.type == "any" else choice.type
+    fields: dict[str, Any] = {"tool_choice": tool_choice}
+    return fields | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
 
 
 def _thinking(body: CountRequest) -> dict[str, Any]:
@@ -187,10 +187,10 @@ def _budget(body: CountRequest) -> int | None:
     budget = None if body.thinking is None else body.thinking.budget_tokens
     if body.thinking is None or budget is None:
         return None
-    where, kind = "thinking.budget_tokens", body.thinking.type
+    field, kind = "thinking.budget_tokens", body.thinking.type
     if kind != "enabled":
         raise RequestError(
-            f"{where}: got {budget}; allowed with the type 'enabled', not {kind!r}", "thinking"
+            f"{field}: got {budget}; allowed with the type 'enabled', not {kind!r}", "thinking"
         )
     return budget
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from moesaic.server.adaptors import deliver, renamed
+from moesaic.server.adaptors import deliver, translate_fields
 from moesaic.server.anthropic.answer import MessageAnswer, MessageWriter, TokenCount
 from moesaic.server.anthropic.body import CountRequest, MessagesRequest
 from moesaic.server.anthropic.conversation import NAMES, chat_of
 from moesaic.server.anthropic.errors import AnthropicError
 from moesaic.server.chat import open_chat
-from moesaic.server.documentation import GENERATION_STATUSES, errors, named_events
-from moesaic.server.events import CLIENT_GONE, unless_disconnected
+from moesaic.server.documentation import GENERATION_STATUSES, describe_named_events, errors
+from moesaic.server.events import CLIENT_GONE, run_until_disconnect
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.prompts import chat_prompt
 from moesaic.server.service import Serving
@@ -23,12 +23,14 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 
 @router.post(
-    "/v1/messages", response_model=MessageAnswer, responses=ERRORS | named_events("message_stop", "error")
+    "/v1/messages",
+    response_model=MessageAnswer,
+    responses=ERRORS | describe_named_events("message_stop", "error"),
 )
 async def create_message(body: MessagesRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation in Anthropic's form."""
     service.fields.check(body, request)
-    with renamed(NAMES):
+    with translate_fields(NAMES):
         conversation = chat_of(body, service.formats.reasoning is not None)
         chat = await open_chat(conversation, request.receive, service, fit=True)
     if chat is None:
@@ -43,10 +45,10 @@ async def count_tokens(body: CountRequest, request: Request, service: Serving) -
     service.engine.require_serving()
     service.require_model(body.model)
     service.fields.check(body, request)
-    with renamed(NAMES):
+    with translate_fields(NAMES):
         chat = chat_of(body, service.formats.reasoning is not None)
         callable_tools(chat, service.formats)
-        prompt = await unless_disconnected(
+        prompt = await run_until_disconnect(
             request.receive, chat_prompt(chat.messages, chat, service, any_length=True)
         )
     if prompt is None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from moesaic.core.request import SamplingParams
-from moesaic.server.blocks import Begun, Block, BlockEvent, Ended, Finish, Piece, collect
+from moesaic.server.blocks import Block, BlockEnd, BlockEvent, BlockStart, Finish, Piece, collect
 from moesaic.server.errors import Problem
 from moesaic.server.events import NamedEvent
 from moesaic.server.openai_responses.body import ResponsesRequest
@@ -49,11 +49,11 @@ class ResponseWriter:
         self._model = model
         self._now = now
         self._key = uuid.uuid4().hex
-        self._created = int(now())
-        self._repeated = _repeated(body, params)
+        self._created_time = int(now())
+        self._request_fields = _describe_request(body, params)
         self._output: list[OutputItem] = []
         """Items that have ended."""
-        self._sent = 0
+        self._num_events = 0
         """Number of events so far."""
 
     async def events(self, blocks: AsyncIterator[BlockEvent]) -> AsyncIterator[NamedEvent]:
@@ -62,25 +62,25 @@ class ResponseWriter:
             yield self._event(name, response=self._response("in_progress"))
         async for event in blocks:
             match event:
-                case Begun(block):
-                    for one in self._begin(block):
-                        yield one
+                case BlockStart(block):
+                    for named_event in self._begin(block):
+                        yield named_event
                 case Piece(block, text, logprobs):
                     yield self._piece(block, f"{_DELTA[block.kind]}.delta", logprobs, delta=text)
-                case Ended(block):
-                    for one in self._end(block):
-                        yield one
+                case BlockEnd(block):
+                    for named_event in self._end(block):
+                        yield named_event
                 case Finish():
-                    response = self._finished(event)
+                    response = self._finish_response(event)
                     yield self._event(f"response.{response.status}", response=response)
 
-    async def whole(self, blocks: AsyncIterator[BlockEvent]) -> ResponseAnswer:
+    async def build_answer(self, blocks: AsyncIterator[BlockEvent]) -> ResponseAnswer:
         """The complete answer."""
-        found, finish = await collect(blocks)
-        self._output = [self._item(block, _status(block)) for block in found]
-        return self._finished(finish)
+        answer_blocks, finish = await collect(blocks)
+        self._output = [self._item(block, _status(block)) for block in answer_blocks]
+        return self._finish_response(finish)
 
-    def failed(self, problem: Problem) -> NamedEvent:
+    def make_error_event(self, problem: Problem) -> NamedEvent:
         """The event of an error, with what the answer had before."""
         code = "invalid_prompt" if problem.status_code == 400 else "server_error"
         error = ResponseError(code=code, message=problem.body.error.message)
@@ -93,11 +93,11 @@ class ResponseWriter:
             yield self._piece(block, "response.content_part.added", part=_part(block))
 
     def _end(self, block: Block) -> Iterator[NamedEvent]:
-        done = f"{_DELTA[block.kind]}.done"
+        event_name = f"{_DELTA[block.kind]}.done"
         if block.kind == "call":
-            yield self._piece(block, done, name=block.name, arguments=block.text)
+            yield self._piece(block, event_name, name=block.name, arguments=block.text)
         else:
-            yield self._piece(block, done, block.logprobs, text=block.text)
+            yield self._piece(block, event_name, block.logprobs, text=block.text)
             yield self._piece(block, "response.content_part.done", part=_part(block))
         self._output.append(self._item(block, _status(block)))
         yield self._event("response.output_item.done", output_index=block.index, item=self._output[-1])
@@ -108,13 +108,13 @@ class ResponseWriter:
         """An event inside of an item. logprobs: of the tokens of a text."""
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
-            place["content_index"] = 0
+            place["content_index"] = 0  # an item has a single part here
         if name.startswith("response.output_text"):
-            place["logprobs"] = [one.model_dump() for one in logprobs]
+            place["logprobs"] = [logprob.model_dump() for logprob in logprobs]
         return self._event(name, **place, **fields)
 
     def _event(self, name: str, /, **fields: Any) -> NamedEvent:
-        number, self._sent = self._sent, self._sent + 1
+        number, self._num_events = self._num_events, self._num_events + 1
         plain = {
             key: value.model_dump() if hasattr(value, "model_dump") else value
             for key, value in fields.items()
@@ -126,14 +126,18 @@ class ResponseWriter:
 
     def _item(self, block: Block, status: Status) -> OutputItem:
         """The item of a block. One that has just begun has no content."""
-        item_id, begun = self._item_id(block), status == "in_progress"
+        item_id, is_empty = self._item_id(block), status == "in_progress"
         match block.kind:
             case "reasoning":
-                thought = [] if begun else [_part(block)]
-                return ReasoningItem(id=item_id, type="reasoning", status=status, summary=[], content=thought)
+                reasoning_parts = [] if is_empty else [_part(block)]
+                return ReasoningItem(
+                    id=item_id, type="reasoning", status=status, summary=[], content=reasoning_parts
+                )
             case "text":
-                said = [] if begun else [_part(block)]
-                return MessageItem(id=item_id, type="message", status=status, role="assistant", content=said)
+                text_parts = [] if is_empty else [_part(block)]
+                return MessageItem(
+                    id=item_id, type="message", status=status, role="assistant", content=text_parts
+                )
             case "call":
                 return CallItem(
                     id=item_id,
@@ -144,7 +148,7 @@ class ResponseWriter:
                     arguments=block.text,
                 )
 
-    def _finished(self, finish: Finish) -> ResponseAnswer:
+    def _finish_response(self, finish: Finish) -> ResponseAnswer:
         usage = finish.usage
         details = usage.completion_tokens_details
         reasoning = 0 if details is None else details.reasoning_tokens
@@ -171,11 +175,11 @@ class ResponseWriter:
             {
                 "id": f"resp_{self._key}",
                 "object": "response",
-                "created_at": self._created,
+                "created_at": self._created_time,
                 "status": status,
                 "model": self._model,
                 "output": self._output,
-                **self._repeated,
+                **self._request_fields,
                 **absent,
                 **fields,
             }
@@ -192,7 +196,7 @@ def _part(block: Block) -> Any:
     return OutputText(type="output_text", text=block.text, annotations=[], logprobs=block.logprobs)
 
 
-def _repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+def _describe_request(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """What the answer says about its request."""
     choice, form = body.tool_choice or "auto", None if body.text is None else body.text.format
     reasoning = None if body.reasoning is None else body.reasoning.effort

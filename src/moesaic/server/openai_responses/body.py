@@ -40,7 +40,7 @@ class Item(Body):
     output: str | Parts | None = None
     """The result of a call."""
     summary: Parts | None = None
-    """Of reasoning. It is used where the reasoning has no content."""
+    """The summary of reasoning. It is used if the reasoning has no content."""
     id: Unread = None
     status: Unread = None
     phase: Unread = None
@@ -125,7 +125,8 @@ class ResponsesRequest(Body):
     """Is repeated in the answer."""
     truncation: Literal["auto", "disabled"] | None = Field(None, description=Ignored)
     include: Annotated[list[str], FIRST] | None = None
-    """With "message.output_text.logprobs" texts have log-probabilities. All else is ignored."""
+    """What the answer has besides: "message.output_text.logprobs" adds log-probabilities. All else is
+    ignored."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Number of candidates for each token, where `include` asks for log-probabilities."""
     user: str | None = None

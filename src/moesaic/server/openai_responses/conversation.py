@@ -7,7 +7,7 @@ from typing import Any
 
 from moesaic.core.errors import RequestError
 from moesaic.server import requests as chat
-from moesaic.server.errors import shown
+from moesaic.server.errors import show_value
 from moesaic.server.openai_responses.body import ChosenFunction, FunctionTool, Item, Part, ResponsesRequest
 
 NAMES = (
@@ -56,26 +56,26 @@ def _require_stateless(body: ResponsesRequest) -> None:
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         value = getattr(body, name)
         if value not in (None, False):
-            what = "this server keeps no state, so input has to have the whole conversation"
+            reason = "this server keeps no state, so input has to have the whole conversation"
             raise RequestError(
-                f"{name}: got {shown(value)}; leave it out: {what}", name, "unsupported_parameter"
+                f"{name}: got {show_value(value)}; leave it out: {reason}", name, "unsupported_parameter"
             )
 
 
 def _messages(body: ResponsesRequest, developers: bool) -> list[chat.Message]:
-    found = [chat.Message(role="system", content=body.instructions)] if body.instructions else []
+    messages = [chat.Message(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
-        return [*found, chat.Message(role="user", content=body.input)]
+        return [*messages, chat.Message(role="user", content=body.input)]
     for number, item in enumerate(body.input):
         _require_fields(item, f"input[{number}]")
     for turn in _turns(body.input):
         if _is_assistants(turn[0]):
-            found += _assistant(turn)
+            messages += _assistant(turn)
         else:
-            found += [_message(item, developers) for item in turn]
-    if not found:
+            messages += [_message(item, developers) for item in turn]
+    if not messages:
         raise RequestError("input: it has no content", "input")
-    return found
+    return messages
 
 
 def _turns(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -94,8 +94,10 @@ def _joins(item: Item, turn: Sequence[Item]) -> bool:
     """True if `item` belongs to the same message as `turn` before it."""
     if not _is_assistants(item) or not _is_assistants(turn[-1]):
         return False
-    before = _kind(turn[-1])
-    return before == "reasoning" if _kind(item) == "reasoning" else not _kind(item) == before == "message"
+    last_kind = _kind(turn[-1])
+    return (
+        last_kind == "reasoning" if _kind(item) == "reasoning" else not _kind(item) == last_kind == "message"
+    )
 
 
 def _kind(item: Item) -> str:
@@ -111,14 +113,14 @@ def _assistant(turn: Sequence[Item]) -> list[chat.Message]:
     texts = [_text(item.content) for item in turn if _kind(item) == "message"]
     reasoning = [_text(item.content) or _text(item.summary) for item in turn if _kind(item) == "reasoning"]
     calls = [_call(item) for item in turn if _kind(item) == "function_call"]
-    thought = "\n".join(text for text in reasoning if text)
-    if not (texts or calls or thought):
+    reasoning_text = "\n".join(text for text in reasoning if text)
+    if not (texts or calls or reasoning_text):
         return []
     return [
         chat.Message(
             role="assistant",
             content="\n".join(texts) if texts else None,
-            reasoning_content=thought or None,
+            reasoning_content=reasoning_text or None,
             tool_calls=calls or None,
         )
     ]
@@ -141,11 +143,11 @@ def _text(content: str | Sequence[Part] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
-def _require_fields(item: Item, where: str) -> None:
+def _require_fields(item: Item, path: str) -> None:
     """Raise RequestError where an item lacks a field of its type."""
     for name in _NEEDED[_kind(item)]:
         if getattr(item, name) is None:
-            raise RequestError(f"{where}.{name}: missing; a {_kind(item)} has one", "input")
+            raise RequestError(f"{path}.{name}: missing; a {_kind(item)} has one", "input")
 
 
 def _tool(tool: FunctionTool) -> chat.Tool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from moesaic.server.adaptors import deliver, renamed
+from moesaic.server.adaptors import deliver, translate_fields
 from moesaic.server.chat import open_chat
-from moesaic.server.documentation import GENERATION_ERRORS, named_events
+from moesaic.server.documentation import GENERATION_ERRORS, describe_named_events
 from moesaic.server.events import CLIENT_GONE
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.openai_responses.answer import ResponseWriter
@@ -21,13 +21,13 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 
 @router.post(
-    "/v1/responses", response_model=ResponseAnswer, responses=GENERATION_ERRORS | named_events(*LAST)
+    "/v1/responses", response_model=ResponseAnswer, responses=GENERATION_ERRORS | describe_named_events(*LAST)
 )
 async def create_response(body: ResponsesRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation as an OpenAI response. Nothing is stored."""
     service.fields.check(body, request)
     developers = "developer" in (service.tokenizer.chat_template or "")
-    with renamed(NAMES):
+    with translate_fields(NAMES):
         chat = await open_chat(chat_of(body, developers), request.receive, service, fit=True)
     if chat is None:
         return Response(status_code=CLIENT_GONE)

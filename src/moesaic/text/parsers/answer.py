@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesaic.text.parsers.calls import CallParser
-from moesaic.text.parsers.events import Content, Event, Malformed, Reasoning, Steps
-from moesaic.text.parsers.reader import BLANK, Reader, Trimmed, blank, literal
+from moesaic.text.parsers.events import Content, Event, MalformedText, Reasoning, Steps
+from moesaic.text.parsers.reader import BLANK, Reader, TrimmedText, read_literal, skip_blank
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Tags:
 
     open: str
     close: str
-    always: bool = False
+    starts_open: bool = False
     """An answer begins inside of the reasoning, also where neither prompt nor answer says so."""
 
 
@@ -23,14 +23,17 @@ class AnswerParser:
     """Takes the text of one answer in pieces and returns events.
 
     Events whose texts are joined do not depend on where the text is cut. calls: None leaves calls in the
-    content. tags: None leaves reasoning in the content. inside: the prompt opened the reasoning already.
+    content. tags: None leaves reasoning in the content. in_reasoning: the prompt opened the reasoning
+    already.
     """
 
-    def __init__(self, calls: CallParser | None, tags: Tags | None = None, inside: bool = False) -> None:
+    def __init__(
+        self, calls: CallParser | None, tags: Tags | None = None, in_reasoning: bool = False
+    ) -> None:
         self._calls = calls
         self._tags = tags
-        self._inside = inside or (tags is not None and tags.always)
-        self._thinking = tags is not None and self._inside
+        self._in_reasoning = in_reasoning or (tags is not None and tags.starts_open)
+        self._thinking = tags is not None and self._in_reasoning
         self._reader = Reader()
         self._steps: Steps[None] | None = self._read()
 
@@ -50,35 +53,37 @@ class AnswerParser:
         return self._advance()
 
     def _advance(self) -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         for event in self._steps or ():
             if event is None:
-                return found
-            found.append(event)
+                return events
+            events.append(event)
         self._steps = None
-        return found
+        return events
 
     def _read(self) -> Steps[None]:
         lead = ""
-        if self._tags is not None and ((yield from self._opened(self._tags.open)) or self._inside):
+        if self._tags is not None and (
+            (yield from self._read_opening(self._tags.open)) or self._in_reasoning
+        ):
             self._thinking = True
             yield from self._reasoning(self._tags.close)
             self._thinking = False
-            lead = "\n"
+            lead = "\n"  # newlines behind the closing tag belong to the syntax, not to the content
         if self._calls is not None:
             yield from self._calls.read(self._reader, lead)
             return
-        content = Trimmed(Content, lead)
-        yield from self._reader.until((), content)
+        content = TrimmedText(Content, lead)
+        yield from self._reader.read_until((), content)
         yield from content.flush()
 
-    def _opened(self, tag: str) -> Steps[bool]:
+    def _read_opening(self, tag: str) -> Steps[bool]:
         """Read `tag` and white space before it. False if something else stands there, which is not read."""
         self._reader.attempt()
         try:
-            yield from blank(self._reader)
-            yield from literal(self._reader, tag)
-        except Malformed:
+            yield from skip_blank(self._reader)
+            yield from read_literal(self._reader, tag)
+        except MalformedText:
             self._reader.fail()
             return False
         self._reader.succeed()
@@ -86,10 +91,10 @@ class AnswerParser:
 
     def _reasoning(self, close: str) -> Steps[None]:
         """Read reasoning up to `close`, or up to a call that ends it. White space around it is left out."""
-        passing = Trimmed(Reasoning, BLANK)
-        others = () if self._calls is None else self._calls.ends_reasoning
-        mark = yield from self._reader.until((close, *others), passing)
+        trimmed = TrimmedText(Reasoning, BLANK)
+        call_marks = () if self._calls is None else self._calls.ends_reasoning
+        mark = yield from self._reader.read_until((close, *call_marks), trimmed)
         if not mark:
-            yield from passing.flush()
+            yield from trimmed.flush()
         elif mark != close:
-            self._reader.back(mark)
+            self._reader.unread(mark)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.text.parsers.events import Arguments, CallBegun, CallEnded, Content, Event, Malformed, Steps
-from moesaic.text.parsers.reader import BLANK, Reader, Trimmed
+from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Content, Event, MalformedText, Steps
+from moesaic.text.parsers.reader import BLANK, Reader, TrimmedText
 from moesaic.text.parsers.values import Tools
 
 
@@ -19,9 +19,9 @@ class Span:
     opening: str
     endings: tuple[str, ...]
     """What ends it. The first one is what a model writes that makes no mistake."""
-    inside: bool = False
+    in_reasoning: bool = False
     """The answer begins inside of it."""
-    anywhere: bool = False
+    can_repeat: bool = False
     """It may begin at any place, and more than once. False: at the start of the answer."""
 
 
@@ -34,7 +34,7 @@ class CallParser(ABC):
 
     marks: ClassVar[tuple[str, ...]] = ()
     """What a call begins with."""
-    further: ClassVar[tuple[str, ...]] = ()
+    other_marks: ClassVar[tuple[str, ...]] = ()
     """Other texts of this syntax that may be special tokens."""
     ends_reasoning: ClassVar[tuple[str, ...]] = ()
     """What ends the reasoning although it was not closed. Some models call a tool before they close it."""
@@ -45,46 +45,46 @@ class CallParser(ABC):
     def __init__(self, tools: Tools = ()) -> None:
         self._tools = tools
         self._index = 0
-        self._content = Trimmed(Content)
+        self._content = TrimmedText(Content)
 
     @abstractmethod
     def read(self, reader: Reader, lead: str = "") -> Steps[None]:
         """Read the answer to its end. lead: characters that are left out at its start."""
 
-    def _begin(self, name: str, given_id: str | None = None) -> CallBegun:
+    def _begin(self, name: str, given_id: str | None = None) -> CallStart:
         """The event of the next call. Raises Malformed without a name."""
         if not name.strip():
-            raise Malformed
-        return CallBegun(self._index, name.strip(), given_id)
+            raise MalformedText
+        return CallStart(self._index, name.strip(), given_id)
 
-    def _announce(self, call: CallBegun) -> Iterator[Event]:
+    def _announce(self, call: CallStart) -> Iterator[Event]:
         self._content.drop()
         self._index += 1
         yield call
 
     def _raw(
-        self, reader: Reader, call: CallBegun, ends: tuple[str, ...], text_end: bool = False
+        self, reader: Reader, call: CallStart, ends: tuple[str, ...], text_end: bool = False
     ) -> Steps[str]:
         """Pass on JSON up to one of `ends`, which is returned, without white space around it.
 
         text_end: the end of the text is an end, too. Without any JSON the arguments are an empty object.
         """
-        passing = Trimmed(lambda text: Arguments(call.index, text), BLANK)
-        some = False
+        trimmed = TrimmedText(lambda text: Arguments(call.index, text), BLANK)
+        has_text = False
 
-        def noting(text: str) -> list[Event]:
-            nonlocal some
-            events = passing(text)
-            some = some or bool(events)
+        def pass_on(text: str) -> list[Event]:
+            nonlocal has_text
+            events = trimmed(text)
+            has_text = has_text or bool(events)
             return events
 
-        mark = yield from reader.until(ends, noting)
+        mark = yield from reader.read_until(ends, pass_on)
         if not mark and not text_end:
-            yield from passing.flush()
+            yield from trimmed.flush()
             return mark
-        if not some:
+        if not has_text:
             yield Arguments(call.index, "{}")
-        yield CallEnded(call.index)
+        yield CallEnd(call.index)
         return mark
 
 
@@ -92,17 +92,17 @@ class MarkedCalls(CallParser):
     """A syntax in which each call stands behind a mark, and all else is content."""
 
     def read(self, reader: Reader, lead: str = "") -> Steps[None]:
-        self._content = Trimmed(Content, lead)
-        while mark := (yield from reader.until(self.marks, self._content)):
-            yield from self._marked(reader, mark)
+        self._content = TrimmedText(Content, lead)
+        while mark := (yield from reader.read_until(self.marks, self._content)):
+            yield from self._read_marked_call(reader, mark)
         yield from self._content.flush()
 
-    def _marked(self, reader: Reader, mark: str) -> Steps[None]:
+    def _read_marked_call(self, reader: Reader, mark: str) -> Steps[None]:
         """Read what follows `mark`."""
         reader.attempt()
         try:
             call = yield from self._head(reader, mark)
-        except Malformed:
+        except MalformedText:
             reader.fail()
             yield from self._content(mark)
             return
@@ -110,9 +110,9 @@ class MarkedCalls(CallParser):
         yield from self._call(reader, call)
 
     @abstractmethod
-    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
+    def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         """Read a call up to its arguments. Raises Malformed if it is none."""
 
     @abstractmethod
-    def _call(self, reader: Reader, call: CallBegun) -> Steps[None]:
+    def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         """Read a call's arguments and its end, and yield all of its events."""

@@ -24,7 +24,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class CallBegun:
+class CallStart:
     """A tool call has begun. Its arguments follow."""
 
     index: int
@@ -43,16 +43,16 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class CallEnded:
+class CallEnd:
     """The call is complete. A call that the end of the answer cuts off has no such event."""
 
     index: int
 
 
-Event = Reasoning | Content | CallBegun | Arguments | CallEnded
+Event = Reasoning | Content | CallStart | Arguments | CallEnd
 Steps = Generator[Event | None, None, T]
 """A parser at work: it yields events, and None where it needs more text."""
 
 
-class Malformed(Exception):
+class MalformedText(Exception):
     """The text does not have the expected syntax."""

@@ -59,20 +59,20 @@ class Grammar:
 
     def exactly(self, text: str) -> str:
         """The characters and special tokens of `text`."""
-        parts, at = list[str](), 0
-        for found in self._marks.finditer(text):
-            parts += [_quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
-            at = found.end()
-        return " ".join(filter(None, (*parts, _quoted(text[at:]))))
+        parts, position = list[str](), 0
+        for match in self._marks.finditer(text):
+            parts += [_quote(text[position : match.start()]), f"<[{self._special[match[0]]}]>"]
+            position = match.end()
+        return " ".join(filter(None, (*parts, _quote(text[position:]))))
 
-    def up_to(self, end: str) -> str:
+    def text_until(self, end: str) -> str:
         """Any text, and the first `end` after it."""
-        found = self._marks.search(end)
-        last = end if found is None else end[: found.start()]
+        match = self._marks.search(end)
+        last = end if match is None else end[: match.start()]
         pattern = re.escape(last).replace("/", r"\/").replace("\n", "n")
-        if found is None:
+        if match is None:
             return self.rule(rf"/(.|\n)*{pattern}/", "[lazy]")
-        return f"{self.rule(rf'/(.|{_NEWLINE})*{pattern}/')} {self.exactly(end[found.start() :])}"
+        return f"{self.rule(rf'/(.|{_NEWLINE})*{pattern}/')} {self.exactly(end[match.start() :])}"
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON text that `schema` accepts."""
@@ -90,27 +90,27 @@ def grammar_of(
     json_rule: JsonRule = any_json,
     parallel: bool = True,
     tags: Tags | None = None,
-    inside: bool = False,
+    in_reasoning: bool = False,
     special: Mapping[str, int] = {},
     or_form: bool = False,
 ) -> str:
     """The grammar of an answer that calls at least one of `tools`. For one function give only that tool.
 
     or_form: it may have @form in place of calls. parallel: it may have more than one call. tags: those of the
-    reasoning that may come before; None for none. inside: the prompt has opened the reasoning. special: see
-    Grammar. json_rule: writes schemas.
+    reasoning that may come before; None for none. in_reasoning: the prompt has opened the reasoning. special:
+    see Grammar. json_rule: writes schemas.
     """
     grammar = Grammar(special, json_rule)
     calls = _WRITERS[parser](grammar, tools, parallel)
-    before = _analysis(grammar) if parser is Harmony else _thoughts(grammar, tags, inside)
+    reasoning = _analysis(grammar) if parser is Harmony else _thoughts(grammar, tags, in_reasoning)
     if or_form:
         form = f"{grammar.exactly(_FINAL)} @form" if parser is Harmony else "@form"
         calls = f"({calls} | {form})"
-    return grammar.text(f"{before} {calls}")
+    return grammar.text(f"{reasoning} {calls}")
 
 
 def after_reasoning(
-    tags: Tags | None, *, inside: bool = False, channels: bool = False, special: Mapping[str, int] = {}
+    tags: Tags | None, *, in_reasoning: bool = False, channels: bool = False, special: Mapping[str, int] = {}
 ) -> str:
     """The grammar of an answer with @form after its reasoning. Empty if the answer has no reasoning.
 
@@ -119,10 +119,10 @@ def after_reasoning(
     grammar = Grammar(special, any_json)
     if channels:
         return grammar.text(f"{_analysis(grammar)} {grammar.exactly(_FINAL)} @form")
-    return "" if tags is None else grammar.text(f"{_thoughts(grammar, tags, inside)} @form")
+    return "" if tags is None else grammar.text(f"{_thoughts(grammar, tags, in_reasoning)} @form")
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
@@ -135,43 +135,48 @@ def _schema(tools: Tools, name: str) -> dict[str, Any]:
     return {"type": "object", **parameters_of(tools, name)}
 
 
-def _either(grammar: Grammar, bodies: Sequence[str]) -> str:
+def _add_choice(grammar: Grammar, bodies: Sequence[str]) -> str:
     return grammar.rule(" | ".join(grammar.rule(body) for body in bodies))
 
 
-def _several(grammar: Grammar, call: str, between: str, parallel: bool) -> str:
+def _repeat_call(grammar: Grammar, call: str, separator: str, parallel: bool) -> str:
     """`call`, and more of them if they may be several."""
-    return f"{call} ({grammar.exactly(between)} {call})*" if parallel else call
+    return f"{call} ({grammar.exactly(separator)} {call})*" if parallel else call
 
 
-def _around(grammar: Grammar, tools: Tools, before: Callable[[str], str], after: str) -> str:
-    """JSON arguments of one of the tools between two texts. before: the text by name."""
+def _wrap_arguments(grammar: Grammar, tools: Tools, write_prefix: Callable[[str], str], suffix: str) -> str:
+    """JSON arguments of one of the tools between two texts. write_prefix: writes the first by name."""
+    end = grammar.exactly(suffix)
     bodies = [
-        f"{grammar.exactly(before(name))} {grammar.json(_schema(tools, name))} {grammar.exactly(after)}"
+        f"{grammar.exactly(write_prefix(name))} {grammar.json(_schema(tools, name))} {end}"
         for name in _names(tools)
     ]
-    return _either(grammar, bodies)
+    return _add_choice(grammar, bodies)
 
 
 def _hermes(grammar: Grammar, tools: Tools, parallel: bool) -> str:
-    def before(name: str) -> str:
+    def write_prefix(name: str) -> str:
         return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
 
-    return _several(grammar, _around(grammar, tools, before, "}\n</tool_call>"), "\n", parallel)
+    return _repeat_call(
+        grammar, _wrap_arguments(grammar, tools, write_prefix, "}\n</tool_call>"), "\n", parallel
+    )
 
 
 def _mistral(grammar: Grammar, tools: Tools, parallel: bool) -> str:
-    listed = _around(grammar, tools, lambda name: f'{{"name": {json.dumps(name)}, "arguments": ', "}")
-    many = _several(grammar, listed, ", ", parallel)
-    older = f"{grammar.exactly('[TOOL_CALLS] [')} {many} {grammar.exactly(']')}"
-    newer = _around(grammar, tools, lambda name: f"[TOOL_CALLS]{name}[ARGS]", "")
-    return _either(grammar, [older, _several(grammar, newer, "", parallel)])
+    list_call = _wrap_arguments(
+        grammar, tools, lambda name: f'{{"name": {json.dumps(name)}, "arguments": ', "}"
+    )
+    list_calls = _repeat_call(grammar, list_call, ", ", parallel)
+    older = f"{grammar.exactly('[TOOL_CALLS] [')} {list_calls} {grammar.exactly(']')}"
+    newer = _wrap_arguments(grammar, tools, lambda name: f"[TOOL_CALLS]{name}[ARGS]", "")
+    return _add_choice(grammar, [older, _repeat_call(grammar, newer, "", parallel)])
 
 
-def _in_sections(parser: type[TokenCalls]) -> Callable[[Grammar, Tools, bool], str]:
+def _make_section_writer(parser: type[TokenCalls]) -> Callable[[Grammar, Tools, bool], str]:
     begin, separator, end = parser.call
 
-    def before(name: str) -> str:
+    def write_prefix(name: str) -> str:
         if parser is DeepSeekV3:
             return f"{begin}function{separator}{name}\n```json\n"
         return f"{begin}{name}{separator}"
@@ -179,38 +184,40 @@ def _in_sections(parser: type[TokenCalls]) -> Callable[[Grammar, Tools, bool], s
     def write(grammar: Grammar, tools: Tools, parallel: bool) -> str:
         if parser is KimiK2:
             number = grammar.rule("/[0-9]+/")
-            head, rest = begin + "functions.", f"{grammar.exactly(separator)}"
-            call = _either(
+            head, middle = begin + "functions.", f"{grammar.exactly(separator)}"
+            call = _add_choice(
                 grammar,
                 [
-                    f"{grammar.exactly(f'{head}{name}:')} {number} {rest} "
+                    f"{grammar.exactly(f'{head}{name}:')} {number} {middle} "
                     f"{grammar.json(_schema(tools, name))} {grammar.exactly(end)}"
                     for name in _names(tools)
                 ],
             )
         else:
-            call = _around(grammar, tools, before, ("\n```" if parser is DeepSeekV3 else "") + end)
-        calls = _several(grammar, call, "\n" if parser is DeepSeekV3 else "", parallel)
-        opened, closed = map(grammar.exactly, parser.section)
-        return f"{opened} {calls} {closed}"
+            call = _wrap_arguments(
+                grammar, tools, write_prefix, ("\n```" if parser is DeepSeekV3 else "") + end
+            )
+        calls = _repeat_call(grammar, call, "\n" if parser is DeepSeekV3 else "", parallel)
+        section_start, section_end = map(grammar.exactly, parser.section)
+        return f"{section_start} {calls} {section_end}"
 
     return write
 
 
-def _tagged(parser: type[TaggedCalls], line: str) -> Callable[[Grammar, Tools, bool], str]:
+def _make_tagged_writer(parser: type[TaggedCalls], line: str) -> Callable[[Grammar, Tools, bool], str]:
     """line: what stands between tags."""
 
     def write(grammar: Grammar, tools: Tools, parallel: bool) -> str:
         bodies = [_function(grammar, parser, line, tools, name) for name in _names(tools)]
         begin, end = parser.marks[0], parser.end
         if parser is Glm:
-            call = _either(grammar, [f"{grammar.exactly(begin)} {body}" for body in bodies])
+            call = _add_choice(grammar, [f"{grammar.exactly(begin)} {body}" for body in bodies])
         else:
-            call = _either(
+            call = _add_choice(
                 grammar,
                 [f"{grammar.exactly(begin + line)} {body} {grammar.exactly(line + end)}" for body in bodies],
             )
-        return _several(grammar, call, "\n", parallel)
+        return _repeat_call(grammar, call, "\n", parallel)
 
     return write
 
@@ -218,73 +225,75 @@ def _tagged(parser: type[TaggedCalls], line: str) -> Callable[[Grammar, Tools, b
 def _function(grammar: Grammar, parser: type[TaggedCalls], line: str, tools: Tools, name: str) -> str:
     """A call of tool `name`: arguments in the schema's order, those that are not required at will."""
     schema = _schema(tools, name)
-    required = schema.get("required")
+    required_keys = schema.get("required")
     parts = [grammar.exactly(parser.name[0] + name + parser.name[1] + line)]
     for key in schema["properties"] if isinstance(schema.get("properties"), Mapping) else ():
         value = _argument(grammar, parser, line, schema, key)
-        parts.append(value if isinstance(required, list) and key in required else f"({value})?")
+        parts.append(value if isinstance(required_keys, list) and key in required_keys else f"({value})?")
     return " ".join([*parts, grammar.exactly(parser.name_end)])
 
 
 def _argument(
     grammar: Grammar, parser: type[TaggedCalls], line: str, schema: Mapping[str, Any], key: str
 ) -> str:
-    own = "\n" if parser.own_lines else ""
-    between = "" if not parser.value[0] else line
-    before = parser.key[0] + key + parser.key[1] + between + parser.value[0] + own
-    end = own + parser.value[1]
-    one = schema["properties"][key]
-    values = one.get("enum") if isinstance(one, Mapping) else None
+    newline = "\n" if parser.own_lines else ""
+    separator = "" if not parser.value[0] else line
+    prefix = parser.key[0] + key + parser.key[1] + separator + parser.value[0] + newline
+    end = newline + parser.value[1]
+    value_schema = schema["properties"][key]
+    values = value_schema.get("enum") if isinstance(value_schema, Mapping) else None
     types = types_of(schema, key)
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         choices = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
         body = f"({choices}) {grammar.exactly(end)}"
-    elif not types or "string" in types:
-        body = grammar.up_to(end)
+    elif not types or "string" in types:  # without a schema a value may be any text, as a string may
+        body = grammar.text_until(end)
     else:
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        body = f"{grammar.json({**one, **shared})} {grammar.exactly(end)}"
-    return grammar.rule(f"{grammar.exactly(before)} {body} {grammar.exactly(line)}")
+        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        body = f"{grammar.json({**value_schema, **definitions})} {grammar.exactly(end)}"
+    return grammar.rule(f"{grammar.exactly(prefix)} {body} {grammar.exactly(line)}")
 
 
 def _harmony(grammar: Grammar, tools: Tools, parallel: bool) -> str:
-    """One call: the model's turn ends with it."""
+    """The grammar of a single call, since the model's turn ends with it."""
     channel, message = grammar.exactly("<|channel|>"), grammar.exactly("<|message|>")
-    constrained = grammar.exactly("<|constrain|>json")
-    return _either(
+    constrain = grammar.exactly("<|constrain|>json")
+    return _add_choice(
         grammar,
         [
-            f"{channel} {grammar.exactly(f'commentary to=functions.{name} ')} {constrained} {message} "
+            f"{channel} {grammar.exactly(f'commentary to=functions.{name} ')} {constrain} {message} "
             f"{grammar.json(_schema(tools, name))}"
             for name in _names(tools)
         ],
     )
 
 
-def _thoughts(grammar: Grammar, tags: Tags | None, inside: bool) -> str:
+def _thoughts(grammar: Grammar, tags: Tags | None, in_reasoning: bool) -> str:
     """The reasoning of an answer, which only an answer that begins inside of it must have."""
     if tags is None:
         return ""
-    thought = grammar.up_to(tags.close)
-    opened = inside or tags.always
-    thinking = thought if opened else f"({grammar.rule(f'{grammar.exactly(tags.open)} {thought}')})?"
+    thought_text = grammar.text_until(tags.close)
+    is_open = in_reasoning or tags.starts_open
+    thinking = (
+        thought_text if is_open else f"({grammar.rule(f'{grammar.exactly(tags.open)} {thought_text}')})?"
+    )
     return f"{thinking} {grammar.rule(_NEWLINES)}"
 
 
 def _analysis(grammar: Grammar) -> str:
-    thought = grammar.up_to("<|end|>")
-    opened, next_ = grammar.exactly("<|channel|>analysis<|message|>"), grammar.exactly("<|start|>assistant")
-    return f"({grammar.rule(f'{opened} {thought} {next_}')})?"
+    thought_text = grammar.text_until("<|end|>")
+    opening, next_ = grammar.exactly("<|channel|>analysis<|message|>"), grammar.exactly("<|start|>assistant")
+    return f"({grammar.rule(f'{opening} {thought_text} {next_}')})?"
 
 
 _WRITERS: Mapping[type[CallParser], Callable[[Grammar, Tools, bool], str]] = {
     Hermes: _hermes,
     Mistral: _mistral,
-    DeepSeekV3: _in_sections(DeepSeekV3),
-    DeepSeekV31: _in_sections(DeepSeekV31),
-    KimiK2: _in_sections(KimiK2),
-    Qwen3Coder: _tagged(Qwen3Coder, "\n"),
-    MiniMaxM2: _tagged(MiniMaxM2, "\n"),
-    Glm: _tagged(Glm, "\n"),
+    DeepSeekV3: _make_section_writer(DeepSeekV3),
+    DeepSeekV31: _make_section_writer(DeepSeekV31),
+    KimiK2: _make_section_writer(KimiK2),
+    Qwen3Coder: _make_tagged_writer(Qwen3Coder, "\n"),
+    MiniMaxM2: _make_tagged_writer(MiniMaxM2, "\n"),
+    Glm: _make_tagged_writer(Glm, "\n"),
     Harmony: _harmony,
 }

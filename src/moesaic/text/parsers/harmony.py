@@ -6,13 +6,13 @@ import re
 from typing import ClassVar
 
 from moesaic.text.parsers.calls import CallParser, Span
-from moesaic.text.parsers.events import Content, Event, Malformed, Reasoning, Steps
-from moesaic.text.parsers.reader import BLANK, Reader, Trimmed, literal, up_to
+from moesaic.text.parsers.events import Content, Event, MalformedText, Reasoning, Steps
+from moesaic.text.parsers.reader import BLANK, Reader, TrimmedText, read_literal, read_up_to
 from moesaic.text.parsers.values import Tools
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", _START, _CHANNEL)
-ANALYSIS = Span("<|channel|>analysis<|message|>", _ENDS, anywhere=True)
+ANALYSIS = Span("<|channel|>analysis<|message|>", _ENDS, can_repeat=True)
 """Where gpt-oss reasons."""
 
 
@@ -26,7 +26,7 @@ class Harmony(CallParser):
     """
 
     marks: ClassVar = (_START, _CHANNEL)
-    further: ClassVar = (*_ENDS[:3], _MESSAGE, "<|constrain|>")
+    other_marks: ClassVar = (*_ENDS[:3], _MESSAGE, "<|constrain|>")
 
     def __init__(self, tools: Tools | None = (), reasoning: bool = True) -> None:
         super().__init__(tools or ())
@@ -36,13 +36,13 @@ class Harmony(CallParser):
         """Kind of event -> number of messages that had it."""
 
     def read(self, reader: Reader, lead: str = "") -> Steps[None]:
-        self._content = Trimmed(Content)
+        self._content = TrimmedText(Content)
         mark = ""
         while True:
             reader.attempt()
             try:
                 channel, recipient = yield from self._header(reader, mark)
-            except Malformed:
+            except MalformedText:
                 reader.fail()
                 yield from self._content(mark) if mark else []
             else:
@@ -51,20 +51,20 @@ class Harmony(CallParser):
                 mark = yield from self._body(reader, channel, recipient)
                 if mark in self.marks:
                     continue
-            mark = yield from reader.until(self.marks, self._content)
+            mark = yield from reader.read_until(self.marks, self._content)
             if not mark:
                 yield from self._content.flush()
                 return
 
     def _header(self, reader: Reader, mark: str) -> Steps[tuple[str, str]]:
         """Channel and recipient of the next message, whose first special token may be read: `mark`."""
-        before = ""
+        words = ""
         if mark != _CHANNEL:
-            before = yield from _words(reader)
-            yield from literal(reader, _CHANNEL)
-        head = yield from up_to(reader, _MESSAGE)
+            words = yield from _words(reader)
+            yield from read_literal(reader, _CHANNEL)
+        head = yield from read_up_to(reader, _MESSAGE)
         channel = re.match(r"\s*(\w*)", head)
-        recipient = re.search(r"\bto=([^\s<]+)", f"{before} {head}")
+        recipient = re.search(r"\bto=([^\s<]+)", f"{words} {head}")
         assert channel is not None
         return channel[1], recipient[1] if recipient else ""
 
@@ -77,15 +77,16 @@ class Harmony(CallParser):
             return (yield from self._raw(reader, call, _ENDS, text_end=True))
         self.thinking = channel == "analysis"
         kind = Reasoning if self.thinking and self._splits else Content
-        passing, first = Trimmed(kind), self._texts.get(kind, 0) > 0
+        trimmed, first = TrimmedText(kind), self._texts.get(kind, 0) > 0
 
-        def parted(text: str) -> list[Event]:
+        def pass_on(text: str) -> list[Event]:
             nonlocal first
+            # Messages of one kind become one text, so a newline stands between them.
             break_, first = "\n" if first else "", False
-            return passing(break_ + text)
+            return trimmed(break_ + text)
 
-        mark = yield from reader.until(_ENDS, parted)
-        yield from passing.flush()
+        mark = yield from reader.read_until(_ENDS, pass_on)
+        yield from trimmed.flush()
         self._texts[kind] = self._texts.get(kind, 0) + 1
         self.thinking = False
         return mark
@@ -100,14 +101,14 @@ def _words(reader: Reader) -> Steps[str]:
         if character and character not in BLANK + "<":
             word += character
             if not ("assistant".startswith(word) or "to=".startswith(word[:3])):
-                raise Malformed
+                raise MalformedText
             continue
         if word not in ("", "assistant") and not word.startswith("to="):
-            raise Malformed
+            raise MalformedText
         words.append(word)
         word = ""
         if character == "<":
-            reader.back(character)
+            reader.unread(character)
             return " ".join(words)
         if not character:
-            raise Malformed
+            raise MalformedText

@@ -7,8 +7,8 @@ import re
 from typing import Any, ClassVar
 
 from moesaic.text.parsers.calls import MarkedCalls
-from moesaic.text.parsers.events import Arguments, CallBegun, CallEnded, Malformed, Steps
-from moesaic.text.parsers.reader import BLANK, Reader, blank, either, literal
+from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, MalformedText, Steps
+from moesaic.text.parsers.reader import BLANK, Reader, read_literal, read_one_of, skip_blank
 
 _ARGUMENTS = ("arguments", "parameters")
 _SIGNS = re.compile(r'[\\"{}\[\]<]')
@@ -20,67 +20,67 @@ class _Value:
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._escaped = False
-        self.broken = False
+        self._is_escaped = False
+        self.is_broken = False
         """It ended at a `<` outside of strings, which no JSON has."""
 
     def end(self, text: str) -> int | None:
         """Index after the value's end in `text`, which comes next. None: it goes on."""
-        at = 0
-        if self._escaped and text:
-            self._escaped, at = False, 1
-        while found := _SIGNS.search(text, at):
-            sign, at = found[0], found.end()
+        position = 0
+        if self._is_escaped and text:
+            self._is_escaped, position = False, 1
+        while match := _SIGNS.search(text, position):
+            sign, position = match[0], match.end()
             if self._in_string:
-                if sign == "\\":
-                    self._escaped = at == len(text)
-                    at += 1
+                if sign == "\\":  # the character behind it is no sign
+                    self._is_escaped = position == len(text)
+                    position += 1
                 self._in_string = sign != '"'
             elif sign == '"':
                 self._in_string = True
             elif sign == "<":
-                self.broken = True
-                return at - 1
+                self.is_broken = True
+                return position - 1
             elif sign in "{[":
                 self._depth += 1
             elif sign in "}]":
                 self._depth -= 1
                 if self._depth <= 0:
-                    return at
+                    return position
         return None
 
 
 def value(reader: Reader) -> Steps[str]:
     """The text of the next JSON value. Use it within an attempt."""
-    yield from blank(reader)
+    yield from skip_blank(reader)
     first = yield from reader.character()
     if first == '"':
-        return first + (yield from _string_rest(reader))
+        return first + (yield from _read_string_rest(reader))
     if first in ("{", "["):
-        return (yield from _nested_rest(reader, first))
-    reader.back(first)
+        return (yield from _read_nested(reader, first))
+    reader.unread(first)
     read = ""
     while True:
         character = yield from reader.character()
         if not character or character in BLANK + ',}]"<':
-            reader.back(character)
+            reader.unread(character)
             return read
         read += character
 
 
 def string(reader: Reader) -> Steps[str]:
     """The next JSON string, decoded. Use it within an attempt."""
-    yield from blank(reader)
-    yield from literal(reader, '"')
-    return str(_decoded('"' + (yield from _string_rest(reader))))
+    yield from skip_blank(reader)
+    yield from read_literal(reader, '"')
+    return str(_decode('"' + (yield from _read_string_rest(reader))))
 
 
-def _string_rest(reader: Reader) -> Steps[str]:
+def _read_string_rest(reader: Reader) -> Steps[str]:
     read: list[str] = []
     while True:
         character = yield from reader.character()
         if not character:
-            raise Malformed
+            raise MalformedText
         read.append(character)
         if character == '"':
             return "".join(read)
@@ -88,26 +88,26 @@ def _string_rest(reader: Reader) -> Steps[str]:
             read.append((yield from reader.character()))
 
 
-def _nested_rest(reader: Reader, first: str) -> Steps[str]:
+def _read_nested(reader: Reader, first: str) -> Steps[str]:
     scan, read = _Value(), [first]
     scan.end(first)
     while True:
         character = yield from reader.character()
         if not character:
-            raise Malformed
-        ended = scan.end(character)
-        if scan.broken:
-            raise Malformed
+            raise MalformedText
+        end = scan.end(character)
+        if scan.is_broken:
+            raise MalformedText
         read.append(character)
-        if ended is not None:
+        if end is not None:
             return "".join(read)
 
 
-def _decoded(text: str) -> Any:
+def _decode(text: str) -> Any:
     try:
-        return json.loads(text, strict=False)
+        return json.loads(text, strict=False)  # models write newlines in strings, which JSON forbids
     except (ValueError, RecursionError):
-        raise Malformed from None
+        raise MalformedText from None
 
 
 class JsonCalls(MarkedCalls):
@@ -115,82 +115,82 @@ class JsonCalls(MarkedCalls):
 
     def __init__(self, tools: Any = ()) -> None:
         super().__init__(tools)
-        self._early: str | None = None
+        self._early_arguments: str | None = None
         """Arguments that came before the name."""
-        self._ended = False
+        self._has_ended = False
         """The object ended before `_call` reads it."""
 
-    def _object(self, reader: Reader) -> Steps[CallBegun]:
+    def _object(self, reader: Reader) -> Steps[CallStart]:
         """Read an object up to the value of its arguments, or to its end where they came first."""
-        self._early, self._ended, name = None, False, ""
-        yield from blank(reader)
-        yield from literal(reader, "{")
+        self._early_arguments, self._has_ended, name = None, False, ""
+        yield from skip_blank(reader)
+        yield from read_literal(reader, "{")
         while True:
             key = yield from string(reader)
-            yield from blank(reader)
-            yield from literal(reader, ":")
+            yield from skip_blank(reader)
+            yield from read_literal(reader, ":")
             if key == "name":
                 name = yield from string(reader)
             elif key in _ARGUMENTS and name:
-                yield from blank(reader)
+                yield from skip_blank(reader)
                 return self._begin(name)
             else:
                 read = yield from value(reader)
-                self._early = read if key in _ARGUMENTS else self._early
-            yield from blank(reader)
-            if (yield from either(reader, ",", "}")) == "}":
-                self._ended = True
+                self._early_arguments = read if key in _ARGUMENTS else self._early_arguments
+            yield from skip_blank(reader)
+            if (yield from read_one_of(reader, ",", "}")) == "}":
+                self._has_ended = True
                 return self._begin(name)
 
-    def _arguments(self, reader: Reader, call: CallBegun) -> Steps[None]:
+    def _arguments(self, reader: Reader, call: CallStart) -> Steps[None]:
         """Read the arguments up to their end, or pass on those that came before the name."""
         yield from self._announce(call)
-        if self._ended:
-            yield Arguments(call.index, _as_object(self._early))
+        if self._has_ended:
+            yield Arguments(call.index, _as_object(self._early_arguments))
             return
         first = yield from reader.character()
         if not first:
             return
-        reader.back(first)
+        reader.unread(first)
         if first not in ("{", "["):
             yield from self._scalar(reader, call)
             return
         scan = _Value()
         while True:
-            text = yield from reader.some()
+            text = yield from reader.read_available()
             if not text:
                 return
             end = scan.end(text)
             if end is not None:
-                reader.back(text[end:])
+                reader.unread(text[end:])
                 text = text[:end]
             if text:
                 yield Arguments(call.index, text)
             if end is not None:
                 return
 
-    def _scalar(self, reader: Reader, call: CallBegun) -> Steps[None]:
+    def _scalar(self, reader: Reader, call: CallStart) -> Steps[None]:
         """Arguments that are no object: null, or a string that contains one."""
         reader.attempt()
         try:
             read = yield from value(reader)
-        except Malformed:
+        except MalformedText:
             reader.fail()
-            while rest := (yield from reader.some()):
-                yield Arguments(call.index, rest)
+            while text := (yield from reader.read_available()):
+                yield Arguments(call.index, text)
             return
         reader.succeed()
         yield Arguments(call.index, _as_object(read))
 
     def _rest_of_object(self, reader: Reader) -> Steps[None]:
         """Read further keys and the end of an object. Raises Malformed."""
-        yield from blank(reader)
-        while not self._ended and (yield from either(reader, ",", "}")) == ",":
+        yield from skip_blank(reader)
+        while not self._has_ended and (yield from read_one_of(reader, ",", "}")) == ",":
             yield from string(reader)
-            yield from blank(reader)
-            yield from literal(reader, ":")
+            yield from skip_blank(reader)
+            yield from read_literal(reader, ":")
             yield from value(reader)
-            yield from blank(reader)
+            yield from skip_blank(reader)
 
 
 def _as_object(text: str | None) -> str:
@@ -200,8 +200,8 @@ def _as_object(text: str | None) -> str:
     if not text.startswith('"'):
         return text
     try:
-        return str(_decoded(text)) or "{}"
-    except Malformed:
+        return str(_decode(text)) or "{}"
+    except MalformedText:
         return text
 
 
@@ -209,80 +209,80 @@ class Hermes(JsonCalls):
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>"""
 
     marks: ClassVar = ("<tool_call>",)
-    further: ClassVar = ("</tool_call>",)
+    other_marks: ClassVar = ("</tool_call>",)
 
-    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
+    def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         return (yield from self._object(reader))
 
-    def _call(self, reader: Reader, call: CallBegun) -> Steps[None]:
+    def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         yield from self._arguments(reader, call)
-        complete = yield from _tried(reader, self._rest_of_object(reader))
-        tagged = yield from _tried(reader, _end_tag(reader))
-        if complete or tagged:
-            yield CallEnded(call.index)
+        is_complete = yield from _try_steps(reader, self._rest_of_object(reader))
+        has_end_tag = yield from _try_steps(reader, _end_tag(reader))
+        if is_complete or has_end_tag:
+            yield CallEnd(call.index)
 
 
 class Mistral(JsonCalls):
     """[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...} for each call."""
 
     marks: ClassVar = ("[TOOL_CALLS]",)
-    further: ClassVar = ("[ARGS]", "[CALL_ID]")
+    other_marks: ClassVar = ("[ARGS]", "[CALL_ID]")
 
     def __init__(self, tools: Any = ()) -> None:
         super().__init__(tools)
-        self._listed = False
+        self._is_list = False
 
-    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
-        yield from blank(reader)
+    def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
+        yield from skip_blank(reader)
         first = yield from reader.character()
-        self._listed = first == "["
-        if self._listed:
+        self._is_list = first == "["
+        if self._is_list:
             return (yield from self._object(reader))
-        self._early, self._ended, read = None, False, first
+        self._early_arguments, self._has_ended, read = None, False, first
         while not read.endswith("{"):
             character = yield from reader.character()
             if not character or character in "<\n":
-                raise Malformed
+                raise MalformedText
             read += character
-        reader.back("{")
-        name, _, rest = read[:-1].partition("[")
-        found = re.fullmatch(r"(?:CALL_ID\](\S*?)\[)?ARGS\]\s*|", rest)
-        if found is None:
-            raise Malformed
-        return self._begin(name, found[1])
+        reader.unread("{")
+        name, _, suffix = read[:-1].partition("[")
+        match = re.fullmatch(r"(?:CALL_ID\](\S*?)\[)?ARGS\]\s*|", suffix)
+        if match is None:
+            raise MalformedText
+        return self._begin(name, match[1])
 
-    def _call(self, reader: Reader, call: CallBegun) -> Steps[None]:
+    def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         while True:
             yield from self._arguments(reader, call)
-            if not self._listed:
-                yield CallEnded(call.index)
+            if not self._is_list:
+                yield CallEnd(call.index)
                 return
-            if (yield from _tried(reader, self._rest_of_object(reader))):
-                yield CallEnded(call.index)
+            if (yield from _try_steps(reader, self._rest_of_object(reader))):
+                yield CallEnd(call.index)
             reader.attempt()
             try:
-                yield from blank(reader)
-                if (yield from either(reader, ",", "]")) == "]":
+                yield from skip_blank(reader)
+                if (yield from read_one_of(reader, ",", "]")) == "]":
                     reader.succeed()
                     return
                 call = yield from self._object(reader)
-            except Malformed:
+            except MalformedText:
                 reader.fail()
                 return
             reader.succeed()
 
 
 def _end_tag(reader: Reader) -> Steps[None]:
-    yield from blank(reader)
-    yield from literal(reader, "</tool_call>")
+    yield from skip_blank(reader)
+    yield from read_literal(reader, "</tool_call>")
 
 
-def _tried(reader: Reader, steps: Steps[None]) -> Steps[bool]:
+def _try_steps(reader: Reader, steps: Steps[None]) -> Steps[bool]:
     """Carry out `steps`. False if the text is malformed: then nothing of it is read."""
     reader.attempt()
     try:
         yield from steps
-    except Malformed:
+    except MalformedText:
         reader.fail()
         return False
     reader.succeed()

@@ -41,7 +41,7 @@ CALLS: Mapping[str, type[CallParser]] = {
 
 _THINK = Tags("<think>", "</think>")
 REASONING: Mapping[str, Tags | None] = {
-    "deepseek_r1": Tags("<think>", "</think>", always=True),
+    "deepseek_r1": Tags("<think>", "</think>", starts_open=True),
     "deepseek_v3": _THINK,
     "qwen3": _THINK,
     "mimo": _THINK,
@@ -74,6 +74,7 @@ _REASONING_MARKS = (
     ("mistral", ("[THINK]",)),
 )
 _BEFORE, _BEHIND = r"\b{0}['\"]?\]?\s*\+", r"\+\s*[\w.\[\]'\"]*\b{0}\b['\"]?\]?(?!['\"\]]|\s*\|)"
+# A template that adds `arguments` to a text by + needs them as a text. The same holds for descriptions.
 _JOINED = re.compile(f"{_BEFORE}|{_BEHIND}".format("arguments"))
 _TAKES_BOTH = re.compile(r"\barguments['\"]?\]?\s+is\s+(not\s+)?string")
 _DESCRIBED = re.compile(f"{_BEFORE}|{_BEHIND}".format("description"))
@@ -99,7 +100,7 @@ class Formats:
         return None if self.reasoning is None else REASONING[self.reasoning]
 
     @property
-    def keyed_arguments(self) -> bool:
+    def needs_keyed_arguments(self) -> bool:
         """The template writes each argument of earlier calls by itself, so it needs them as objects."""
         return self.calls is not None and issubclass(CALLS[self.calls], TaggedCalls)
 
@@ -108,40 +109,40 @@ class Formats:
         """Ids of calls have nine letters and digits. Mistral's templates demand that."""
         return self.calls == "mistral"
 
-    def parser(self, tools: Tools | None, inside: bool) -> AnswerParser | None:
+    def parser(self, tools: Tools | None, in_reasoning: bool) -> AnswerParser | None:
         """A parser for one answer. None if the answer is content as it is.
 
-        tools: None leaves calls in the content. inside: the prompt has opened the reasoning.
+        tools: None leaves calls in the content. in_reasoning: the prompt has opened the reasoning.
         """
         calls = self._calls(tools)
         if calls is None and self.tags is None:
             return None
-        return AnswerParser(calls, self.tags, inside)
+        return AnswerParser(calls, self.tags, in_reasoning)
 
     def marks(self, tools: Tools | None) -> frozenset[str]:
         """The texts that the parser looks for. They stay in the text if they are special tokens."""
         calls, tags = self._calls(tools), self.tags
-        found = () if calls is None else (*calls.marks, *calls.further)
-        return frozenset((*found, *(() if tags is None else (tags.open, tags.close))))
+        call_marks = () if calls is None else (*calls.marks, *calls.other_marks)
+        return frozenset((*call_marks, *(() if tags is None else (tags.open, tags.close))))
 
-    def span(self, tools: Tools | None, inside: bool) -> Span | None:
+    def span(self, tools: Tools | None, in_reasoning: bool) -> Span | None:
         """Where an answer has its reasoning. None if it is not told apart. Parameters: see `parser`."""
         if self.reasoning == "openai_gptoss":
             return ANALYSIS
         tags, calls = self.tags, self._calls(tools)
         if tags is None:
             return None
-        others = () if calls is None else calls.ends_reasoning
-        return Span(tags.open, (tags.close, *others), inside or tags.always)
+        reasoning_ends = () if calls is None else calls.ends_reasoning
+        return Span(tags.open, (tags.close, *reasoning_ends), in_reasoning or tags.starts_open)
 
-    def forced(self, tools: Tools, **options: Any) -> str:
+    def write_call_grammar(self, tools: Tools, **options: Any) -> str:
         """The grammar of an answer that calls at least one of `tools`. options: of grammar_of."""
         return grammar_of(CALLS[self.calls or ""], tools, tags=self.tags, **options)
 
-    def after_reasoning(self, inside: bool, special: Mapping[str, int]) -> str:
+    def after_reasoning(self, in_reasoning: bool, special: Mapping[str, int]) -> str:
         """The grammar of an answer with @form after its reasoning; empty if it has none."""
         channels = self.reasoning == "openai_gptoss"
-        return after_reasoning(self.tags, inside=inside, channels=channels, special=special)
+        return after_reasoning(self.tags, in_reasoning=in_reasoning, channels=channels, special=special)
 
     def _calls(self, tools: Tools | None) -> CallParser | None:
         in_channels = self.reasoning == "openai_gptoss"
@@ -154,8 +155,8 @@ def formats_of(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -
     """The formats of a model with this chat template. calls, reasoning: as `check_parsers` allows them."""
     text = template or ""
     return Formats(
-        calls=_found(text, _CALL_MARKS) if calls == AUTO else _named(calls),
-        reasoning=_found(text, _REASONING_MARKS) if reasoning == AUTO else _named(reasoning),
+        calls=_detect_parser(text, _CALL_MARKS) if calls == AUTO else _parser_or_none(calls),
+        reasoning=_detect_parser(text, _REASONING_MARKS) if reasoning == AUTO else _parser_or_none(reasoning),
         takes_tools=re.search(r"\btools\b", text) is not None,
         text_arguments=_JOINED.search(text) is not None and _TAKES_BOTH.search(text) is None,
         text_descriptions=_DESCRIBED.search(text) is not None,
@@ -164,17 +165,17 @@ def formats_of(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -
 
 def check_parsers(calls: str, reasoning: str) -> None:
     """Raise ConfigError unless these are names of parsers, `auto` or `none`."""
-    for flag, name, known in (
+    for flag, name, names in (
         ("--tool-call-parser", calls, CALLS),
         ("--reasoning-parser", reasoning, REASONING),
     ):
-        if name not in (AUTO, NONE, *known):
-            raise ConfigError.field(flag, name, ", ".join((AUTO, NONE, *known)))
+        if name not in (AUTO, NONE, *names):
+            raise ConfigError.field(flag, name, ", ".join((AUTO, NONE, *names)))
 
 
-def _found(template: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
+def _detect_parser(template: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
     return next((name for name, marks in rows if all(mark in template for mark in marks)), None)
 
 
-def _named(name: str) -> str | None:
+def _parser_or_none(name: str) -> str | None:
     return None if name == NONE else name

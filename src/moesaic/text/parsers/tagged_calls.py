@@ -6,8 +6,8 @@ import json
 from typing import ClassVar
 
 from moesaic.text.parsers.calls import MarkedCalls
-from moesaic.text.parsers.events import Arguments, CallBegun, CallEnded, Event, Malformed, Steps
-from moesaic.text.parsers.reader import BLANK, Reader, blank, either, literal, up_to
+from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Event, MalformedText, Steps
+from moesaic.text.parsers.reader import BLANK, Reader, read_literal, read_one_of, read_up_to, skip_blank
 from moesaic.text.parsers.values import json_of, parameters_of, types_of
 
 
@@ -28,28 +28,28 @@ class TaggedCalls(MarkedCalls):
     """A value stands on lines of its own: its first and last newline belong to the tags."""
 
     def __init_subclass__(cls) -> None:
-        cls.further = tuple(filter(None, (cls.end, cls.name_end, *cls.key, *cls.value)))
+        cls.other_marks = tuple(filter(None, (cls.end, cls.name_end, *cls.key, *cls.value)))
 
-    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
+    def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         if mark != self.name[0]:
-            yield from blank(reader)
-            yield from literal(reader, self.name[0])
-        name = yield from up_to(reader, self.name[1], never="<\n")
-        yield from blank(reader)
+            yield from skip_blank(reader)
+            yield from read_literal(reader, self.name[0])
+        name = yield from read_up_to(reader, self.name[1], forbidden="<\n")
+        yield from skip_blank(reader)
         self._key = yield from self._next_key(reader)
         return self._begin(name)
 
     def _next_key(self, reader: Reader) -> Steps[str | None]:
         """Read the next key and the beginning of its value, or the call's end: None."""
-        if (yield from either(reader, self.key[0], self.name_end)) == self.name_end:
+        if (yield from read_one_of(reader, self.key[0], self.name_end)) == self.name_end:
             return None
-        key = yield from up_to(reader, self.key[1], never="\n")
+        key = yield from read_up_to(reader, self.key[1], forbidden="\n")
         if self.value[0]:
-            yield from blank(reader)
-            yield from literal(reader, self.value[0])
+            yield from skip_blank(reader)
+            yield from read_literal(reader, self.value[0])
         return key
 
-    def _call(self, reader: Reader, call: CallBegun) -> Steps[None]:
+    def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         while True:
             yield from self._announce(call)
             yield from self._arguments(reader, call)
@@ -58,49 +58,49 @@ class TaggedCalls(MarkedCalls):
                 return
             call = following
 
-    def _arguments(self, reader: Reader, call: CallBegun) -> Steps[None]:
+    def _arguments(self, reader: Reader, call: CallStart) -> Steps[None]:
         """Read the values and further keys of a call, up to its end."""
-        schema, before, key = parameters_of(self._tools, call.name), "{", self._key
+        schema, separator, key = parameters_of(self._tools, call.name), "{", self._key
         while key is not None:
-            yield Arguments(call.index, f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+            yield Arguments(call.index, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             writer = _Value(call.index, types_of(schema, key), self.own_lines)
             key = yield from self._value(reader, writer)
             yield from writer.flush()
-            if not writer.ended:
+            if not writer.has_ended:
                 return
-            before = ", "
-        yield Arguments(call.index, "{}" if before == "{" else "}")
-        yield CallEnded(call.index)
+            separator = ", "
+        yield Arguments(call.index, "{}" if separator == "{" else "}")
+        yield CallEnd(call.index)
 
     def _value(self, reader: Reader, writer: _Value) -> Steps[str | None]:
         """Read a value, and the key or the end of the call after it."""
         end = self.value[1]
         marks = ("\n" + end, end) if self.own_lines else (end,)
-        while mark := (yield from reader.until(marks, writer)):
+        while mark := (yield from reader.read_until(marks, writer)):
             reader.attempt()
             try:
-                yield from blank(reader)
+                yield from skip_blank(reader)
                 key = yield from self._next_key(reader)
-            except Malformed:
+            except MalformedText:
                 reader.fail()
                 yield from writer(mark)
                 continue
             reader.succeed()
-            writer.ended = True
+            writer.has_ended = True
             return key
         return None
 
-    def _following(self, reader: Reader) -> Steps[CallBegun | None]:
+    def _following(self, reader: Reader) -> Steps[CallStart | None]:
         """Read the end of a block: None. Or the head of another call in it."""
         if self.name_end == self.end:
             return None
         reader.attempt()
         try:
-            yield from blank(reader)
+            yield from skip_blank(reader)
             call = None
-            if (yield from either(reader, self.end, self.name[0])) != self.end:
+            if (yield from read_one_of(reader, self.end, self.name[0])) != self.end:
                 call = yield from self._head(reader, self.name[0])
-        except Malformed:
+        except MalformedText:
             reader.fail()
             return None
         reader.succeed()
@@ -117,7 +117,7 @@ class _Value:
         self._open = False
         """The quotation mark of a string was written."""
         self._text: list[str] = []
-        self.ended = False
+        self.has_ended = False
 
     def __call__(self, text: str) -> list[Event]:
         if self._skip_newline:
@@ -128,17 +128,17 @@ class _Value:
             return []
         quote = "" if self._open else '"'
         self._open = True
-        return self._written(quote + json.dumps(text, ensure_ascii=False)[1:-1])
+        return self._make_events(quote + json.dumps(text, ensure_ascii=False)[1:-1])
 
     def flush(self) -> list[Event]:
         """The rest of the value. One that the end of the answer cuts off stays open."""
         if self._types == {"string"}:
             quotes = '"' if self._open else '""'
-            return self._written(quotes if self.ended else "")
+            return self._make_events(quotes if self.has_ended else "")
         text = "".join(self._text)
-        return self._written(json_of(text, self._types) if self.ended else text)
+        return self._make_events(json_of(text, self._types) if self.has_ended else text)
 
-    def _written(self, text: str) -> list[Event]:
+    def _make_events(self, text: str) -> list[Event]:
         return [Arguments(self._index, text)] if text else []
 
 
@@ -185,15 +185,15 @@ class Glm(TaggedCalls):
     key: ClassVar = ("<arg_key>", "</arg_key>")
     value: ClassVar = ("<arg_value>", "</arg_value>")
 
-    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
-        yield from blank(reader)
+    def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
+        yield from skip_blank(reader)
         name = ""
         while not name or name[-1] not in BLANK + "<":
             character = yield from reader.character()
             if not character:
-                raise Malformed
+                raise MalformedText
             name += character
-        reader.back(name[-1])
-        yield from blank(reader)
+        reader.unread(name[-1])
+        yield from skip_blank(reader)
         self._key = yield from self._next_key(reader)
         return self._begin(name[:-1])

@@ -6,8 +6,8 @@ import re
 from typing import ClassVar
 
 from moesaic.text.parsers.calls import MarkedCalls
-from moesaic.text.parsers.events import CallBegun, Malformed, Steps
-from moesaic.text.parsers.reader import Reader, up_to
+from moesaic.text.parsers.events import CallStart, MalformedText, Steps
+from moesaic.text.parsers.reader import Reader, read_up_to
 
 
 class TokenCalls(MarkedCalls):
@@ -20,26 +20,26 @@ class TokenCalls(MarkedCalls):
 
     def __init_subclass__(cls) -> None:
         cls.marks = (*cls.section, cls.call[0])
-        cls.further = cls.call[1:]
+        cls.other_marks = cls.call[1:]
         cls.ends_reasoning = cls.section[:1]
 
-    def _marked(self, reader: Reader, mark: str) -> Steps[None]:
+    def _read_marked_call(self, reader: Reader, mark: str) -> Steps[None]:
         if mark == self.call[0]:
-            yield from super()._marked(reader, mark)
+            yield from super()._read_marked_call(reader, mark)
         elif mark == self.section[0] or not self._index:
             self._content.hold(mark)
 
-    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
-        return self._named((yield from up_to(reader, self.call[1])))
+    def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
+        return self._parse_head((yield from read_up_to(reader, self.call[1])))
 
-    def _named(self, head: str) -> CallBegun:
+    def _parse_head(self, head: str) -> CallStart:
         """The call of which `head` was written. Raises Malformed."""
         return self._begin(head)
 
-    def _call(self, reader: Reader, call: CallBegun) -> Steps[None]:
+    def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         yield from self._announce(call)
         end = self.call[2]
-        mark = yield from self._raw(reader, call, (*(each + end for each in self.closing), end))
+        mark = yield from self._raw(reader, call, (*(closing + end for closing in self.closing), end))
         assert not mark or mark.endswith(end)
 
 
@@ -55,10 +55,10 @@ class DeepSeekV3(DeepSeekV31):
 
     closing: ClassVar = ("\n```", "```")
 
-    def _head(self, reader: Reader, mark: str) -> Steps[CallBegun]:
-        if (yield from up_to(reader, self.call[1])).strip() != "function":
-            raise Malformed
-        name = yield from up_to(reader, "```json", never="<")
+    def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
+        if (yield from read_up_to(reader, self.call[1])).strip() != "function":
+            raise MalformedText
+        name = yield from read_up_to(reader, "```json", forbidden="<")
         return self._begin(name)
 
 
@@ -71,8 +71,8 @@ class KimiK2(TokenCalls):
     section: ClassVar = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     call: ClassVar = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 
-    def _named(self, head: str) -> CallBegun:
-        found = re.fullmatch(r"\s*(?:functions\.)?([^\s:]+?)(?::\d+)?\s*", head)
-        if found is None:
-            raise Malformed
-        return self._begin(found[1], head.strip())
+    def _parse_head(self, head: str) -> CallStart:
+        match = re.fullmatch(r"\s*(?:functions\.)?([^\s:]+?)(?::\d+)?\s*", head)
+        if match is None:
+            raise MalformedText
+        return self._begin(match[1], head.strip())

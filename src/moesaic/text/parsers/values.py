@@ -30,19 +30,19 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 def types_of(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that the schema allows for argument `key`. Empty if it does not say."""
-    left = [_mapping(parameters.get("properties")).get(key)]
-    found, followed = set[str](), set[str]()
-    while left:
-        schema = _mapping(left.pop())
-        own = _own_types(schema)
-        found |= own
-        if not own:
-            left += [each for name in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(name))]
+    schemas = [_mapping(parameters.get("properties")).get(key)]
+    types, seen_paths = set[str](), set[str]()
+    while schemas:
+        schema = _mapping(schemas.pop())
+        own_types = _own_types(schema)
+        types |= own_types
+        if not own_types:
+            schemas += [part for name in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(name))]
         path = schema.get("$ref")
-        if isinstance(path, str) and path not in followed:
-            followed.add(path)
-            left.append(_referred(path, parameters))
-    return frozenset(found)
+        if isinstance(path, str) and path not in seen_paths:  # a schema may refer to itself
+            seen_paths.add(path)
+            schemas.append(_resolve_reference(path, parameters))
+    return frozenset(types)
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
@@ -51,39 +51,39 @@ def json_of(text: str, types: frozenset[str]) -> str:
     Examples: "42" of type integer -> 42; "42" of type string -> "42"; "yes" of type boolean -> "yes", which
     the caller of the tool may refuse; "True" of type boolean -> true.
     """
-    stripped = text.strip()
+    stripped_text = text.strip()
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
-    if stripped in ("True", "False", "None") and types & {"boolean", "null"}:
-        stripped = {"True": "true", "False": "false", "None": "null"}[stripped]
+    if stripped_text in ("True", "False", "None") and types & {"boolean", "null"}:
+        stripped_text = {"True": "true", "False": "false", "None": "null"}[stripped_text]
     try:
-        value = json.loads(stripped, parse_constant=_refuse)
+        value = json.loads(stripped_text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     if types and not types.intersection(_TYPES[type(value)]):
         return json.dumps(text, ensure_ascii=False)
-    return stripped
+    return stripped_text
 
 
 def _own_types(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema names itself, or that its values have."""
-    named = schema.get("type")
-    if isinstance(named, str):
-        return {named}
-    if isinstance(named, list):
-        return {each for each in named if isinstance(each, str)}
+    type_field = schema.get("type")
+    if isinstance(type_field, str):
+        return {type_field}
+    if isinstance(type_field, list):
+        return {name for name in type_field if isinstance(name, str)}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     return {_TYPES[type(value)][0] for value in values if type(value) in _TYPES}
 
 
-def _referred(path: str, root: Mapping[str, Any]) -> object:
+def _resolve_reference(path: str, root: Mapping[str, Any]) -> object:
     """What `#/$defs/name` leads to in the schema; None if there is nothing."""
     if not path.startswith("#/"):
         return None
-    found: object = root
+    node: object = root
     for step in path[2:].split("/"):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found
+        node = node.get(step) if isinstance(node, Mapping) else None
+    return node
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -34,11 +34,11 @@ MaskTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class Constraint:
     """What one request in the batch may generate: by its structured output, or its reasoning's budget."""
 
-    def __init__(self, request_id: int, found: TokenFilter, name: str = "") -> None:
+    def __init__(self, request_id: int, token_filter: TokenFilter, name: str = "") -> None:
         """name: the request's name in log lines."""
         self.request_id = request_id
         self.name = name
-        self.filter = found
+        self.filter = token_filter
         self.next: tuple[Future[list[Masks]], int] | None = None
         """The masks of a step, which a thread computes, and which of them has that of the next token: [1,
         words]. None: every token is allowed."""
@@ -69,9 +69,9 @@ class Constraints:
         self._masker = ThreadPoolExecutor(1, "mask")
         self._read: Future[Vocabulary] | None = None
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
-        self._compiled: OrderedDict[tuple[str, tuple[int, ...]], Future[LLMatcher]] = OrderedDict()
+        self._matchers: OrderedDict[tuple[str, tuple[int, ...]], Future[LLMatcher]] = OrderedDict()
 
-    def compiled(self, request: Request) -> Future[Any] | None:
+    def compile(self, request: Request) -> Future[Any] | None:
         """What a request waits for: its compiled grammar, or the vocabulary for a budget. None: nothing."""
         if request.grammar:
             return self._matcher(request)
@@ -86,41 +86,48 @@ class Constraints:
     def _matcher(self, request: Request) -> Future[LLMatcher]:
         """The compiled grammar of a request, which may still be under way."""
         key = request.grammar, request.eos_token_ids
-        if key not in self._compiled:
-            self._compiled[key] = self._compiler.submit(self._compile, self._bytes(), *key)
-            while len(self._compiled) > GRAMMARS:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return self._compiled[key]
+        if key not in self._matchers:
+            self._matchers[key] = self._compiler.submit(self._compile, self._bytes(), *key)
+            while len(self._matchers) > GRAMMARS:
+                self._matchers.popitem(last=False)  # the one that was used longest ago
+        self._matchers.move_to_end(key)
+        return self._matchers[key]
 
-    def constrain(self, request: Request, generated: Sequence[int]) -> Constraint | None:
+    def constrain(self, request: Request, generated_token_ids: Sequence[int]) -> Constraint | None:
         """The constraint of a request behind its generated tokens. None if it has none.
 
         Waits if the grammar is not compiled yet.
         """
-        chosen: TokenFilter | None = None
+        token_filter: TokenFilter | None = None
         if request.grammar:
-            chosen = GrammarFilter(self._matcher(request).result().deep_copy(), self._width)
+            # A copy: the filter changes its matcher, and later requests use the compiled one.
+            token_filter = GrammarFilter(self._matcher(request).result().deep_copy(), self._width)
         if request.params.reasoning is not None:
             tokens = self._bytes().result().tokens
-            chosen = BudgetFilter(request.params.reasoning, tokens, self._width, chosen)
-        if chosen is None:
+            token_filter = BudgetFilter(request.params.reasoning, tokens, self._width, token_filter)
+        if token_filter is None:
             return None
-        found = Constraint(request.request_id, chosen, request.name)
-        if generated:
-            found.filter.accept(generated)
-        self._prepare([found])
-        return found
+        constraint = Constraint(request.request_id, token_filter, request.name)
+        if generated_token_ids:
+            constraint.filter.accept(generated_token_ids)
+        self._prepare([constraint])
+        return constraint
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], constraints: Sequence[Constraint]) -> None:
         """Set the logits of tokens that are not allowed to -infinity, in place.
 
         logits: [*, width] float32; row lines[i] is that of constraints[i].
         """
-        bound = [(line, *one.next) for line, one in zip(lines, constraints, strict=True) if one.next]
-        if bound:
-            masks = np.concatenate([job.result()[place] for _, job, place in bound])
-            self._mask_tokens(logits, torch.tensor([line for line, _, _ in bound]), torch.from_numpy(masks))
+        bound_lines = [
+            (line, *constraint.next)
+            for line, constraint in zip(lines, constraints, strict=True)
+            if constraint.next
+        ]
+        if bound_lines:
+            masks = np.concatenate([job.result()[place] for _, job, place in bound_lines])
+            self._mask_tokens(
+                logits, torch.tensor([line for line, _, _ in bound_lines]), torch.from_numpy(masks)
+            )
 
     def accept(
         self, constraints: Mapping[int, Constraint], tokens: IntArray, logits: torch.Tensor
@@ -132,33 +139,43 @@ class Constraints:
         """
         lines = list(constraints)
         best = logits[torch.tensor(lines), torch.from_numpy(tokens[lines])]
-        none = {line for line, gone in zip(lines, torch.isneginf(best).tolist(), strict=True) if gone}
-        refused = [line for line in lines if line in none or not constraints[line].accept(int(tokens[line]))]
-        for line in refused:
-            one = constraints[line]
-            LOG.warning("request %d ended: no token is allowed: %s", *one.reason, extra=of_request(one.name))
-        self._prepare(one for line, one in constraints.items() if line not in refused)
-        return refused
+        empty_lines = {
+            line for line, is_empty in zip(lines, torch.isneginf(best).tolist(), strict=True) if is_empty
+        }
+        refused_lines = [
+            line for line in lines if line in empty_lines or not constraints[line].accept(int(tokens[line]))
+        ]
+        for line in refused_lines:
+            constraint = constraints[line]
+            LOG.warning(
+                "request %d ended: no token is allowed: %s",
+                *constraint.reason,
+                extra=of_request(constraint.name),
+            )
+        self._prepare(constraint for line, constraint in constraints.items() if line not in refused_lines)
+        return refused_lines
 
     def _prepare(self, constraints: Iterable[Constraint]) -> None:
         """Begin to compute the next masks. One job has all of a step: each job costs a change of threads."""
-        found = list(constraints)
-        bound = [one for one in found if one.filter.restricts]
-        job = self._masker.submit(_masks_of, [one.filter for one in bound]) if bound else None
-        places = {id(one): place for place, one in enumerate(bound)}
-        for one in found:
-            one.next = (job, places[id(one)]) if job is not None and id(one) in places else None
+        constraint_list = list(constraints)
+        bound = [constraint for constraint in constraint_list if constraint.filter.restricts]
+        job = self._masker.submit(_masks_of, [constraint.filter for constraint in bound]) if bound else None
+        places = {id(constraint): place for place, constraint in enumerate(bound)}
+        for constraint in constraint_list:
+            constraint.next = (
+                (job, places[id(constraint)]) if job is not None and id(constraint) in places else None
+            )
 
     def _compile(
         self, vocabulary: Future[Vocabulary], grammar: str, eos_token_ids: tuple[int, ...]
     ) -> LLMatcher:
         """vocabulary: read before, in this thread."""
         if eos_token_ids not in self._tokenizers:
-            self._tokenizers[eos_token_ids] = vocabulary.result().compiled(self._width, eos_token_ids)
+            self._tokenizers[eos_token_ids] = vocabulary.result().build_tokenizer(self._width, eos_token_ids)
         tokenizer = self._tokenizers[eos_token_ids]
         return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
 
 
 def _masks_of(filters: Sequence[TokenFilter]) -> list[Masks]:
     """The masks of the next tokens, each [1, words]."""
-    return [one.masks() for one in filters]
+    return [token_filter.masks() for token_filter in filters]

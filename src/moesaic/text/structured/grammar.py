@@ -1,4 +1,4 @@
-"""From the form that a request wants to the grammar that its worker compiles.
+"""Turns the form that a request wants into the grammar that its worker compiles.
 
 Question: How does a structured output become a grammar?
 """
@@ -39,18 +39,18 @@ def grammar_of(params: StructuredOutputsParams, special: Mapping[str, int]) -> s
     try:
         return _grammar(params, tuple(special.items()))
     except RecursionError as error:
-        raise _refused(params.kind, "it is nested too deeply") from error
+        raise _make_error(params.kind, "it is nested too deeply") from error
 
 
 @lru_cache(maxsize=16)
 def _grammar(params: StructuredOutputsParams, special_tokens: tuple[tuple[str, int], ...]) -> str:
-    """As `grammar_of`. A server asks twice: in a thread to check a form, and to submit its request."""
+    """The grammar of a form, remembered: a server checks a form in a thread, and then submits its request."""
     value, special = getattr(params, params.kind), dict(special_tokens)
     match params.kind:
         case "json":
-            schema = _loaded("json", value)
+            schema = _parse_json("json", value)
             if not isinstance(schema, dict | bool):
-                raise _refused("json", "got neither an object nor a boolean; allowed: a JSON Schema")
+                raise _make_error("json", "got neither an object nor a boolean; allowed: a JSON Schema")
             grammar = LLMatcher.grammar_from_json_schema(_schema(schema, params))
         case "json_object":
             grammar = LLMatcher.grammar_from_json_schema(_schema({"type": "object"}, params))
@@ -63,17 +63,19 @@ def _grammar(params: StructuredOutputsParams, special_tokens: tuple[tuple[str, i
             try:
                 grammar = grammar_from("grammar", value)
             except ValueError as error:
-                raise _refused("grammar", str(error)) from error
+                raise _make_error("grammar", str(error)) from error
         case _:
-            lark = _structural(_loaded("structural_tag", value), params, special)
+            lark = _structural(_parse_json("structural_tag", value), params, special)
             grammar = LLMatcher.grammar_from_lark(lark)
-    return _inside_of(params.around, str(grammar)) if params.around else str(grammar)
+    return _nest_form(params.around, str(grammar)) if params.around else str(grammar)
 
 
-def _inside_of(around: str, form: str) -> str:
+def _nest_form(outer_grammar: str, form: str) -> str:
     """The grammar of an answer in which the grammar `form` is called @form."""
     inner = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
-    return json.dumps({"grammars": [{"lark_grammar": around}, {**inner[0], "name": "form"}, *inner[1:]]})
+    return json.dumps(
+        {"grammars": [{"lark_grammar": outer_grammar}, {**inner[0], "name": "form"}, *inner[1:]]}
+    )
 
 
 def check(params: StructuredOutputsParams, special: Mapping[str, int]) -> None:
@@ -86,7 +88,7 @@ def check(params: StructuredOutputsParams, special: Mapping[str, int]) -> None:
         grammar_of(params, special), tokenizer, limits=limits()
     )
     if error:
-        raise _refused(params.kind, messages[0])
+        raise _make_error(params.kind, messages[0])
 
 
 def limits() -> LLParserLimits:
@@ -97,52 +99,54 @@ def limits() -> LLParserLimits:
 def literal(text: str, special: Mapping[str, int]) -> str:
     """A Lark expression for `text`, in which special tokens are tokens. Empty for an empty text."""
     parts: list[str] = []
-    rest = text
-    while rest:
-        found = [(rest.find(token), -len(token), token) for token in special if token and token in rest]
-        begin, _, token = min(found, default=(len(rest), 0, ""))
+    remaining = text
+    while remaining:
+        matches = [
+            (remaining.find(token), -len(token), token) for token in special if token and token in remaining
+        ]
+        begin, _, token = min(matches, default=(len(remaining), 0, ""))
         if begin:
-            parts.append(json.dumps(rest[:begin]))
+            parts.append(json.dumps(remaining[:begin]))
         if token:
             parts.append(f"<[{special[token]}]>")
-        rest = rest[begin + len(token) :]
+        remaining = remaining[begin + len(token) :]
     return " ".join(parts)
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
     """A Lark expression for JSON texts that `schema` accepts, with white space as in WHITESPACE."""
-    return "%json " + json.dumps(_prepared(schema, {"whitespace_pattern": WHITESPACE}))
+    return "%json " + json.dumps(_prepare_schema(schema, {"whitespace_pattern": WHITESPACE}))
 
 
 def _schema(schema: Any, params: StructuredOutputsParams) -> str:
     options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
-    return json.dumps(_prepared(schema, options, closed=params.disable_additional_properties))
+    return json.dumps(_prepare_schema(schema, options, is_closed=params.disable_additional_properties))
 
 
-def _prepared(schema: Any, options: dict[str, Any], closed: bool = False) -> Any:
+def _prepare_schema(schema: Any, options: dict[str, Any], is_closed: bool = False) -> Any:
     """The schema as the library takes it, with the library's options unless it has some of its own.
 
-    Formats that the library does not know are left out: to JSON Schema a format is a remark. closed: objects
-    have no properties that the schema does not name.
+    Formats that the library does not know are left out: to JSON Schema a format is a remark. is_closed:
+    objects have no properties that the schema does not name.
     """
 
-    def changed(one: Any) -> Any:
-        if isinstance(one, list):
-            return [changed(part) for part in one]
-        if not isinstance(one, dict):
-            return one
-        inner = {name: part if name in _VALUES else changed(part) for name, part in one.items()}
+    def adapt(node: Any) -> Any:
+        if isinstance(node, list):
+            return [adapt(part) for part in node]
+        if not isinstance(node, dict):
+            return node
+        inner = {name: part if name in _VALUES else adapt(part) for name, part in node.items()}
         if isinstance(inner.get("format"), str) and inner["format"] not in FORMATS:
             del inner["format"]
-        if closed and isinstance(inner.get("properties"), dict):
+        if is_closed and isinstance(inner.get("properties"), dict):
             inner.setdefault("additionalProperties", False)
         return inner
 
-    if isinstance(schema, bool):
+    if isinstance(schema, bool):  # options need an object, and these objects mean the same
         schema = {} if schema else {"not": {}}
-    return {"x-guidance": options, **changed(schema)}
+    return {"x-guidance": options, **adapt(schema)}
 
 
 def _structural(tag: Any, params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
@@ -152,14 +156,14 @@ def _structural(tag: Any, params: StructuredOutputsParams, special: Mapping[str,
     for number, (begin, schema, end) in enumerate(structures):
         trigger = next((text for text in triggers if text and begin.startswith(text)), None)
         if trigger is None:
-            allowed = "structures that begin with a trigger"
-            raise _refused("structural_tag", f"got one that begins with {begin!r}; allowed: {allowed}")
+            requirement = "structures that begin with a trigger"
+            raise _make_error("structural_tag", f"got one that begins with {begin!r}; allowed: {requirement}")
         body = f"%json {_schema(schema, params)} {literal(end, special)}"
         if begin.startswith(tuple(special)):
             lines.append(f"tag_{number}: TEXT {literal(begin, special)} {body}")
         elif any(token in trigger for token in special):
-            allowed = "special tokens at its start"
-            raise _refused("structural_tag", f"got the trigger {trigger!r}; allowed: {allowed}")
+            requirement = "special tokens at its start"
+            raise _make_error("structural_tag", f"got the trigger {trigger!r}; allowed: {requirement}")
         else:
             lines.append(f"begin_{number}[lazy]: TEXT {json.dumps(trigger)}")
             lines.append(f"tag_{number}: begin_{number} {literal(begin[len(trigger) :], special)} {body}")
@@ -170,16 +174,22 @@ def _structural(tag: Any, params: StructuredOutputsParams, special: Mapping[str,
 
 def _tags(tag: Any) -> tuple[list[tuple[str, Any, str]], list[str]]:
     """The structures (begin, schema, end) and the triggers of a structural tag."""
-    allowed = "an object with structures (begin, schema, end) and triggers"
+    requirement = "an object with structures (begin, schema, end) and triggers"
     try:
-        structures = [(one["begin"], one["schema"], one["end"]) for one in tag["structures"]]
+        structures = [
+            (structure["begin"], structure["schema"], structure["end"]) for structure in tag["structures"]
+        ]
         triggers = list(tag["triggers"])
     except (KeyError, TypeError) as error:
-        raise _refused("structural_tag", f"no {error}; allowed: {allowed}") from error
+        raise _make_error("structural_tag", f"no {error}; allowed: {requirement}") from error
     texts = [*triggers, *(text for begin, _, end in structures for text in (begin, end))]
-    good = all(isinstance(text, str) for text in texts)
-    if not good or not structures or not all(isinstance(one[1], dict | bool) for one in structures):
-        raise _refused("structural_tag", f"got {json.dumps(tag)}; allowed: {allowed}")
+    are_texts = all(isinstance(text, str) for text in texts)
+    if (
+        not are_texts
+        or not structures
+        or not all(isinstance(structure[1], dict | bool) for structure in structures)
+    ):
+        raise _make_error("structural_tag", f"got {json.dumps(tag)}; allowed: {requirement}")
     return structures, triggers
 
 
@@ -194,16 +204,16 @@ def _bytes_and(special: tuple[tuple[str, int], ...]) -> LLTokenizer:
     for byte, number in zip(range(256), free, strict=False):
         tokens[number] = bytes([byte])
     numbers = frozenset(number for _, number in special)
-    return Vocabulary(tokens, numbers).compiled(size, (min(numbers, default=free[-1]),))
+    return Vocabulary(tokens, numbers).build_tokenizer(size, (min(numbers, default=free[-1]),))
 
 
-def _loaded(name: str, text: str) -> Any:
+def _parse_json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refused(name, f"not JSON: {error}") from error
+        raise _make_error(name, f"not JSON: {error}") from error
 
 
-def _refused(name: str, why: str) -> RequestError:
+def _make_error(name: str, reason: str) -> RequestError:
     field = f"structured_outputs.{name}"
-    return RequestError(f"{field}: {' '.join(why.split())[:_SHOWN]}", field)
+    return RequestError(f"{field}: {' '.join(reason.split())[:_SHOWN]}", field)

@@ -12,20 +12,20 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.core.reasoning import ReasoningBudget
-from moesaic.text.structured.token_filter import Masks, TokenFilter, has, words_of
+from moesaic.text.structured.token_filter import Masks, TokenFilter, is_token_allowed, words_of
 
 
 class _Phase(enum.Enum):
-    OUTSIDE = enum.auto()
+    BEFORE_REASONING = enum.auto()
     """Reasoning may still begin."""
-    INSIDE = enum.auto()
-    BEHIND = enum.auto()
+    REASONING = enum.auto()
+    AFTER_REASONING = enum.auto()
     """No reasoning follows."""
 
 
 class _State(NamedTuple):
     phase: _Phase
-    used: int = 0
+    num_used: int = 0
     """Tokens of reasoning so far."""
     text: bytes = b""
     """The last bytes, in which an opening or an ending may have begun."""
@@ -33,7 +33,7 @@ class _State(NamedTuple):
     """The last tokens, fewer than those of the end."""
 
 
-_BEHIND = _State(_Phase.BEHIND)
+_BEHIND = _State(_Phase.AFTER_REASONING)
 
 
 class BudgetFilter:
@@ -52,11 +52,11 @@ class BudgetFilter:
         self._opening = budget.opening.encode()
         self._endings = tuple(text.encode() for text in budget.endings)
         self._longest = max(map(len, self._endings))
-        self._every = np.zeros(words_of(width), dtype=np.int32)
-        self._every.view(np.uint8)[: (width + 7) // 8] = np.packbits(
+        self._full_mask = np.zeros(words_of(width), dtype=np.int32)
+        self._full_mask.view(np.uint8)[: (width + 7) // 8] = np.packbits(
             np.ones(width, np.uint8), bitorder="little"
         )
-        self._states = [_State(_Phase.INSIDE if budget.inside else _Phase.OUTSIDE)]
+        self._states = [_State(_Phase.REASONING if budget.inside else _Phase.BEFORE_REASONING)]
         """Behind each number of accepted tokens."""
 
     @property
@@ -65,36 +65,36 @@ class BudgetFilter:
 
     @property
     def restricts(self) -> bool:
-        return self._forced(self._states[-1]) is not None or (
+        return self._find_forced_token(self._states[-1]) is not None or (
             self._inner is not None and self._inner.restricts
         )
 
-    def masks(self, drafted: Sequence[int] = ()) -> Masks:
+    def masks(self, draft_token_ids: Sequence[int] = ()) -> Masks:
         if self._inner is None:
-            found = np.tile(self._every, (1 + len(drafted), 1))
+            masks = np.tile(self._full_mask, (1 + len(draft_token_ids), 1))
         else:
-            found = self._inner.masks(drafted)
+            masks = self._inner.masks(draft_token_ids)
         state = self._states[-1]
-        for behind, row in enumerate(found):
-            forced = self._forced(state)
-            if forced is not None and has(row, forced):
+        for num_drafted, row in enumerate(masks):
+            forced_token = self._find_forced_token(state)
+            if forced_token is not None and is_token_allowed(row, forced_token):
                 row[:] = 0
-                row.view(np.uint32)[forced // 32] = 1 << (forced % 32)
-            if behind == len(drafted) or not has(row, drafted[behind]):
-                return found[: behind + 1]
-            state = self._after(state, drafted[behind])
-        return found
+                row.view(np.uint32)[forced_token // 32] = 1 << (forced_token % 32)
+            if num_drafted == len(draft_token_ids) or not is_token_allowed(row, draft_token_ids[num_drafted]):
+                return masks[: num_drafted + 1]
+            state = self._advance(state, draft_token_ids[num_drafted])
+        return masks
 
-    def valid(self, drafted: Sequence[int]) -> int:
-        return len(self.masks(drafted)) - 1
+    def valid(self, draft_token_ids: Sequence[int]) -> int:
+        return len(self.masks(draft_token_ids)) - 1
 
     def accept(self, tokens: Sequence[int]) -> bool:
         for token in tokens:
-            forced = self._forced(self._states[-1])
-            good = forced in (None, token) if self._inner is None else self._inner.accept([token])
+            forced_token = self._find_forced_token(self._states[-1])
+            good = forced_token in (None, token) if self._inner is None else self._inner.accept([token])
             if not good:
                 return False
-            self._states.append(self._after(self._states[-1], token))
+            self._states.append(self._advance(self._states[-1], token))
         return True
 
     def roll_back(self, count: int) -> None:
@@ -103,49 +103,55 @@ class BudgetFilter:
             if self._inner is not None:
                 self._inner.roll_back(count)
 
-    def _forced(self, state: _State) -> int | None:
+    def _find_forced_token(self, state: _State) -> int | None:
         """The only token that may follow. None: the budget allows all."""
-        if state.phase is not _Phase.INSIDE or state.used < self._budget.tokens:
+        if state.phase is not _Phase.REASONING or state.num_used < self._budget.tokens:
             return None
-        return self._budget.end_ids[self._begun(state.last)]
+        return self._budget.end_ids[self._count_end_tokens(state.last)]
 
-    def _begun(self, last: tuple[int, ...]) -> int:
+    def _count_end_tokens(self, last: tuple[int, ...]) -> int:
         """How many tokens of the end are the last ones of the answer."""
         end = self._budget.end_ids
         return next(
             size for size in range(min(len(last), len(end)), -1, -1) if last[len(last) - size :] == end[:size]
         )
 
-    def _after(self, state: _State, token: int) -> _State:
+    def _advance(self, state: _State, token: int) -> _State:
         """The state behind one more token."""
         text = state.text + (self._tokens[token] if token < len(self._tokens) else b"")
         match state.phase:
-            case _Phase.OUTSIDE:
-                return self._outside(text, state.used)
-            case _Phase.INSIDE:
+            case _Phase.BEFORE_REASONING:
+                return self._scan_for_opening(text, state.num_used)
+            case _Phase.REASONING:
                 last = (*state.last, token)[-len(self._budget.end_ids) :]
-                if self._begun(last) == len(self._budget.end_ids):  # whatever their bytes are
-                    return self._ended(b"", state.used)
-                return self._inside(text, state.used + 1, last)
+                if self._count_end_tokens(last) == len(self._budget.end_ids):  # whatever their bytes are
+                    return self._end_reasoning(b"", state.num_used)
+                return self._scan_for_ending(text, state.num_used + 1, last)
         return state
 
-    def _outside(self, text: bytes, used: int) -> _State:
+    def _scan_for_opening(self, text: bytes, num_used: int) -> _State:
         if self._budget.anywhere:
             place = text.find(self._opening)
             if place >= 0:
-                return self._inside(text[place + len(self._opening) :], used)
-            return _State(_Phase.OUTSIDE, used, text[-len(self._opening) + 1 :])
-        begun = text.lstrip()
-        if begun.startswith(self._opening):
-            return self._inside(begun[len(self._opening) :], used)
-        return _State(_Phase.OUTSIDE, used, begun) if self._opening.startswith(begun) else _BEHIND
+                return self._scan_for_ending(text[place + len(self._opening) :], num_used)
+            return _State(_Phase.BEFORE_REASONING, num_used, text[-len(self._opening) + 1 :])
+        stripped_text = text.lstrip()
+        if stripped_text.startswith(self._opening):
+            return self._scan_for_ending(stripped_text[len(self._opening) :], num_used)
+        return (
+            _State(_Phase.BEFORE_REASONING, num_used, stripped_text)
+            if self._opening.startswith(stripped_text)
+            else _BEHIND
+        )
 
-    def _inside(self, text: bytes, used: int, last: tuple[int, ...] = ()) -> _State:
+    def _scan_for_ending(self, text: bytes, num_used: int, last: tuple[int, ...] = ()) -> _State:
         places = [(place, ending) for ending in self._endings if (place := text.find(ending)) >= 0]
         if places:
             place, ending = min(places)
-            return self._ended(text[place + len(ending) :], used)
-        return _State(_Phase.INSIDE, used, text[-self._longest + 1 :] if self._longest > 1 else b"", last)
+            return self._end_reasoning(text[place + len(ending) :], num_used)
+        return _State(
+            _Phase.REASONING, num_used, text[-self._longest + 1 :] if self._longest > 1 else b"", last
+        )
 
-    def _ended(self, rest: bytes, used: int) -> _State:
-        return self._outside(rest, used) if self._budget.anywhere else _BEHIND
+    def _end_reasoning(self, text: bytes, num_used: int) -> _State:
+        return self._scan_for_opening(text, num_used) if self._budget.anywhere else _BEHIND

@@ -26,14 +26,14 @@ class TokenFilter(Protocol):
         """Whether it may forbid a token at the next position. False: no mask is needed."""
         ...
 
-    def masks(self, drafted: Sequence[int] = ()) -> Masks:
+    def masks(self, draft_token_ids: Sequence[int] = ()) -> Masks:
         """The masks of the next position and of those behind each drafted token.
 
         A drafted token that is not allowed ends the list. Nothing is accepted by this call.
         """
         ...
 
-    def valid(self, drafted: Sequence[int]) -> int:
+    def valid(self, draft_token_ids: Sequence[int]) -> int:
         """How many of the drafted tokens, from the first on, are allowed."""
         ...
 
@@ -64,17 +64,19 @@ class GrammarFilter:
     def restricts(self) -> bool:
         return True
 
-    def masks(self, drafted: Sequence[int] = ()) -> Masks:
-        found = np.zeros((1 + len(drafted), self._words), dtype=np.int32)
-        behind = 0
-        for row in found:
+    def masks(self, draft_token_ids: Sequence[int] = ()) -> Masks:
+        masks = np.zeros((1 + len(draft_token_ids), self._words), dtype=np.int32)
+        num_accepted = 0
+        for row in masks:
             self._fill(row)
-            if behind == len(drafted) or not has(row, drafted[behind]):
+            if num_accepted == len(draft_token_ids) or not is_token_allowed(
+                row, draft_token_ids[num_accepted]
+            ):
                 break
-            self.accept([drafted[behind]])
-            behind += 1
-        self.roll_back(behind)
-        return found[: behind + 1]
+            self.accept([draft_token_ids[num_accepted]])
+            num_accepted += 1
+        self.roll_back(num_accepted)
+        return masks[: num_accepted + 1]
 
     def _fill(self, row: npt.NDArray[np.int32]) -> None:
         """Write the next mask to `row` [words], which is 0. Behind a limit the library allows the end."""
@@ -83,8 +85,8 @@ class GrammarFilter:
         if self._matcher.is_error():
             row[:] = 0
 
-    def valid(self, drafted: Sequence[int]) -> int:
-        return len(self.masks(drafted)) - 1
+    def valid(self, draft_token_ids: Sequence[int]) -> int:
+        return len(self.masks(draft_token_ids)) - 1
 
     def accept(self, tokens: Sequence[int]) -> bool:
         for token in tokens:
@@ -105,6 +107,6 @@ def words_of(width: int) -> int:
     return (width + 31) // 32
 
 
-def has(mask: npt.NDArray[np.int32], token: int) -> bool:
+def is_token_allowed(mask: npt.NDArray[np.int32], token: int) -> bool:
     """Whether a mask [words] allows a token. (The library's own check refuses the end of an answer.)"""
     return bool(mask[token // 32] >> (token % 32) & 1)

@@ -19,22 +19,22 @@ class Vocabulary:
     """What each token stands for."""
 
     tokens: Sequence[bytes]
-    """By id. A token without bytes is never allowed."""
+    """The bytes of each token, by id. A token without bytes is never allowed."""
     special: frozenset[int]
     """Ids of tokens that no text matches."""
     encode: Callable[[str], list[int]] = lambda text: []
     """The model's own tokens for a text. Where a grammar forces a text, it is written in these."""
 
-    def compiled(self, width: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    def build_tokenizer(self, width: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
         """The vocabulary for compiling grammars.
 
         width: number of logits, which may be more or less than the tokens. eos_token_ids: at least one.
         """
-        known = [token if len(token) <= LONGEST else b"" for token in self.tokens[:width]]
-        tokens = [*known, *[b""] * (width - len(known))]
+        token_bytes = [token if len(token) <= LONGEST else b"" for token in self.tokens[:width]]
+        tokens = [*token_bytes, *[b""] * (width - len(token_bytes))]
         special = sorted(number for number in self.special | set(eos_token_ids) if number < width)
-        given = _Tokens(tokens, special, eos_token_ids[0], self.encode)
-        return LLTokenizer(TokenizerWrapper(given), n_vocab=width, eos_token=list(eos_token_ids))
+        library_tokens = _Tokens(tokens, special, eos_token_ids[0], self.encode)
+        return LLTokenizer(TokenizerWrapper(library_tokens), n_vocab=width, eos_token=list(eos_token_ids))
 
 
 def read(path: Path) -> Vocabulary:
@@ -57,6 +57,7 @@ class _Tokens:
         self.eos_token_id = eos_token_id
         self._encode = encode
         texts = set(range(len(tokens))) - set(special)
+        # Of several tokens with the same bytes the one with the lowest id counts, since it comes last.
         self._ids = {tokens[number]: number for number in sorted(texts, reverse=True) if tokens[number]}
         self._longest = max(map(len, self._ids), default=0)
 
@@ -66,16 +67,16 @@ class _Tokens:
         Some tokenizers add a space to a text's beginning. Then the longest tokens are taken, from left to
         right. A byte that no token stands for ends the list.
         """
-        found = self._encode(text.decode(errors="replace"))
+        ids = self._encode(text.decode(errors="replace"))
         size = len(self.tokens)
-        if found and b"".join(self.tokens[one] for one in found if one < size) == text:
-            return found
-        found, start = [], 0
+        if ids and b"".join(self.tokens[token_id] for token_id in ids if token_id < size) == text:
+            return ids
+        ids, start = [], 0
         while start < len(text):
             ends = range(min(len(text), start + self._longest), start, -1)
             end = next((end for end in ends if text[start:end] in self._ids), None)
             if end is None:
                 break
-            found.append(self._ids[text[start:end]])
+            ids.append(self._ids[text[start:end]])
             start = end
-        return found
+        return ids

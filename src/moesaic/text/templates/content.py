@@ -38,8 +38,8 @@ class SpecialTokens:
     def first_in(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """A special token in what `messages` say, or None. A role is no content."""
         for text in _texts([list(_content(message).values()) for message in messages]):
-            if found := self._pattern.search(text):
-                return found[0]
+            if match := self._pattern.search(text):
+                return match[0]
         return None
 
     def hide(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int] | None:
@@ -48,33 +48,40 @@ class SpecialTokens:
         None if the messages have characters of both planes.
         """
         texts = _texts([list(_content(message).values()) for message in messages])
-        plane = next((each for each in _PLANES if not any(_has(each, text) for text in texts)), None)
+        plane = next(
+            (
+                first_character
+                for first_character in _PLANES
+                if not any(_has_characters(first_character, text) for text in texts)
+            ),
+            None,
+        )
         if plane is None:
             return None
         hidden: list[Mapping[str, Any]] = [
-            {**message, **{name: self._hidden(value, plane) for name, value in _content(message).items()}}
+            {**message, **{name: self._hide(value, plane) for name, value in _content(message).items()}}
             for message in messages
         ]
         return hidden, plane
 
-    def _hidden(self, value: Any, plane: int) -> Any:
+    def _hide(self, value: Any, plane: int) -> Any:
         if isinstance(value, str):
-            return self._pattern.sub(lambda found: _moved(found[0], plane), value)
+            return self._pattern.sub(lambda match: _shift(match[0], plane), value)
         if isinstance(value, Mapping):
-            return {self._hidden(name, plane): self._hidden(each, plane) for name, each in value.items()}
+            return {self._hide(name, plane): self._hide(item, plane) for name, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._hidden(each, plane) for each in value]
+            return [self._hide(item, plane) for item in value]
         return value
 
 
-def shown(text: str, plane: int) -> str:
+def restore_tokens(text: str, plane: int) -> str:
     """`text` with the hidden special tokens as they were."""
-    return _inside(plane).sub(lambda found: _moved(found[0], -plane), text)
+    return _plane_pattern(plane).sub(lambda match: _shift(match[0], -plane), text)
 
 
-def masked(text: str, plane: int) -> str:
+def mask_tokens(text: str, plane: int) -> str:
     """`text` with an `x` in place of each character of a hidden special token."""
-    return _inside(plane).sub(lambda found: "x" * len(found[0]), text)
+    return _plane_pattern(plane).sub(lambda match: "x" * len(match[0]), text)
 
 
 def _content(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,23 +95,23 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return _texts([*value, *value.values()])
     inner = value if isinstance(value, list | tuple) else ()
-    return [text for each in inner for text in _texts(each)]
+    return [text for item in inner for text in _texts(item)]
 
 
-def _has(plane: int, text: str) -> bool:
-    return _inside(plane).search(text) is not None
+def _has_characters(plane: int, text: str) -> bool:
+    return _plane_pattern(plane).search(text) is not None
 
 
-def _inside(plane: int) -> re.Pattern[str]:
+def _plane_pattern(plane: int) -> re.Pattern[str]:
     return re.compile(f"[{chr(plane)}-{chr(plane + _USED - 1)}]+")
 
 
-def _moved(text: str, offset: int) -> str:
+def _shift(text: str, offset: int) -> str:
     """`text` with each character of a token moved by `offset`. Characters without a place in a plane stay."""
-    moved = (ord(character) + offset for character in text)
+    shifted_codes = (ord(character) + offset for character in text)
     return "".join(
-        chr(there) if ord(character) < _USED or offset < 0 else character
-        for character, there in zip(text, moved, strict=True)
+        chr(code) if ord(character) < _USED or offset < 0 else character
+        for character, code in zip(text, shifted_codes, strict=True)
     )
 
 
@@ -121,7 +128,7 @@ def mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def cut_at_mark(text: str) -> str:
     """`text` up to the end of the last message's content, which the model then continues."""
-    before, found, after = text.rpartition(CONTINUE_MARK)
-    if not found:
+    start, mark, end = text.rpartition(CONTINUE_MARK)
+    if not mark:
         raise RequestError("messages: the chat template leaves the last message out", "messages")
-    return before if after.startswith(" ") else before.rstrip()
+    return start if end.startswith(" ") else start.rstrip()

@@ -11,24 +11,24 @@ HEADER = struct.Struct(">cQ")
 """Kind, and length of the body in bytes."""
 
 STARTED = b"s"
-"""From a renderer: it has imported Jinja and waits for the template."""
+"""A renderer has imported Jinja and waits for the template."""
 SOURCE = b"c"
-"""To a renderer: compile this template."""
+"""Asks a renderer to compile this template."""
 RENDER = b"r"
-"""To a renderer: render the template with these variables."""
+"""Asks a renderer to render the template with these variables."""
 DONE = b"d"
-"""From a renderer: the rendered text, or nothing after a template was compiled."""
+"""A renderer sends the rendered text, or nothing after it has compiled a template."""
 REFUSED = b"x"
-"""From a renderer: one line on the error that the template or Jinja raised."""
+"""A renderer sends a line on the error that the template or Jinja raised."""
 TOO_LONG = b"l"
-"""From a renderer: the text became too long."""
+"""A renderer says that the text became too long."""
 NO_MEMORY = b"m"
-"""From a renderer: the limit of memory was reached."""
+"""A renderer says that it reached the limit of memory."""
 
 CODING = ("utf-8", "surrogatepass")
 """Coding and error handler of texts. A message may contain lone surrogates, which the tokenizer refuses."""
 
 
 def pack(kind: bytes, body: bytes = b"") -> bytes:
-    """One message as bytes."""
+    """The bytes of a message."""
     return HEADER.pack(kind, len(body)) + body

@@ -34,7 +34,7 @@ class Renderers:
         self.limits = limits
         self._source = source
         self._turns = threading.BoundedSemaphore(AT_ONCE)  # one process stays ready
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._warm: list[Renderer] = []
         self._count = 0
         """Number of processes that run or start."""
@@ -48,31 +48,31 @@ class Renderers:
         self._warm.append(first)
         self._count = 1
 
-    def render(self, variables: Mapping[str, Any], most: int | None = None) -> str:
-        """The text of the template with `variables`. most: its maximum length in characters.
+    def render(self, variables: Mapping[str, Any], max_characters: int | None = None) -> str:
+        """The text of the template with `variables`. max_characters: its maximum length in characters.
 
         Waits while AT_ONCE other conversations are rendered. Raises TemplateError if the template fails or
         reaches a limit, RequestError for a variable that is not JSON, and RendererError if no process can be
         started. If a process is killed meanwhile, another one renders the conversation again, once.
         """
-        most = self.limits.characters if most is None else most
-        request = _message(variables, most)
+        max_characters = self.limits.characters if max_characters is None else max_characters
+        request = _message(variables, max_characters)
         with self._turns:
-            return self._render(request, most)
+            return self._render(request, max_characters)
 
     def close(self) -> None:
         """End all processes. A conversation that is rendered now, or later, gets a RendererError."""
-        with self._changed:
+        with self._condition:
             self._ending()
             self._warm.clear()
-            self._changed.notify_all()
+            self._condition.notify_all()
 
-    def _render(self, request: bytes, most: int) -> str:
+    def _render(self, request: bytes, max_characters: int) -> str:
         how = ""
         for _ in range(_ATTEMPTS):
             renderer = self._take()
             try:
-                text = renderer.render(request, most)
+                text = renderer.render(request, max_characters)
             except ConnectionLost as lost:
                 self._discard(renderer)
                 how = str(lost)
@@ -88,7 +88,7 @@ class Renderers:
         raise TemplateError(f"ended {_ATTEMPTS} processes; the last one: {how}", fatal=True)
 
     def _take(self) -> Renderer:
-        with self._changed:
+        with self._condition:
             if self._ending.alive:
                 self._prepare()
             while not self._warm:
@@ -96,7 +96,7 @@ class Renderers:
                     raise RendererError("the processes that render chat templates have been ended")
                 if not self._count:
                     raise RendererError(f"no process can render chat templates: {self._failure}")
-                self._changed.wait()
+                self._condition.wait()
             if self._ending.alive:
                 self._prepare()  # again: others may have come while this conversation waited
             return self._warm.pop()
@@ -109,45 +109,45 @@ class Renderers:
             threading.Thread(target=self._start, name="renderer-start", daemon=True).start()
 
     def _start(self) -> None:
-        started: Renderer | None = None
+        renderer: Renderer | None = None
         failure: RendererError | TemplateError | None = None
         try:
-            started = Renderer(self._source, self.limits)
+            renderer = Renderer(self._source, self.limits)
         except (RendererError, TemplateError) as error:
             failure = error
         finally:
-            with self._changed:
+            with self._condition:
                 self._starting -= 1
-                self._count -= started is None
+                self._count -= renderer is None
                 self._failure = failure
-                self._changed.notify_all()
-        if started is not None:
-            self._add(started)
+                self._condition.notify_all()
+        if renderer is not None:
+            self._add(renderer)
 
     def _add(self, renderer: Renderer) -> None:
-        with self._changed:
+        with self._condition:
             if self._ending.alive:
                 self._alive.add(renderer)
                 self._warm.append(renderer)
-                self._changed.notify()
+                self._condition.notify()
                 return
         renderer.end()
 
     def _give_back(self, renderer: Renderer) -> None:
-        with self._changed:
+        with self._condition:
             if self._ending.alive:
                 self._warm.append(renderer)
-                self._changed.notify()
+                self._condition.notify()
 
     def _discard(self, renderer: Renderer) -> None:
         """End a process and start another in its place."""
         renderer.end()
-        with self._changed:
+        with self._condition:
             self._alive.discard(renderer)
             self._count -= 1
             if self._ending.alive:
                 self._prepare()
-            self._changed.notify_all()
+            self._condition.notify_all()
 
 
 def _end(renderers: set[Renderer]) -> None:
@@ -155,11 +155,11 @@ def _end(renderers: set[Renderer]) -> None:
         renderer.end()
 
 
-def _message(variables: Mapping[str, Any], most: int) -> bytes:
+def _message(variables: Mapping[str, Any], max_characters: int) -> bytes:
     """The request of a rendering."""
     try:
-        body = json.dumps({"most": most, "variables": variables}, ensure_ascii=False)
+        body = json.dumps({"most": max_characters, "variables": variables}, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        allowed = "text, numbers, true, false, null, lists and objects"
-        raise RequestError(f"messages: {error}; allowed: {allowed}", "messages") from error
+        choices = "text, numbers, true, false, null, lists and objects"
+        raise RequestError(f"messages: {error}; allowed: {choices}", "messages") from error
     return frames.pack(frames.RENDER, body.encode(*frames.CODING))

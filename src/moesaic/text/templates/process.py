@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jinja2
 
-from moesaic.text.templates import compiled, frames
+from moesaic.text.templates import frames, jinja_template
 
 _CONNECTION = 0
 """File descriptor of the socket."""
@@ -43,16 +43,16 @@ def serve(seconds: float, memory: int) -> int:
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
     fcntl.fcntl(_CONNECTION, fcntl.F_SETOWN, os.getpid())
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # no template may fill the parent's log
-    os.close(nowhere)
+    null_file = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_file, 2)  # no template may fill the parent's log
+    os.close(null_file)
     try:
         _send(frames.pack(frames.STARTED))
         source = _receive().decode(*frames.CODING)
         templates: list[jinja2.Template] = []
 
         def compile_source() -> str:
-            templates.append(compiled.compiled(source))
+            templates.append(jinja_template.compile_template(source))
             return ""
 
         _send(_answer(compile_source, _Limits(seconds, memory), len(source)))
@@ -68,7 +68,7 @@ def _answer_next(template: jinja2.Template, limits: _Limits) -> None:
 
     def render() -> str:
         request = json.loads(body.decode(*frames.CODING))
-        return compiled.rendered(template, request["variables"], request["most"])
+        return jinja_template.render_template(template, request["variables"], request["most"])
 
     _send(_answer(render, limits, len(body)))
 
@@ -76,11 +76,11 @@ def _answer_next(template: jinja2.Template, limits: _Limits) -> None:
 def _answer(work: Callable[[], str], limits: _Limits, size: int) -> bytes:
     """The message that says what `work` returned or raised, within `limits` for a request of `size` bytes."""
     try:
-        with limits.during(size):
+        with limits.enforce(size):
             return frames.pack(frames.DONE, work().encode(*frames.CODING))
-    except compiled.Refused as error:
+    except jinja_template.TemplateRefused as error:
         return frames.pack(frames.REFUSED, str(error).encode(*frames.CODING))
-    except compiled.TooLong:
+    except jinja_template.TooLong:
         return frames.pack(frames.TOO_LONG)
     except MemoryError:
         return frames.pack(frames.NO_MEMORY)
@@ -92,29 +92,29 @@ class _Limits:
     def __init__(self, seconds: float, memory: int) -> None:
         self._seconds = seconds
         self._memory = memory + _address_space() if _STATM.exists() else None
-        self._closed = select.poll()
-        self._closed.register(_CONNECTION, select.POLLHUP)
+        self._hangup_poll = select.poll()
+        self._hangup_poll.register(_CONNECTION, select.POLLHUP)
         self._flags = fcntl.fcntl(_CONNECTION, fcntl.F_GETFL)
 
     @contextmanager
-    def during(self, size: int) -> Iterator[None]:
+    def enforce(self, size: int) -> Iterator[None]:
         """A context with the limits for a request of `size` bytes.
 
         Two signals end the process, also in the middle of one long operation: SIGALRM after the limit, and
         SIGIO when the parent closes the socket. The parent sends nothing meanwhile. Raises EOFError if it has
         closed the socket already.
         """
-        before = resource.getrlimit(resource.RLIMIT_AS)
+        former_limit = resource.getrlimit(resource.RLIMIT_AS)
         fcntl.fcntl(_CONNECTION, fcntl.F_SETFL, self._flags | os.O_ASYNC)
-        if self._closed.poll(0):
+        if self._hangup_poll.poll(0):
             raise EOFError
         signal.setitimer(signal.ITIMER_REAL, self._seconds + _LATER)
         if self._memory is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (self._memory + _COPIES * size, before[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (self._memory + _COPIES * size, former_limit[1]))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_AS, before)
+            resource.setrlimit(resource.RLIMIT_AS, former_limit)
             signal.setitimer(signal.ITIMER_REAL, 0)
             fcntl.fcntl(_CONNECTION, fcntl.F_SETFL, self._flags)
 
@@ -144,6 +144,6 @@ def _read(count: int) -> bytes:
 
 
 def _send(data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(_CONNECTION, rest) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(_CONNECTION, remaining) :]

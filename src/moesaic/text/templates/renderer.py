@@ -1,4 +1,4 @@
-"""One renderer, seen from the process that started it."""
+"""A renderer, as the process that started it sees it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Renderer:
         process can be started.
         """
         self._limits = limits
-        self._connection, theirs = socket.socketpair()
-        path = [str(Path(each).absolute()) for each in sys.path]
+        self._connection, process_end = socket.socketpair()
+        path = [str(Path(folder).absolute()) for folder in sys.path]
         settings = {"path": path, "seconds": limits.seconds, "memory": limits.memory}
         try:
-            with theirs:
+            with process_end:
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
                     [sys.executable, "-I", str(_PROGRAM), json.dumps(settings)],
-                    stdin=theirs.fileno(),
+                    stdin=process_end.fileno(),
                     stdout=subprocess.DEVNULL,
                     env=renderer_environment(),
                     cwd="/",
@@ -75,13 +75,13 @@ class Renderer:
     def pid(self) -> int:
         return self._process.pid
 
-    def render(self, request: bytes, most: int) -> str:
-        """The text of `request`, a message for a renderer. most: its maximum length in characters.
+    def render(self, request: bytes, max_characters: int) -> str:
+        """The text of `request`, a message for a renderer. max_characters: its maximum length in characters.
 
         Raises TemplateError if the template failed, and ConnectionLost if the process ended by itself. Then,
         and after `TemplateError.fatal`, the renderer is of no more use.
         """
-        return self._ask(request, self._limits.seconds, most)
+        return self._ask(request, self._limits.seconds, max_characters)
 
     def end(self) -> None:
         """End the process now and wait until it has ended."""
@@ -100,16 +100,16 @@ class Renderer:
         except ConnectionLost as lost:
             raise TemplateError(f"ended the process that compiled it: {lost}", fatal=True) from lost
 
-    def _ask(self, message: bytes, seconds: float, most: int) -> str:
+    def _ask(self, message: bytes, seconds: float, max_characters: int) -> str:
         deadline = time.monotonic() + seconds
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` says how it ended
                 self._connection.settimeout(seconds)
                 self._connection.sendall(message)
-            kind, body = self._receive(deadline, 4 * most)
+            kind, body = self._receive(deadline, 4 * max_characters)
         except TimeoutError:
-            what = f"ran for more than {seconds:g} seconds and was stopped"
-            raise TemplateError(what, fatal=True) from None
+            message_ = f"ran for more than {seconds:g} seconds and was stopped"
+            raise TemplateError(message_, fatal=True) from None
         except OSError as error:  # another thread has closed the socket
             raise ConnectionLost(f"process {self.pid} has been ended") from error
         text = body.decode(*frames.CODING)
@@ -119,7 +119,7 @@ class Renderer:
             case frames.REFUSED:
                 raise TemplateError(text, refused=True)
             case frames.TOO_LONG:
-                raise TemplateError(f"made more than {most} characters of text", too_long=True)
+                raise TemplateError(f"made more than {max_characters} characters of text", too_long=True)
             case frames.NO_MEMORY:
                 memory = self._limits.memory >> 20
                 raise TemplateError(f"needed more than {memory} MiB of memory and was stopped", fatal=True)
@@ -138,22 +138,22 @@ class Renderer:
 
     def _read(self, count: int, deadline: float) -> bytes:
         buffer = bytearray(count)
-        rest = memoryview(buffer)
-        while rest:
+        remaining = memoryview(buffer)
+        while remaining:
             self._connection.settimeout(max(1e-3, deadline - time.monotonic()))
             try:
-                got = self._connection.recv_into(rest)
+                got = self._connection.recv_into(remaining)
             except ConnectionResetError:
                 got = 0
             if not got:
-                raise ConnectionLost(self._how_it_ended())
-            rest = rest[got:]
+                raise ConnectionLost(self._describe_end())
+            remaining = remaining[got:]
         return bytes(buffer)
 
-    def _how_it_ended(self) -> str:
+    def _describe_end(self) -> str:
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return f"process {self.pid} closed its socket"
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"process {self.pid} {how}"
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"process {self.pid} {ending}"

@@ -17,7 +17,7 @@ _SHOWN = 500
 """Maximum number of characters of an error that a message repeats."""
 
 
-class Refused(Exception):
+class TemplateRefused(Exception):
     """The template, or Jinja for it, raised an error. The text is one line."""
 
 
@@ -38,7 +38,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def compiled(source: str) -> jinja2.Template:
+def compile_template(source: str) -> jinja2.Template:
     """The template of `source`, with what templates use of transformers.
 
     Raises Refused if it cannot be compiled, and MemoryError.
@@ -54,28 +54,28 @@ def compiled(source: str) -> jinja2.Template:
     except MemoryError:
         raise
     except Exception as error:  # a hostile template makes the parser raise anything, such as RecursionError
-        raise Refused(_line(error)) from None
+        raise TemplateRefused(_line(error)) from None
 
 
-def rendered(template: jinja2.Template, variables: Mapping[str, Any], most: int) -> str:
-    """The text of `template`. Raises Refused, MemoryError, and TooLong above `most` characters."""
+def render_template(template: jinja2.Template, variables: Mapping[str, Any], max_characters: int) -> str:
+    """The text of `template`. Raises Refused, MemoryError, and TooLong above `max_characters` characters."""
     pieces: list[str] = []
     size = 0
     try:
         for piece in template.generate(variables):
             size += len(piece)
-            if size > most:
+            if size > max_characters:
                 raise TooLong
             pieces.append(piece)
         return "".join(pieces)
     except (MemoryError, TooLong):
         raise
     except Exception as error:  # a template may raise anything
-        raise Refused(_line(error)) from None
+        raise TemplateRefused(_line(error)) from None
 
 
 def _line(error: Exception) -> str:
-    """One line on an error. It names the kind of an error that is not Jinja's."""
+    """The line that describes an error. It names the kind of an error that is not Jinja's."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "

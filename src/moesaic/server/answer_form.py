@@ -17,7 +17,7 @@ from moesaic.text.structured.grammar import check
 
 LOG = logging.getLogger(__name__)
 _ROOT = "structured_outputs"
-_GUIDED = ("json", "regex", "choice", "grammar", "json_object")
+_GUIDED_FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | None:
@@ -25,11 +25,11 @@ def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | Non
 
     Raises RequestError, naming the field, for several forms or for one that is not complete.
     """
-    given, source = _given(body)
-    if given is None:
+    form, source = _find_form(body)
+    if form is None:
         return None
-    with named(source):
-        return StructuredOutputsParams.of({name: value for name, value in given.items() if value is not None})
+    with translate_field(source):
+        return StructuredOutputsParams.of({name: value for name, value in form.items() if value is not None})
 
 
 async def require_grammar(params: SamplingParams, body: GenerationRequest, service: Service) -> None:
@@ -41,50 +41,51 @@ async def require_grammar(params: SamplingParams, body: GenerationRequest, servi
     if form is None:
         return
     special = service.tokenizer.special_tokens
-    with named(_given(body)[1]):
+    with translate_field(_find_form(body)[1]):
         await service.text_threads.run(lambda: check(form, special))
 
 
-def _given(body: GenerationRequest) -> tuple[dict[str, Any] | None, str]:
+def _find_form(body: GenerationRequest) -> tuple[dict[str, Any] | None, str]:
     """The fields of the form, and the field of the body that has them."""
-    found: dict[str, dict[str, Any]] = {}
+    forms: dict[str, dict[str, Any]] = {}
     if body.structured_outputs is not None:
-        found[_ROOT] = _known(body.structured_outputs)
+        forms[_ROOT] = _dump_known_fields(body.structured_outputs)
     if body.response_format is not None and body.response_format.type != "text":
-        found["response_format"] = _of_response_format(body.response_format)
-    for name in _GUIDED:
+        forms["response_format"] = _of_response_format(body.response_format)
+    for name in _GUIDED_FORMS:
+        # guided_json_object: false asks for nothing.
         if (value := getattr(body, f"guided_{name}")) not in (None, False):
             _warn_of_old_name(name)
-            found[f"guided_{name}"] = {name: value, "whitespace_pattern": body.guided_whitespace_pattern}
-    if len(found) > 1:
-        names = ", ".join(found)
-        raise RequestError(f"{_ROOT}: got {names}; allowed: one of them", next(iter(found)))
-    return next(((form, source) for source, form in found.items()), (None, ""))
+            forms[f"guided_{name}"] = {name: value, "whitespace_pattern": body.guided_whitespace_pattern}
+    if len(forms) > 1:  # an answer can have one form only
+        names = ", ".join(forms)
+        raise RequestError(f"{_ROOT}: got {names}; allowed: one of them", next(iter(forms)))
+    return next(((form, source) for source, form in forms.items()), (None, ""))
 
 
-def _of_response_format(given: ResponseFormat) -> dict[str, Any]:
-    match given.type:
+def _of_response_format(response_format: ResponseFormat) -> dict[str, Any]:
+    match response_format.type:
         case "json_schema":
-            if given.json_schema is None:
+            if response_format.json_schema is None:
                 raise RequestError(
                     "response_format.json_schema: it is missing", "response_format.json_schema"
                 )
-            schema = given.json_schema.schema_
+            schema = response_format.json_schema.schema_
             return {"json_object": True} if schema is None else {"json": schema}
         case "structural_tag":
-            structures = [_known(one) for one in given.structures or []]
-            return {"structural_tag": {"structures": structures, "triggers": given.triggers or []}}
+            structures = [_dump_known_fields(structure) for structure in response_format.structures or []]
+            return {"structural_tag": {"structures": structures, "triggers": response_format.triggers or []}}
         case _:
             return {"json_object": True}
 
 
-def _known(body: Body) -> dict[str, Any]:
+def _dump_known_fields(body: Body) -> dict[str, Any]:
     """The fields of a body, without those that it does not define: they are ignored."""
     return body.model_dump(by_alias=True, exclude=set(body.model_extra or ()))
 
 
 @contextmanager
-def named(source: str) -> Generator[None]:
+def translate_field(source: str) -> Generator[None]:
     """Errors about the engine's field "structured_outputs" name the field that the client sent."""
     try:
         yield
