@@ -63,7 +63,7 @@ def test_a_server_decides_by_the_curves_of_its_file(tmp_path: Path) -> None:
         device_name = ""
 
         def __init__(self) -> None:
-            self.held = dict[int, list[int]]()
+            self.resident_experts = dict[int, list[int]]()
 
     first, backend = Hold(0, {0: [0, 1], 1: [0, 1]}), cast(ExpertBackend, OnCpu())
     papers = str(Path(__file__).parents[2] / "benchmarks" / "papers" / "async_moe.toml")
@@ -94,15 +94,15 @@ class Backend:
     name, device_name = "reference", "an unknown device"
 
     def __init__(self) -> None:
-        self.held: dict[int, list[int]] = {}
+        self.resident_experts: dict[int, list[int]] = {}
         self.loading, self.may_end = threading.Event(), threading.Event()
 
-    def take(self, wanted: object) -> None:
+    def load(self, experts_by_layer: object) -> None:
         if threading.current_thread().name == "loading":
             self.loading.set()
             assert self.may_end.wait(20)
 
-    def keep(self, wanted: object) -> None: ...
+    def keep_only(self, experts_by_layer: object) -> None: ...
 
 
 def on_device(monkeypatch: pytest.MonkeyPatch, backend: Backend, **settings: Any) -> ExpertServerConfig:
