@@ -162,10 +162,10 @@ class TableChecker:
 
     def check_keys(self, table: Mapping[str, Any], prefix: str, *keys: str) -> None:
         """Refuses other keys than these."""
-        unknown_keys = [key for key in table if key not in keys]
-        if unknown_keys:
+        unknown = [key for key in table if key not in keys]
+        if unknown:
             raise ConfigError(
-                f"{self.flag}: {self.name}: unknown {prefix}{unknown_keys[0]}; allowed: {', '.join(keys)}"
+                f"{self.flag}: {self.name}: unknown {prefix}{unknown[0]}; allowed: {', '.join(keys)}"
             )
 
     def wrong(self, key: str, value: object, allowed_values: str) -> ConfigError:
