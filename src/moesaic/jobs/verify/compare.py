@@ -137,6 +137,7 @@ def _outputs(actual: Side, reference: Side, layers: int) -> Iterator[Output]:
     yield EMBEDDING, None, hidden, reference.embed()
     for layer in range(layers):
         reference_hidden = reference.layer(layer, hidden)
+        # A layer may write into its input, which the comparison still needs.
         actual_hidden = actual.layer(layer, hidden.clone())
         yield f"layer {layer}", hidden, actual_hidden, reference_hidden
         hidden = actual_hidden
