@@ -104,6 +104,7 @@ def _nest(spans: list[tuple[str, int, int, dict[str, Any]]], start: int) -> list
     result: list[Span] = []
     ends: list[int] = []
     for name, begin, length, arguments in sorted(spans, key=lambda span: span[1]):
+        # Spans that have ended by now are not around this one.
         while ends and ends[-1] <= begin:
             ends.pop()
         result.append(Span(name, round(begin - start), round(length), len(ends), arguments))

@@ -98,6 +98,7 @@ class Rounding:
 
     def _cover(self, largest: torch.Tensor) -> torch.Tensor:
         """The scales with which numbers up to `largest` have codes."""
+        # A number half a step beyond the largest code still rounds to it.
         scales = largest / (self._zero - 0.5)
         return torch.from_numpy(round_scales(scales.numpy(), self.scales))
 
