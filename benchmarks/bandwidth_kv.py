@@ -77,7 +77,7 @@ def send_kv(options: argparse.Namespace, where: Any) -> float:
         target = messages.KVTarget(number, Endpoint(where[0]), bytes.fromhex(where[1]))
         request = Request(number, [1] * (BLOCKS * BLOCK), SamplingParams())
         sender.expect(messages.Submit([request], [[]], {number: target}))
-        sender.computed(whole(number))
+        sender.on_step_computed(whole(number))
         while sender.stats().sent_bytes < number * TOTAL:
             told.acquire()
         rates.append(TOTAL / (time.perf_counter() - moment) / 1e9)

@@ -87,7 +87,7 @@ def engine(model: str, draft: int, drafter: Known | None, options: argparse.Name
     def chosen(config: SpeculativeConfig) -> Known:
         return drafter
 
-    with patch("moesaic.runtime.drafting.drafter_of", chosen):
+    with patch("moesaic.runtime.drafting.make_drafter", chosen):
         return LLM(model, **settings)
 
 

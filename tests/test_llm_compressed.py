@@ -124,7 +124,7 @@ def test_of_an_expert_server(written: dict[str, Both], mapped: bool) -> None:
     for path in written[CASES[0]]:
         layout = registry.expert_layout(path, table.pick("cpu"))
         server = NativeBackend(path, layout, "auto", 1, mapped)
-        server.take({layout.layers[0]: [3, 1]})
+        server.load({layout.layers[0]: [3, 1]})
         hidden = np.random.default_rng(0).standard_normal((5, layout.hidden)).astype(np.float32)
         out = np.zeros_like(hidden)
         rows = np.arange(5)

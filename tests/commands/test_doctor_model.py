@@ -25,8 +25,8 @@ from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.files import Found
 from moesaic.models.headers import Headers
-from moesaic.runtime.cache_size import AUTO_SHARE, cache_size_of
-from moesaic.runtime.drafting import speculation_of
+from moesaic.runtime.cache_size import AUTO_SHARE, compute_cache_size
+from moesaic.runtime.drafting import make_speculation
 from moesaic.runtime.model_loading import load_model as load
 from moesaic.testing import byte_tokenizer
 
@@ -237,7 +237,7 @@ def test_the_cache_is_the_one_that_the_worker_takes(
     loaded = load(ModelConfig("demo"))
     left = memory * GIB - row["weights"]
     worker = WorkerConfig(ModelConfig("demo"), CacheConfig())
-    blocks = cache_size_of(worker, loaded, 2048, torch.float32, int(AUTO_SHARE * left)).num_blocks
+    blocks = compute_cache_size(worker, loaded, 2048, torch.float32, int(AUTO_SHARE * left)).num_blocks
     assert row["kv_cache_tokens"] == blocks * worker.cache.block_size
 
 
@@ -273,7 +273,7 @@ def test_without_figures_there_is_no_speed(capsys: pytest.CaptureFixture[str]) -
     assert found["command"] == "moesaic serve demo" and found["speeds"] == []
     assert found["drafts_priced_by"] == "bytes of weights"
     config = WorkerConfig(ModelConfig("demo"), scheduler=SchedulerConfig(speculative_config=DRAFTS))
-    prices = speculation_of(config, load(ModelConfig("demo")).model).stats().prices
+    prices = make_speculation(config, load(ModelConfig("demo")).model).stats().prices
     for one in found["drafts"]:
         ratio = prices[one["requests"] * (1 + one["tokens"]) - 1] / prices[one["requests"] - 1]
         assert one["price"] == pytest.approx(ratio, rel=0.01), "a worker begins with the same prices"

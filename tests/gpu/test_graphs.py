@@ -134,7 +134,7 @@ def test_steps_with_drafted_tokens_are_recorded(
     prompts, counts = [first, *PROMPTS[1:]], [7, 4, 2]
     wanted = said(loaded(tmp_path, kernels="reference", device="cpu"), prompts, counts)
     oracle = Erring(list(zip(prompts, wanted, strict=True))[:2], right=1.0)
-    monkeypatch.setattr("moesaic.runtime.drafting.drafter_of", lambda config: oracle)
+    monkeypatch.setattr("moesaic.runtime.drafting.make_drafter", lambda config: oracle)
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     steps = steps_replayed(monkeypatch)
     model = loaded(tmp_path, kernels="triton", device="cuda", speculative_config=drafts)

@@ -109,8 +109,8 @@ def test_a_server_has_the_rows_of_a_model(
     layout = registry.expert_layout(path, kernels, "cpu", dtype)
     assert layout.form == COLUMNS
     store = Store(path, layout, mapped)
-    store.take(wanted)
-    assert store.held == wanted
+    store.load(wanted)
+    assert store.resident_experts == wanted
     for layer, weights in registry.load_experts(path, kernels, wanted, dtype=dtype).items():
         assert store.table(layer).shape == (6, EXPERTS)
         for expert in range(EXPERTS):
@@ -120,8 +120,8 @@ def test_a_server_has_the_rows_of_a_model(
                 if part is not None:
                     found = ctypes.string_at(address, size)
                     assert found == part.view(-1).view(torch.uint8).numpy().tobytes()
-    store.keep({0: [5]})
-    assert store.held == {0: [5]} and not store.table(2).any()
+    store.keep_only({0: [5]})
+    assert store.resident_experts == {0: [5]} and not store.table(2).any()
 
 
 def test_a_layout_counts_biases_and_travels(saved: Callable[..., Path]) -> None:

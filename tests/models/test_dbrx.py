@@ -54,10 +54,12 @@ def test_a_model_and_a_server_have_rows(saved: Saved, dtype: torch.dtype, mapped
     path = saved(dtype)
     model, layout = registry.load(path, kernels, mapped=mapped), registry.expert_layout(path, kernels)
     store = Store(path, layout, mapped)
-    store.take({2: [0, 5]})
+    store.load({2: [0, 5]})
     for expert in (0, 5):
         loaded = model.experts[2].of(expert)
-        for mine, held, wanted in zip(loaded, store._held[2, expert], stored(path, 2, expert), strict=True):
+        for mine, held, wanted in zip(
+            loaded, store._matrices[2, expert], stored(path, 2, expert), strict=True
+        ):
             assert mine.is_contiguous() and torch.equal(mine, wanted.to(mine.dtype))
             assert held.tobytes() == mine.view(torch.uint8).numpy().tobytes()
     assert model.experts[2].of(0)[0].dtype == (torch.float32 if dtype is torch.float16 else dtype)

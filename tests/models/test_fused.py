@@ -131,7 +131,7 @@ def test_a_server_finds_the_same_bits(
     )
     layer = layouts[0].layers[-1]
     for store in (one, two):
-        store.take({layer: [0, 3, 4]})
+        store.load({layer: [0, 3, 4]})
     for expert in (0, 3, 4):
         for line, size in enumerate(layouts[0].matrix_bytes):
             first, second = (

@@ -223,11 +223,11 @@ def test_servers_hold_the_bytes_of_the_loader(
     layout = registry.expert_layout(file, kernels)
     store = Store(file, layout, mapped)
     wanted = {0: [1], 1: [0, 3]}
-    store.take(wanted)
+    store.load(wanted)
     for layer, loaded in registry.load_experts(file, kernels, wanted).items():
         for expert in wanted[layer]:
             parts = [part[expert] for part in loaded.parts]
-            for mine, theirs in zip(store._held[layer, expert], parts, strict=True):
+            for mine, theirs in zip(store._matrices[layer, expert], parts, strict=True):
                 assert theirs is not None
                 assert mine.tobytes() == theirs.contiguous().view(torch.uint8).numpy().tobytes()
 

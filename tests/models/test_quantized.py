@@ -91,11 +91,11 @@ def test_servers_hold_the_bytes_of_the_loader(
     layout = registry.expert_layout(quantised, kernels)
     assert layout.dtype == STORED[form]
     held = Store(quantised, layout, mapped)
-    held.take({1: [0, 3]})
+    held.load({1: [0, 3]})
     loaded = registry.load_experts(quantised, kernels, {1: [0, 3]})[1]
     for expert in (0, 3):
         parts = (part[expert] for part in loaded.parts)
-        for part, wanted, size in zip(held._held[1, expert], parts, layout.matrix_bytes, strict=True):
+        for part, wanted, size in zip(held._matrices[1, expert], parts, layout.matrix_bytes, strict=True):
             assert wanted is not None and part.nbytes == size
             assert part.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
 
@@ -107,7 +107,7 @@ def test_servers_read_only_the_experts_that_they_take(
     quantised, _ = made(sources, "gpt-oss", "mxfp4", tmp_path)
     read, sizes = store._read, []
     monkeypatch.setattr(store, "_read", lambda place: sizes.append(place.size) or read(place))
-    Store(quantised, registry.expert_layout(quantised, kernels)).take({1: [2]})
+    Store(quantised, registry.expert_layout(quantised, kernels)).load({1: [2]})
     every = Headers(quantised).every().items()
     matrices = sum(place.size for name, place in every if "layers.1.mlp.experts.gate_up_proj_" in name)
     biases = 4 * 3 * (96 + 2 * 64)
@@ -262,7 +262,7 @@ def test_damaged_matrices_are_one_line(sources: dict[str, Path], tmp_path: Path,
         layout = registry.expert_layout(tmp_path / "quantised", kernels) if "got n" in says else None
         if layout is not None:
             with pytest.raises(CheckpointError, match="got nan"):
-                Store(quantised, layout).take({1: [2]})
+                Store(quantised, layout).load({1: [2]})
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -92,7 +92,7 @@ class Pair:
         for layer in range(layers):
             self.here.written(layer)
         if ends:
-            self.sender.computed(plan)
+            self.sender.on_step_computed(plan)
 
     def close(self) -> None:
         self.sender.close()
@@ -111,7 +111,7 @@ class Pair:
         """Request 5 goes on at the receiver, with what the transfer brought."""
         request = Request(5, [1, 2], SamplingParams())
         self.receiver.expect(messages.Submit([request], received={5: transfer}))
-        return self.receiver.received([request])
+        return self.receiver.count_received_tokens([request])
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_the_page_is_the_one_that_stands_at_the_last_multiple(pair: Pair) -> Non
     table = np.array([[0] * 18])
     line, one = np.array([[4, 0, 2, 7]]), np.array([1])
     batch = TokenBatch(one, one, np.array([0, 1]), np.array([70]), table, NONE, line)
-    pair.sender.computed(StepPlan(0, batch, np.array([5]), one, NONE, NONE))
+    pair.sender.on_step_computed(StepPlan(0, batch, np.array([5]), one, NONE, NONE))
     pair.arrived()
     pair.claim()
     pair.receiver.restore(Restore(5, range(70), np.zeros(18, np.int64), (1, 64, 1, 6)))

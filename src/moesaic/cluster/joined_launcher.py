@@ -50,7 +50,9 @@ class JoinedLauncher:
     def take(self, process: RemoteProcess) -> bool:
         role = process.role
         with self._condition:
-            self._waiting[role] = [place for place in self._waiting[role] if not place.connection.ended(0.0)]
+            self._waiting[role] = [
+                place for place in self._waiting[role] if not place.connection.wait_for_end(0.0)
+            ]
             places = [place for place in self._processes if place.member.role is role]
             free = (
                 sum(place.room is None and place.is_running for place in places)
@@ -91,7 +93,7 @@ class JoinedLauncher:
                     for process in list(self._waiting[role]):
                         self._waiting[role].remove(process)
                         # The process may have left while it waited for a place.
-                        if not process.connection.ended(0.0):
+                        if not process.connection.wait_for_end(0.0):
                             place.room = room = JoinedRoom(
                                 process, place, self._choose_instruction_set(process)
                             )
@@ -135,7 +137,7 @@ class JoinedRoom:
         return None
 
     def wait(self) -> str:
-        while not self._process.connection.ended(POLL_SECONDS):
+        while not self._process.connection.wait_for_end(POLL_SECONDS):
             pass
         return self._process.describe_end()
 

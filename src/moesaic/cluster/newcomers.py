@@ -46,7 +46,7 @@ class Newcomers:
     @property
     def standbys(self) -> list[str]:
         """Hosts that watch this one and would take over."""
-        return [standby.host for standby in self._standbys if not standby.connection.ended(0.0)]
+        return [standby.host for standby in self._standbys if not standby.connection.wait_for_end(0.0)]
 
     def close(self) -> None:
         """Stops listening, and tells those that watch this cluster that it ends on purpose."""
@@ -54,7 +54,7 @@ class Newcomers:
         for standby in self._standbys:
             with contextlib.suppress(ConnectionLost):
                 standby.connection.send(messages.Shutdown())
-                standby.connection.ended(GOODBYE_SECONDS)
+                standby.connection.wait_for_end(GOODBYE_SECONDS)
             standby.connection.close()
 
     def _welcome(self, process: RemoteProcess) -> None:
@@ -81,5 +81,7 @@ class Newcomers:
         with contextlib.suppress(ConnectionLost):
             answer = messages.Enlisted(str(self._model), fingerprint.of(self._model), "")
             process.connection.send(answer)
-        connected_standbys = [standby for standby in self._standbys if not standby.connection.ended(0.0)]
+        connected_standbys = [
+            standby for standby in self._standbys if not standby.connection.wait_for_end(0.0)
+        ]
         self._standbys = [*connected_standbys, process]

@@ -1,6 +1,6 @@
 """`moesaic join`: a process of this host becomes a part of a running cluster.
 
-Question: What does SIGTERM do?
+Question: What does SIGTERM do to `moesaic join`?
 """
 
 from __future__ import annotations

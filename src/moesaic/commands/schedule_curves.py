@@ -100,7 +100,7 @@ def _ratio(threads: int) -> float | None:
             kernels.linear(states, matrix)
 
     cache_key = {"kernels": kernels.name, "threads": threads, "sizes": (HIDDEN, MATRICES), "type": str(dtype)}
-    return measuring.ratio(run, cache_key)
+    return measuring.measure_ratio(run, cache_key)
 
 
 def _run_milliseconds(curve: Curve, experts: int) -> dict[int, float]:

@@ -1,4 +1,7 @@
-"""`moesaic serve`: starts worker processes, and serves the HTTP API in this process."""
+"""`moesaic serve`: starts worker processes, and serves the HTTP API in this process.
+
+Question: What does SIGTERM do to `moesaic serve`?
+"""
 
 from __future__ import annotations
 

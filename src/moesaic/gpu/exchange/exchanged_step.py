@@ -41,13 +41,13 @@ class ExchangedStep:
         """The step in parts, once the graph has failed."""
 
     @property
-    def suspended(self) -> bool:
-        return self._result is not None if self._parts is None else self._parts.suspended
+    def is_suspended(self) -> bool:
+        return self._result is not None if self._parts is None else self._parts.is_suspended
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         if self._parts is not None:
-            return self._parts.ready
+            return self._parts.is_ready
         return self._result is None or self._exchange.ended()
 
     def advance(self) -> StepResult | None:

@@ -59,7 +59,7 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
 
     def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> RunningStep:
         """See `PredictionRunner`."""
-        memory, spec = self._taken(), self._eager.stages.model.spec
+        memory, spec = self._take_memory(), self._eager.stages.model.spec
         kind = Kind.of(batch, spec)._replace(several=False)  # that layer keeps no states
         key = (*kind, spec.num_layers)
         if key not in memory.steps:
@@ -90,14 +90,14 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
     ) -> tuple[list[Recording[Item]], RecordedHeads | None]:
         """The parts of a step and of other processes. Its launches run once before they are recorded."""
         stages = self._eager.stages
-        spec, shared = stages.model.spec, stages.shared
+        spec, shared = stages.model.spec, stages.shared_heads
         answers = torch.zeros(kind.rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
         if shared is None:
-            _parts(self._whole(run()), answers, unrecorded)
-            return _parts(self._whole(run()), answers, recorder), None
+            _parts(self._wrap_stages(run()), answers, unrecorded)
+            return _parts(self._wrap_stages(run()), answers, recorder), None
         with shared.recording(kind) as others:
-            _parts(self._whole(run()), answers, others.unrecorded)
-            return _parts(self._whole(run()), answers, others.recorder(recorder)), others
+            _parts(self._wrap_stages(run()), answers, others.run_unrecorded)
+            return _parts(self._wrap_stages(run()), answers, others.recorder(recorder)), others
 
 
 def _parts(

@@ -136,21 +136,23 @@ class DeviceAnswers:
         assert isinstance(call, DeviceCall)
         return _numbers(call.device_answer, width)
 
-    def put(self, out: torch.Tensor, lines: IntArray, rows: torch.Tensor, places: IntArray) -> None:
+    def put(
+        self, target: torch.Tensor, target_rows: IntArray, source: torch.Tensor, source_rows: IntArray
+    ) -> None:
         """out[lines] = rows[places], without waiting for the GPU."""
         with torch.inference_mode():
-            mine = rows.index_select(0, moved(places, self._device))
-            out.index_copy_(0, moved(lines, self._device), mine)
+            mine = source.index_select(0, moved(source_rows, self._device))
+            target.index_copy_(0, moved(target_rows, self._device), mine)
 
-    def clear(self, out: torch.Tensor, lines: IntArray) -> None:
+    def clear(self, target: torch.Tensor, target_rows: IntArray) -> None:
         """out[lines] = 0, without waiting for the GPU."""
         with torch.inference_mode():
-            out.index_fill_(0, moved(lines, self._device), 0.0)
+            target.index_fill_(0, moved(target_rows, self._device), 0.0)
 
-    def copy(self, out: torch.Tensor, answer: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, answer: torch.Tensor) -> None:
         """out[:] = answer, without waiting for the GPU."""
         with torch.inference_mode():
-            out.copy_(answer, non_blocking=True)
+            target.copy_(answer, non_blocking=True)
 
 
 @dataclass

@@ -168,7 +168,7 @@ class NvshmemAnswerer:
         begin, width = where.request(channel), 4 * where.hidden
         (memory,) = arrays((heap.tensor[begin : begin + where.request_bytes],))
         assert memory is not None
-        rows, pairs = wire.claimed(memory.data)
+        rows, pairs = wire.read_counts(memory.data)
         if pairs > where.pairs or rows > where.rows:
             raise DamagedMessage(f"a request claims {rows} of {where.rows} rows, and {pairs} pairs")
         request = memory.data[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()

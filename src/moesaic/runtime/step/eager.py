@@ -40,10 +40,10 @@ class EagerRunner:
         attention = AttentionBatch.build(batch, self.stages.block_size, device)
         positions = moved(batch.positions, device)
         token_ids = moved(batch.token_ids, device)
-        every = yield from self.stages.run(token_ids, positions, attention, hidden, layers)
-        wanted = every.hidden[moved(batch.logit_rows, device)]
-        kept = None if self.stages.model.prediction is None else every.hidden
-        return StepResult(wanted, expert_ids=every.expert_ids, rows=kept)
+        result = yield from self.stages.run(token_ids, positions, attention, hidden, layers)
+        logit_hidden = result.hidden[moved(batch.logit_rows, device)]
+        all_hidden = None if self.stages.model.prediction is None else result.hidden
+        return StepResult(logit_hidden, expert_ids=result.expert_ids, rows=all_hidden)
 
     def _no_rows(self, layers: range) -> StepGenerator:
         """Servers that wait for the rows of every worker wait for this worker's empty requests too."""

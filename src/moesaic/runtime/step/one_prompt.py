@@ -46,7 +46,9 @@ class OnePrompt:
         """hidden [n, h] before a layer, as its block has them -> the rows after its gate."""
         cpu = torch.device("cpu")
         states = (0,) if layer in self._spec.state_layers else ()
-        one = replace(self._spec, num_layers=1, state_layers=states)
-        memory = layer_memory(one, CacheSize(self._blocks, seats=1), BLOCK, torch.float32, cpu, self._kernels)
+        one_layer_spec = replace(self._spec, num_layers=1, state_layers=states)
+        memory = layer_memory(
+            one_layer_spec, CacheSize(self._blocks, seats=1), BLOCK, torch.float32, cpu, self._kernels
+        )
         attention = AttentionBatch.build(self._batch, BLOCK)
         return until_gate(block, 0, hidden, torch.from_numpy(self._batch.positions), attention, memory)
