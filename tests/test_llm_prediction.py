@@ -17,7 +17,7 @@ from moesaic.core.request import NO_TOKEN
 from moesaic.core.tokens import TokenBatch
 from moesaic.llm import Completion
 from moesaic.models import registry
-from moesaic.models.kvcache.paged import bytes_per_token
+from moesaic.models.kvcache.paged_kv import bytes_per_token
 from moesaic.policy.scheduling.schedulers.actions import Action, Event, RunStep, StepDone, StepPlan
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.step_prices import StepPrices

@@ -23,7 +23,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import OF_EXPERTS
 from moesaic.kernels import table
 from moesaic.models import files, registry
-from moesaic.models.files import Found
+from moesaic.models.files import FoundModel
 from moesaic.models.headers import Headers
 from moesaic.runtime.cache_size import AUTO_SHARE, compute_cache_size
 from moesaic.runtime.drafting import make_speculation
@@ -112,10 +112,10 @@ def test_compressed_experts_are_counted_to_the_byte(
     capsys.readouterr()
     found = examined(capsys, out, "--hardware", machine)
     [row] = [row for row in found["formats"] if row["experts_as"] == "compressed"]
-    places = Headers(out).every().items()
+    places = Headers(out).list_tensors().items()
     assert row["experts"] == sum(place.size for name, place in places if ".experts." in name)
     assert found["stored"]["type"] == "compressed" and found["command"] == f"moesaic serve {out}"
-    assert row["loaded_as"] == ("compressed" if table.pick("cpu").packed else "float32")
+    assert row["loaded_as"] == ("compressed" if table.pick("cpu").can_use_quantized else "float32")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_hub_id_without_a_tokenizer_that_is_read(
         ("tokenizer.json", []),
         ("tiktoken.model", []),
     ):
-        found = Found(file, files={"config.json": 600, name: 5000, "model.safetensors": 1 << 60})
+        found = FoundModel(file, files={"config.json": 600, name: 5000, "model.safetensors": 1 << 60})
         monkeypatch.setattr(files, "find", lambda *_, found=found: found)
         report = examined(capsys, "a/b", "--hardware", machine, code=1)
         assert report["problems"] == problems

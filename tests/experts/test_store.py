@@ -60,7 +60,7 @@ def test_bits_of_the_models_loader(checkpoint: Path, dtype: str, mapped: bool) -
     assert store.resident_experts == wanted
     for layer, weights in registry.load_experts(checkpoint, kernels, wanted, "cpu", dtype).items():
         addresses = store.table(layer)
-        for line, part in enumerate((weights.gate, weights.up, weights.down)):
+        for line, part in enumerate((weights.gate_proj, weights.up_proj, weights.down_proj)):
             for expert, tensor in enumerate(part):
                 if tensor is None:
                     assert addresses[line, expert] == 0

@@ -79,7 +79,7 @@ def test_answers_are_those_of_the_reference(stored: Written, form: str) -> None:
             )
             with pytest.raises(KeyError, match="expert 4 is not held here"):
                 answered(backend, layout, 1, [4])
-        types = {part.dtype for part in backend._weights[1].of(3)}
+        types = {part.dtype for part in backend._weights[1].matrices_of(3)}
     packed = form == "gguf" or is_packed(test_quantized.STORED.get(form, "float32"))
     assert (types == {torch.uint8}) == packed
     tolerance = 4 * ROUNDED if form in (BF16, "compressed") else EXACT

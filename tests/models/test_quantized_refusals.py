@@ -211,7 +211,7 @@ def test_headers_whose_shapes_are_no_integers(tmp_path: Path, shape: list[Any]) 
     text = json.dumps(header).encode()
     (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
     headers = Headers(tmp_path)
-    matrix = headers.quantized("some.weight", ROWS, COLUMNS)
+    matrix = headers.find_quantized("some.weight", ROWS, COLUMNS)
     assert isinstance(matrix, Matrix)
     with pytest.raises(CheckpointError, match="truncated or corrupt: tensor some.weight has no bytes"):
         headers.place(matrix.parts[0])

@@ -15,7 +15,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import Request
 from moesaic.models import files
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.runtime import in_memory
 from moesaic.runtime.keeping import KeptModel
 from moesaic.runtime.model_loading import LoadedModel

@@ -70,7 +70,7 @@ class Newcomers:
             self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {refusal}"))
             process.refuse(refusal)
         elif self._members.is_supervised:
-            weights = fingerprint.of(self._model)
+            weights = fingerprint.compute_fingerprint(self._model)
             self._members.inbox.put(lambda: self._changes.join(process, weights))
         else:
             process.stop()
@@ -79,7 +79,7 @@ class Newcomers:
         """Keeps the connection of a standby. Its signs of life, and those to it, need nothing else."""
         LOG.info("%s stands by", process.host)
         with contextlib.suppress(ConnectionLost):
-            answer = messages.Enlisted(str(self._model), fingerprint.of(self._model), "")
+            answer = messages.Enlisted(str(self._model), fingerprint.compute_fingerprint(self._model), "")
             process.connection.send(answer)
         connected_standbys = [
             standby for standby in self._standbys if not standby.connection.wait_for_end(0.0)

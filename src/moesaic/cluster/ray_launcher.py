@@ -195,7 +195,7 @@ class RayLauncher:
         self, member: Member, model: str, config: WorkerConfig | ExpertServerConfig
     ) -> LaunchedProcess:
         if not self._weights:
-            self._weights = fingerprint.of(self._path)
+            self._weights = fingerprint.compute_fingerprint(self._path)
         member.weights, member.host, member.host_id = self._weights, "", ""
         joining = JoinOptions(
             self._address,

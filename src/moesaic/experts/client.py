@@ -22,7 +22,7 @@ import torch
 from moesaic.core.experts import Directory
 from moesaic.core.messages import FaultyServer, JoinJob
 from moesaic.core.tokens import FloatRows, IntArray
-from moesaic.kernels.moving import arrays
+from moesaic.kernels.moving import to_host_arrays
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -66,7 +66,7 @@ class ExpertRequest:
 
         They are kept because a recorded step submits the same request at every replay.
         """
-        hidden, ids, weights = arrays((self.hidden, self.expert_ids, self.weights))
+        hidden, ids, weights = to_host_arrays((self.hidden, self.expert_ids, self.weights))
         assert hidden is not None and ids is not None
         flat = None if weights is None else weights.reshape(-1)
         return RequestArrays(hidden, ids.reshape(-1), flat, self.expert_ids.shape[1])

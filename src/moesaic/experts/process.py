@@ -70,7 +70,7 @@ def serve(
         os.sched_setaffinity(0, config.cpus)
     path = Path(config.model)
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
-    with fingerprint.unchanged(path, stamp):
+    with fingerprint.guard_unchanged(path, stamp):
         kept_experts = kept_experts or KeptExperts()
         unpaced_backend, residency = kept_experts.get(config, stamp, _backend)
         backend, pace = _apply_pace(unpaced_backend, config)
@@ -279,7 +279,7 @@ class _ExpertLoader:
     def _run(self) -> None:
         while (hold := self._next()) is not None:
             try:
-                with fingerprint.unchanged(Path(self._config.model), self._stamp):
+                with fingerprint.guard_unchanged(Path(self._config.model), self._stamp):
                     self._backend.load(hold.experts)
                 self._backend.keep_only(hold.experts)
                 self._report(hold)
@@ -299,7 +299,7 @@ class _ExpertLoader:
         """
         while self._digests is not None and self._digests and self._hold_messages.empty():
             try:
-                self._supervisor.send(messages.Digests(self._digests.some()))
+                self._supervisor.send(messages.Digests(self._digests.compute_next()))
             except ConnectionLost:
                 return None
             except MoesaicError as error:

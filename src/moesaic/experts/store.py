@@ -18,12 +18,12 @@ import numpy.typing as npt
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS, ExpertLayout
 from moesaic.core.stored import of_matrices
-from moesaic.kernels.compressed import decompress
-from moesaic.models.columns import as_rows, bias_rows, turned
+from moesaic.kernels.compressed_layout import decompress
+from moesaic.models.columns import as_rows, bias_rows, transpose_bytes
 from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
-from moesaic.models.pages import PAGE, aligned, huge_pages, prefer_huge
+from moesaic.models.pages import PAGE, align_size, huge_pages, prefer_huge
 from moesaic.models.quantization.scheme import Matrix
 
 Bytes = npt.NDArray[np.uint8]
@@ -95,7 +95,7 @@ class Store:
         if self.layout.form == COLUMNS:
             parts = as_rows(parts, WIDTHS[dtype], self.layout.width)
         if self.layout.form == DOWN_COLUMNS:
-            parts = [*parts[:2], turned(parts[2], WIDTHS[dtype], self.layout.width)]
+            parts = [*parts[:2], transpose_bytes(parts[2], WIDTHS[dtype], self.layout.width)]
         if self.layout.form == BIASED_ROWS:
             parts = [*parts[:3], *bias_rows(parts[3], self.layout.width), parts[4]]
         if self._slots is not None:
@@ -117,7 +117,7 @@ class _Checkpoint:
         """The bytes of a matrix or vector in type `dtype`: a view when the file has that type, else a
         converted copy.
         """
-        matrix = self._headers.quantized(name, *shape)
+        matrix = self._headers.find_quantized(name, *shape)
         if matrix is not None:
             return self._read_quantized(matrix, dtype)
         place = self._headers.find(name, *shape)
@@ -132,7 +132,7 @@ class _Checkpoint:
         read = self._headers.reader(lambda place: self._read_place(matrix.name, place))
         try:
             if matrix.dtype == dtype:
-                return matrix.packed(read).reshape(-1)
+                return matrix.pack_rows(read).reshape(-1)
             floats = matrix.floats(read).reshape(-1).view(np.uint8)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
@@ -224,7 +224,7 @@ class Slots:
     def __init__(self, sizes: Sequence[int]) -> None:
         """sizes: bytes of each matrix of an expert, or more."""
         self._sizes = tuple(sizes)
-        self._slot = sum(map(aligned, sizes))
+        self._slot = sum(map(align_size, sizes))
         self._free: list[Bytes] = []
 
     def copy(self, parts: Sequence[Bytes]) -> tuple[Bytes, list[Bytes]]:
@@ -236,7 +236,7 @@ class Slots:
             copy = slot[begin : begin + len(part)]
             copy[:] = part
             copies.append(copy)
-            begin += aligned(size)
+            begin += align_size(size)
         return slot, copies
 
     def give_back(self, slot: Bytes) -> None:

@@ -90,7 +90,7 @@ class StreamedBackend:
 
     def _answer(self, layer: int, expert_group: list[int], rows: np.ndarray, experts: IntArray) -> np.ndarray:
         """[p, h] answers of pairs whose experts are among `expert_group`."""
-        weights = self._pool.with_chosen(layer, expert_group)
+        weights = self._pool.load_experts(layer, expert_group)
         with torch.inference_mode():
             ids = torch.from_numpy(experts)[:, None]
             answers = self._kernels.experts(weights, torch.from_numpy(rows), ids)[:, 0]

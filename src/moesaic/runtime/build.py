@@ -18,7 +18,7 @@ from moesaic.kernels.matrix import kind_of
 from moesaic.kernels.table import torch_code
 from moesaic.models import files, fingerprint
 from moesaic.models.kvcache.memory import HybridMemory
-from moesaic.models.kvcache.paged import PagedKV, bytes_per_token
+from moesaic.models.kvcache.paged_kv import PagedKV, bytes_per_token
 from moesaic.models.kvcache.states import state_bytes
 from moesaic.runtime import in_memory, offloaded, out_of_memory
 from moesaic.runtime.cache_size import check_memory
@@ -42,7 +42,7 @@ def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
     path = files.resolve(context.config.model.model, context.config.model.revision)
     stamp = context.config.checkpoint_stamp or fingerprint.stamp(path)
     context = replace(context, config=replace(context.config, checkpoint_stamp=stamp))
-    with out_of_memory.explain(context.config), fingerprint.unchanged(path, stamp):
+    with out_of_memory.explain(context.config), fingerprint.guard_unchanged(path, stamp):
         if not context.kept_model.num_loads:  # else the last worker's cache would count as used
             check_memory(context.config, context.limits.max_model_len)
         parts = _build_parts(context)
@@ -160,7 +160,9 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
 
 def _packed_suffix(parts: WorkerParts) -> str:
     packed_kinds = (
-        weights.packed for weights in parts.loaded_model.model.experts.values() if weights.packed_numbers
+        weights.packed_dtype
+        for weights in parts.loaded_model.model.experts.values()
+        if weights.packed_numbers
     )
     kind = next(packed_kinds, "") if parts.expert_layout is None else parts.expert_layout.dtype
     return f", experts {kind}" if kind and is_packed(kind) else ""

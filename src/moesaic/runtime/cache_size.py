@@ -11,7 +11,7 @@ from moesaic.config import CacheConfig, WorkerConfig, parse_bytes
 from moesaic.core.errors import ConfigError
 from moesaic.models import files, registry
 from moesaic.models.kvcache.memory import CacheSize
-from moesaic.models.kvcache.paged import bytes_per_token
+from moesaic.models.kvcache.paged_kv import bytes_per_token
 from moesaic.models.kvcache.states import state_bytes
 from moesaic.models.shard import Shard
 from moesaic.models.spec import ModelSpec

@@ -29,7 +29,9 @@ def add_room_for_drafts(loaded_model: LoadedModel, config: WorkerConfig) -> Load
     speculative_config, spec = config.scheduler.speculative_config, loaded_model.model.spec
     if speculative_config is None or spec.states is None:
         return loaded_model
-    states = replace(spec.states, drafted=SpeculativeConfig.of(speculative_config).num_speculative_tokens)
+    states = replace(
+        spec.states, max_draft_tokens=SpeculativeConfig.of(speculative_config).num_speculative_tokens
+    )
     return replace(loaded_model, model=replace(loaded_model.model, spec=replace(spec, states=states)))
 
 

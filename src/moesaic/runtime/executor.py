@@ -285,7 +285,7 @@ class Executor:
         self._transfers.on_step_computed(plan)
         if not len(plan.sampled):
             return step_done
-        return replace(step_done, proposed=self._model.predicted(drafts.hidden).cpu().numpy())
+        return replace(step_done, proposed=self._model.predict_token(drafts.hidden).cpu().numpy())
 
     def _sample(self, plan: StepPlan, result: StepResult) -> SampledTokens:
         """The next tokens of each sampled sequence, and their log-probabilities."""

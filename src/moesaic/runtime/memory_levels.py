@@ -23,18 +23,18 @@ from moesaic.models import files
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
 from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory
-from moesaic.models.kvcache.paged import PagedKV, SplitKV
+from moesaic.models.kvcache.paged_kv import PagedKV, SplitKV
 from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import ModelSpec
 from moesaic.offload.arena import Arena
 from moesaic.offload.by_expert import StreamedByExpert
-from moesaic.offload.converted import StreamedConverted
-from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
+from moesaic.offload.converted_experts import StreamedConvertedExperts
+from moesaic.offload.device import DeviceLink, DeviceMemory, StagedExperts, stream_of
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Exchanges
-from moesaic.offload.paged import PagedByExpert
-from moesaic.offload.weights import Streamed
+from moesaic.offload.paged_experts import PagedExperts
+from moesaic.offload.weights import StreamedExperts
 from moesaic.policy.offloading.tasks import Lane
 from moesaic.runtime.machine import allowed_cpus, stay_on
 from moesaic.runtime.model_loading import LoadedModel, choose_kv_dtype
@@ -52,7 +52,7 @@ experts that are converted have with every schedule."""
 class Levels:
     """A process's routed experts on the two levels, and the links between the levels."""
 
-    experts: Streamed
+    experts: StreamedExperts
     static: Mapping[int, frozenset[int]]
     """Layer -> the experts that always stay on the fast level."""
     down_link: Link
@@ -105,21 +105,21 @@ def build_levels(
         memory = DeviceMemory(loaded_model.device)
         down_link, up_link = DeviceLink(loaded_model.device), DeviceLink(loaded_model.device)
         if offload.schedule in CHOOSING_SCHEDULES or conversion_of(Headers(path), layout) is not None:
-            paged_experts = PagedByExpert(path, layout, static_lists, memory, down_link, owned_experts)
+            paged_experts = PagedExperts(path, layout, static_lists, memory, down_link, owned_experts)
             paged_experts.load_static()
             down_link.finish()
             exchanges = paged_experts if offload.hot else None
             return Levels(paged_experts, paged_experts.static, down_link, up_link, kernels, exchanges)
-        staged_experts = Staged(path, layout, static_lists, memory, down_link, owned_experts)
+        staged_experts = StagedExperts(path, layout, static_lists, memory, down_link, owned_experts)
         staged_experts.load_static()
         return Levels(staged_experts, static, down_link, up_link, kernels, is_staged=True)
-    kind: type[Streamed] = StreamedByExpert if offload.hot else Streamed
+    kind: type[StreamedExperts] = StreamedByExpert if offload.hot else StreamedExperts
     if conversion_of(Headers(path), layout) is not None:
-        kind = StreamedConverted
+        kind = StreamedConvertedExperts
     arena = Arena(max(kind.memory_for(path, layout, static_lists, owned_experts).total, 1 << 12))
     paced_link, back_link = Link(offload.link), Link(offload.link)
     link = None if offload.link is None else paced_link
-    streamed_experts = kind(path, layout, static_lists, arena, link=link, owned=owned_experts)
+    streamed_experts = kind(path, layout, static_lists, arena, link=link, owned_experts=owned_experts)
     streamed_experts.load_static()
     if offload.hot and isinstance(streamed_experts, StreamedByExpert):
         return Levels(
@@ -161,13 +161,15 @@ def build_caches(
         choose_kv_dtype(CacheConfig(kv_cache_dtype=dtype_name), replace(loaded_model, kernels=kernels))  # type: ignore[arg-type]
     blocks = size.num_blocks
     fast = math.floor((1 - offload.slow_cache) * blocks) if 0 < offload.slow_cache < 1 else 0
-    kv = PagedKV(spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, at_once=True)
+    kv = PagedKV(
+        spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, allocate_now=True
+    )
     if fast:
         device_and_kernels = loaded_model.device, loaded_model.kernels
         return Caches(
             kv,
             None,
-            PagedKV(spec.kv, spec.kv_layers, fast, block_size, dtype, *device_and_kernels, at_once=True),
+            PagedKV(spec.kv, spec.kv_layers, fast, block_size, dtype, *device_and_kernels, allocate_now=True),
         )
     if spec.states is None:
         return Caches(kv, None)

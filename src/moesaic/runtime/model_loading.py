@@ -10,7 +10,7 @@ from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.kernels import table
-from moesaic.kernels.matrix import number_of
+from moesaic.kernels.matrix import number_dtype
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
@@ -71,7 +71,7 @@ def load_model(
     num_bytes = model.num_bytes + (0 if expert_layout is None else expert_layout.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
-    return LoadedModel(model, device, number_of(model.head), kernels, threads)
+    return LoadedModel(model, device, number_dtype(model.head), kernels, threads)
 
 
 def select_device(config: ModelConfig) -> torch.device:
@@ -116,11 +116,11 @@ def choose_kv_dtype(config: CacheConfig, loaded_model: LoadedModel) -> torch.dty
     if config.kv_cache_dtype == "auto":
         return torch.float32 if loaded_model.device.type == "cpu" else loaded_model.dtype
     dtype = registry.CACHE_DTYPES[config.kv_cache_dtype]
-    if dtype not in loaded_model.kernels.cached:
+    if dtype not in loaded_model.kernels.cache_dtypes:
         allowed_names = ", ".join(
             name
             for name, cache_dtype in registry.CACHE_DTYPES.items()
-            if cache_dtype in loaded_model.kernels.cached
+            if cache_dtype in loaded_model.kernels.cache_dtypes
         )
         raise ConfigError.field(
             "--kv-cache-dtype",

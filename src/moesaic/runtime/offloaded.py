@@ -21,7 +21,7 @@ from moesaic.models.checkpoint import Progress
 from moesaic.models.conversion import conversion_of, sizes_of
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, Headers
 from moesaic.models.spec import ModelSpec
-from moesaic.offload import converted
+from moesaic.offload import converted_experts
 from moesaic.offload.caches import Cache, HybridCache, MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
@@ -226,7 +226,7 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     layout = read_expert_layout(config)
     _require_like_types(layout, path)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
-    stored_dtype = None if headers.quantized(*first) is not None else headers.find(*first).dtype
+    stored_dtype = None if headers.find_quantized(*first) is not None else headers.find(*first).dtype
     if stored_dtype not in (None, COMPRESSED_ROWS, STORED.get(layout.dtype)):
         kernels = table.pick(str(select_device(config)), config.kernels).name
         raise ConfigError(
@@ -263,7 +263,7 @@ def find_conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]
     return (
         expert_conversion.name,
         sizes_of(headers, layout, layer)[0],
-        converted.repeated(path, layout, layer),
+        converted_experts.repeat_conversion(path, layout, layer),
     )
 
 

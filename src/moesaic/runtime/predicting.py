@@ -71,7 +71,7 @@ class LayerPredictor:
         if batch.num_rows and self.graphs is not None and self.graphs.records(plan.batch):
             return self.graphs.begin_prediction(batch, hidden, rows)
         known_hidden = hidden[torch.from_numpy(rows).to(device)]
-        prediction_input = model.before_prediction(known_hidden, torch.from_numpy(batch.token_ids).to(device))
+        prediction_input = model.enter_prediction(known_hidden, torch.from_numpy(batch.token_ids).to(device))
         layer = model.prediction.layer
         return self.runner.begin_layers(range(layer, layer + 1), batch, prediction_input)
 

@@ -24,7 +24,8 @@ def say(wire: Wire, **word: object) -> None:
 def hear(wire: Wire) -> Word:
     """Receive a JSON object of the other end.
 
-    Raises ConnectionLost, or TimeoutError after the timeout of the socket."""
+    Raises ConnectionLost, or TimeoutError after the timeout of the socket.
+    """
     (length,) = _LENGTH.unpack(_read(wire, _LENGTH.size))
     if length > MAX_WORD:
         raise ConnectionLost(f"it said {length} bytes at once")

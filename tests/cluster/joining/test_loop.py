@@ -50,7 +50,7 @@ def checkpoint(path: Path, number: float = 1.0) -> Path:
 def layout() -> ExpertLayout:
     """The layout that a cluster sends which serves `checkpoint`."""
     with tempfile.TemporaryDirectory() as folder:
-        return replace(SIZES, weights=fingerprint.of(checkpoint(Path(folder))))
+        return replace(SIZES, weights=fingerprint.compute_fingerprint(checkpoint(Path(folder))))
 
 
 @contextmanager
@@ -189,14 +189,14 @@ def test_files_that_change_after_they_were_compared_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joining = JoinOptions("tcp:127.0.0.1:1", model=str(checkpoint(tmp_path)))
-    compare = fingerprint.of
+    compare = fingerprint.compute_fingerprint
 
     def then_changed(path: Path) -> str:
         found = compare(path)
         checkpoint(path, 2.0)
         return found
 
-    monkeypatch.setattr(fingerprint, "of", then_changed)
+    monkeypatch.setattr(fingerprint, "compute_fingerprint", then_changed)
     stamp = server_config(joining, enlisted(), "127.0.0.1").checkpoint_stamp
     assert stamp
     with pytest.raises(CheckpointError, match="the files changed since they were first read"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.models.kvcache.test_paged import DTYPES, GROUPED, LATENT, paged
+from tests.models.kvcache.test_paged_kv import DTYPES, GROUPED, LATENT, paged
 
 from moesaic.kernels.states import StateSizes
 from moesaic.models.kvcache.memory import HybridMemory
-from moesaic.models.kvcache.paged import PagedKV, bytes_per_token
+from moesaic.models.kvcache.paged_kv import PagedKV, bytes_per_token
 from moesaic.models.kvcache.states import StateCache, state_bytes
 from moesaic.models.spec import KVLayout
 

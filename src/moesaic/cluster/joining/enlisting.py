@@ -188,7 +188,7 @@ def checkpoint(joining: JoinOptions, answer: messages.Enlisted) -> tuple[Path, s
     model = Path(joining.model or answer.model)
     check_path(model)
     stamp = fingerprint.stamp(model)
-    difference = fingerprint.difference(fingerprint.of(model), answer.weights)
+    difference = fingerprint.difference(fingerprint.compute_fingerprint(model), answer.weights)
     if difference:
         requirement = f"the checkpoint that {joining.cluster} serves; this one has other {difference}"
         raise ConfigError.field("--model", str(model), requirement)

@@ -38,7 +38,7 @@ def prepare(address: str, own_address: str, model: Path) -> str:
     """
     addresses.parse(address)
     with contextlib.closing(addresses.bind(addresses.parse(own_address))[0]):
-        return fingerprint.of(model)
+        return fingerprint.compute_fingerprint(model)
 
 
 def watch(

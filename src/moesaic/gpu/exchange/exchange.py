@@ -92,9 +92,9 @@ class _Recording(Generic[Result]):
         self._inner, self._launch = inner, launch
         self.result = inner.result
 
-    def run(self, given: torch.Tensor | None = None) -> Result:
+    def run(self, expert_rows: torch.Tensor | None = None) -> Result:
         """See `Recording`. The result is there once the graph has ended."""
-        return self._launch(partial(self._inner.run, given))
+        return self._launch(partial(self._inner.run, expert_rows))
 
     def free(self) -> None:
         """See `Recording`."""
@@ -107,8 +107,10 @@ class _Recorder:
     def __init__(self, inner: OperationRecorder, launch: Callable[[Callable[[], Any]], Any]) -> None:
         self._inner, self._launch = inner, launch
 
-    def __call__(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
-        return _Recording(self._inner(step, given), self._launch)
+    def __call__(
+        self, step: Callable[[], Result], expert_rows: torch.Tensor | None = None
+    ) -> Recording[Result]:
+        return _Recording(self._inner(step, expert_rows), self._launch)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.gpu.exchange.exchange import DeviceExchange
 from moesaic.gpu.graphs.graphs import GraphRunner
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, Step, StepResult
 
 
@@ -92,7 +92,7 @@ class ExchangedRunner:
         assert isinstance(parts, GraphRunner)
         if not self._exchange.ready():
             return parts.begin_prediction(batch, hidden, rows)
-        kept = hidden[moved(rows, hidden.device)]  # also for the parts
+        kept = hidden[move_array(rows, hidden.device)]  # also for the parts
         given = batch, kept, np.arange(len(rows))
         graph, in_parts = self._graphs.begin_prediction(*given), partial(parts.begin_prediction, *given)
         return ExchangedStep(self._exchange, graph, in_parts, batch.num_rows, told=False)

@@ -30,7 +30,7 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest
 from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, unrecorded
-from moesaic.kernels.moving import moved, pinned
+from moesaic.kernels.moving import move_array, pin_tensor
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.step.recordings import Item, RecordingRunner, SharedMemory, next_item
 from moesaic.runtime.step.running_step import (
@@ -134,7 +134,7 @@ class _RecordedStep:
     def go_on_from(self, hidden: torch.Tensor, rows: IntArray) -> None:
         """Copy these rows of hidden [n, h] to where the recording reads them."""
         assert self.hidden is not None
-        chosen = hidden if len(rows) == len(hidden) else hidden[moved(rows, hidden.device)]
+        chosen = hidden if len(rows) == len(hidden) else hidden[move_array(rows, hidden.device)]
         self.hidden[: len(rows)].copy_(chosen)
 
     def replay(self, batch: TokenBatch) -> StepGenerator:
@@ -143,7 +143,7 @@ class _RecordedStep:
         if self.others is not None:
             self.others.begin(batch)
         rows, device = batch.num_rows, self.inputs.token_ids.device
-        wanted = None if len(batch.logit_rows) == rows else moved(batch.logit_rows, device)
+        wanted = None if len(batch.logit_rows) == rows else move_array(batch.logit_rows, device)
         answer: torch.Tensor | None = None
         for part in self.parts[:-1]:
             item = part.run(_sendable(answer))
@@ -157,7 +157,7 @@ class _RecordedStep:
 
 
 def _sendable(answer: torch.Tensor | None) -> torch.Tensor | None:
-    return pinned(answer) if answer is not None and answer.device.type == "cpu" else answer
+    return pin_tensor(answer) if answer is not None and answer.device.type == "cpu" else answer
 
 
 def _cut(item: ExpertRequest | PendingMerge | None, rows: int) -> ExpertRequest | PendingMerge | None:

@@ -101,8 +101,10 @@ class RecordedAttention:
         """Records the parts that have run unrecorded, in their order. The other ranks record too."""
         layers, self._tried = iter(self._layers), True
 
-        def recorded(step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
-            return self._together.run(partial(self._record, make, step, given, next(layers)))
+        def recorded(
+            step: Callable[[], Result], expert_rows: torch.Tensor | None = None
+        ) -> Recording[Result]:
+            return self._together.run(partial(self._record, make, step, expert_rows, next(layers)))
 
         return recorded
 
@@ -162,9 +164,9 @@ class _SharedPart(Generic[Result]):
     def result(self) -> Result:
         return self.inner.result
 
-    def run(self, given: torch.Tensor | None = None) -> Result:
+    def run(self, expert_rows: torch.Tensor | None = None) -> Result:
         """See `Recording`. The other ranks replay their graph too."""
-        return self.together.run(partial(self._run, given))
+        return self.together.run(partial(self._run, expert_rows))
 
     def free(self) -> None:
         """See `Recording`."""

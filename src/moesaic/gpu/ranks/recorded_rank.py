@@ -21,7 +21,7 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.collectives.group import Traffic
 from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, unrecorded
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.group.exchanges import Exchange, Stages, between_graphs, next_item
 from moesaic.runtime.group.rows import RowCollectives
@@ -75,7 +75,7 @@ class RecordedRank:
         assert step.hidden is not None
         step.hidden[: len(rows)].copy_(kept)
         model.collectives.begin(batch.token_ids)
-        return step.replay(batch, model.rows)[moved(batch.logit_rows, model.device)]
+        return step.replay(batch, model.rows)[move_array(batch.logit_rows, model.device)]
 
     def free(self) -> None:
         """Destroy all recordings."""

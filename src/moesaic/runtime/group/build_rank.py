@@ -26,7 +26,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import files, fingerprint, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory, layer_memory
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.shard import Shard
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import in_memory, memory_levels, offloaded, out_of_memory
@@ -324,7 +324,7 @@ def build_follower(config: WorkerConfig, group: Group) -> Follower:
     Returns when all ranks are ready.
     """
     path = files.resolve(config.model.model, config.model.revision)
-    with out_of_memory.explain(config), fingerprint.unchanged(path, config.checkpoint_stamp):
+    with out_of_memory.explain(config), fingerprint.guard_unchanged(path, config.checkpoint_stamp):
         owners = None if config.remote_experts else read_owners(config)
         if owners is not None:
             check_placement(config, group, owners)

@@ -24,9 +24,9 @@ import torch
 
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import equal_sizes
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import MOST_RECORDED_ROWS
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 from moesaic.policy.placement.shuffle import Shuffle
 from moesaic.runtime.group.exchanges import (
     Exchange,
@@ -80,7 +80,7 @@ def dense_feed_forward(
 ) -> Stages:
     """A block without routed experts, in every layout: each rank computes all of it."""
     gate_output = block.gate(hidden, (yield all_reduce(rows, partial)))
-    return block.merge(gate_output, block.dense(gate_output.normed), None)
+    return block.merge(gate_output, block.dense(gate_output.normed_rows), None)
 
 
 class DeepSpeed:
@@ -127,7 +127,7 @@ class AllReduce:
         rows = yield all_reduce(self._rows, self._experts.share(layer, gate_output))
         # The sums of the ranks are weighted already, so the merge must add each of them as it is.
         weighted_once = replace(gate_output, weights=rows.new_ones(len(rows), 1))
-        return block.merge(weighted_once, block.dense(gate_output.normed), rows[:, None])
+        return block.merge(weighted_once, block.dense(gate_output.normed_rows), rows[:, None])
 
 
 class ReduceScatter:
@@ -210,7 +210,7 @@ class _ScatteredRows:
         """Sums the rows of this rank, and writes where they are in the batch to `places`."""
         shuffle = self._shuffle = self._assignment.shuffle(self._layer)
         first, end = shuffle.starts[self._rows.group.rank :][:2].tolist()
-        places[: end - first].copy_(moved(shuffle.order[first:end], places.device))
+        places[: end - first].copy_(move_array(shuffle.order[first:end], places.device))
         return self._rows.reduce_scatter(addend, shuffle.sizes.tolist(), shuffle.order)
 
     def gather(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
@@ -228,11 +228,11 @@ def _count_own_rows(sizes: Sequence[int], rank: int) -> Callable[[int], int]:
 
 
 def _merge_answers(
-    experts: GroupExperts, count_rows: Callable[[int], int], layer: int, block: Block, gate_output: Gated
+    experts: GroupExperts, count_rows: Callable[[int], int], layer: int, block: Block, gate_output: GateOutput
 ) -> Stages:
     """Rows of this rank after the block. count_rows: how many it has in a step of so many rows."""
-    dense = block.dense(gate_output.normed)
+    dense = block.dense(gate_output.normed_rows)
     assert gate_output.expert_ids is not None
-    shape = *gate_output.expert_ids.shape, gate_output.normed.shape[1]
+    shape = *gate_output.expert_ids.shape, gate_output.normed_rows.shape[1]
     answers = yield Exchange(lambda count: experts.rows(layer, gate_output.first(count_rows(count))), shape)
     return block.merge(gate_output, dense, answers)

@@ -17,10 +17,10 @@ import torch
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import equal_sizes
 from moesaic.experts.collectives.routing import Route
-from moesaic.kernels.moving import arrays, moved
+from moesaic.kernels.moving import move_array, to_host_arrays
 from moesaic.kernels.table import MOST_RECORDED_ROWS, Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models.block import Gated
+from moesaic.models.block import GateOutput
 from moesaic.runtime.group.arrays import to_host
 from moesaic.runtime.group.rows import RowCollectives
 
@@ -55,20 +55,20 @@ class GroupExperts:
         self._weights, self._owners, self._ranks = weights, owners, expert_ranks
         self._counts = counts
 
-    def rows(self, layer: int, gate_output: Gated) -> torch.Tensor:
+    def rows(self, layer: int, gate_output: GateOutput) -> torch.Tensor:
         """[m, k, h] unweighted answers for the rows that this rank gate_output: an all-to-all there and back.
 
         A pair counts as local if this rank holds a part of its expert, even if other ranks hold other parts.
         """
         assert gate_output.expert_ids is not None and gate_output.weights is not None
-        ids, weights = arrays((gate_output.expert_ids, gate_output.weights))
+        ids, weights = to_host_arrays((gate_output.expert_ids, gate_output.weights))
         assert ids is not None and weights is not None
         route = self._route(layer, ids)
         self._counts.pairs += ids.size
         self._counts.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
         # A pair goes to every rank that has a part of its expert, each time with the same weight.
         arrived_pairs = self._rows.dispatch(
-            route, gate_output.normed, np.repeat(weights, self._ranks, axis=1)
+            route, gate_output.normed_rows, np.repeat(weights, self._ranks, axis=1)
         )
         answers = arrived_pairs.hidden
         if len(arrived_pairs.experts):
@@ -78,30 +78,30 @@ class GroupExperts:
             rows = _sum_over_ranks(rows.view(*ids.shape, self._ranks, rows.shape[-1]))
         return rows
 
-    def share(self, layer: int, gate_output: Gated) -> torch.Tensor:
+    def share(self, layer: int, gate_output: GateOutput) -> torch.Tensor:
         """[n, h] the weighted sums of this rank's experts, for all rows; zeros where a row has none here.
 
         Where kernels spare the rows of experts that are not held, the host does not read the gate's choice.
         """
         return (
             self._share_sparing_rows(layer, gate_output)
-            if self._kernels.spares
+            if self._kernels.can_skip_absent
             else self._share_own_pairs(layer, gate_output)
         )
 
-    def _share_sparing_rows(self, layer: int, gate_output: Gated) -> torch.Tensor:
+    def _share_sparing_rows(self, layer: int, gate_output: GateOutput) -> torch.Tensor:
         """`share` for kernels that are given the choice of all ranks and compute what is held here."""
         assert gate_output.expert_ids is not None and gate_output.weights is not None
         weights, count = self._weights(layer), len(gate_output.expert_ids)
-        if not weights.held:
-            return torch.zeros_like(gate_output.normed)
+        if not weights.resident_ids:
+            return torch.zeros_like(gate_output.normed_rows)
         if count <= MOST_RECORDED_ROWS:
             return self._sum_resident(
-                weights, gate_output.normed, gate_output.expert_ids, gate_output.weights
+                weights, gate_output.normed_rows, gate_output.expert_ids, gate_output.weights
             )
-        sums = torch.empty_like(gate_output.normed)
+        sums = torch.empty_like(gate_output.normed_rows)
         for part in self._parts(count):
-            inputs = gate_output.normed[part], gate_output.expert_ids[part], gate_output.weights[part]
+            inputs = gate_output.normed_rows[part], gate_output.expert_ids[part], gate_output.weights[part]
             sums[part] = self._sum_resident(weights, *inputs)
         return sums
 
@@ -113,16 +113,16 @@ class GroupExperts:
         rows = self._kernels.experts(resident_weights, hidden, ids, rows)
         return self._kernels.merge(torch.zeros_like(hidden), None, rows, weights)
 
-    def _share_own_pairs(self, layer: int, gate_output: Gated) -> torch.Tensor:
+    def _share_own_pairs(self, layer: int, gate_output: GateOutput) -> torch.Tensor:
         """`share` for kernels that are given pairs with experts of this rank only."""
         assert gate_output.expert_ids is not None and gate_output.weights is not None
         ids = to_host(gate_output.expert_ids)
         first = self._owners[layer][ids]
         row, slot = np.nonzero((first <= self._group.rank) & (self._group.rank < first + self._ranks))
         if not len(row):
-            return torch.zeros_like(gate_output.normed)
-        answers = self._compute(layer, gate_output.normed[torch.from_numpy(row)], ids[row, slot])
-        sums = torch.empty_like(gate_output.normed)
+            return torch.zeros_like(gate_output.normed_rows)
+        answers = self._compute(layer, gate_output.normed_rows[torch.from_numpy(row)], ids[row, slot])
+        sums = torch.empty_like(gate_output.normed_rows)
         for part in self._parts(len(ids)):
             first, last = np.searchsorted(row, (part.start, part.stop)).tolist()
             rows = answers.new_zeros(part.stop - part.start, ids.shape[1], answers.shape[1])
@@ -146,7 +146,7 @@ class GroupExperts:
 
     def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
         """hidden [p, h], one expert for each row -> [p, h]."""
-        expert_ids = moved(ids, hidden.device)[:, None]
+        expert_ids = move_array(ids, hidden.device)[:, None]
         return self._kernels.experts(self._weights(layer), hidden, expert_ids)[:, 0]
 
 

@@ -17,9 +17,9 @@ from moesaic.core.offload import Offload
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
 from moesaic.models.model import Model
-from moesaic.offload.parts import Part
-from moesaic.offload.post_attention import Do
-from moesaic.offload.weights import Streamed
+from moesaic.offload.parts import MicroBatch
+from moesaic.offload.post_attention import TaskFunction
+from moesaic.offload.weights import StreamedExperts
 from moesaic.policy.offloading.tasks import Kind, Task
 from moesaic.runtime import offloaded
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
@@ -55,7 +55,7 @@ def check(config: WorkerConfig, offload: Offload) -> None:
 class PassWeights:
     """The weights of a rank's experts during a pass, by layer."""
 
-    def __init__(self, streamed_experts: Streamed) -> None:
+    def __init__(self, streamed_experts: StreamedExperts) -> None:
         self._streamed_experts = streamed_experts
         self.turn = 0
         """The turn of the pass's first layer; see Streamed."""
@@ -85,16 +85,16 @@ class GroupPostAttention:
         self._rows_per_round = rows_of_round(model)
         self._pieces: list[list[tuple[slice, CollectiveLayout]]] = []
         """The pieces of each micro-batch."""
-        self.tasks: Mapping[Kind, Do] = {Kind.POST_WITH_EXPERTS: self._post}
+        self.tasks: Mapping[Kind, TaskFunction] = {Kind.POST_WITH_EXPERTS: self._post}
 
-    def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
+    def begin(self, parts: Sequence[MicroBatch], turn: int, prefill: bool) -> None:
         self._weights.turn = turn
         self._pieces = [self._cut(part) for part in parts]
 
-    def merge(self, layer: int, part: Part) -> None:
+    def merge(self, layer: int, part: MicroBatch) -> None:
         """Does nothing: the rows are merged already."""
 
-    def _cut(self, part: Part) -> list[tuple[slice, CollectiveLayout]]:
+    def _cut(self, part: MicroBatch) -> list[tuple[slice, CollectiveLayout]]:
         ids = part.batch.token_ids
         pieces = [
             (slice(start, start + self._rows_per_round), self._collectives())
@@ -104,12 +104,12 @@ class GroupPostAttention:
             collectives.begin(ids[piece])
         return pieces
 
-    def _post(self, task: Task, part: Part) -> None:
-        block, attention_output = self._model.blocks[task.layer], part.attended
+    def _post(self, task: Task, part: MicroBatch) -> None:
+        block, attention_output = self._model.blocks[task.layer], part.attention_output
         assert attention_output is not None
         rows = block.output_projection(attention_output)
         # Freed before the experts are computed, since memory is short here.
-        part.attended = None
+        part.attention_output = None
         for piece, collectives in self._pieces[task.micro_batch]:
             rows[piece] = self._feed_forward(collectives, task.layer, block, part.hidden[piece], rows[piece])
         part.hidden = rows
@@ -124,7 +124,7 @@ class GroupPostAttention:
     ) -> torch.Tensor:
         stages = (
             collectives.feed_forward(layer, block, hidden, partial)
-            if block.routed
+            if block.is_routed
             else dense_feed_forward(self._rows, block, hidden, partial)
         )
         return run_at_once(stages, len(hidden))

@@ -21,7 +21,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
@@ -180,26 +180,26 @@ class ShardedModel:
         """Compute a step. Returns the hidden states [m, h] of its logit_rows after the last block."""
         device = self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
-        tokens, positions = moved(batch.token_ids, device), moved(batch.positions, device)
+        tokens, positions = move_array(batch.token_ids, device), move_array(batch.positions, device)
         stages = self.stages(tokens, positions, attention, batch.token_ids)
         hidden = run_at_once(stages, batch.num_rows)
         self.keep_rows(hidden)
-        return hidden[moved(batch.logit_rows, device)]
+        return hidden[move_array(batch.logit_rows, device)]
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
         """Compute the layer that drafts tokens, over these rows [n] of the last step. Returns [m, h]."""
         kept_rows, device = self.select_kept_rows(rows), self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
-        tokens, positions = moved(batch.token_ids, device), moved(batch.positions, device)
+        tokens, positions = move_array(batch.token_ids, device), move_array(batch.positions, device)
         stages = self.prediction(tokens, positions, attention, kept_rows, batch.token_ids)
-        return run_at_once(stages, batch.num_rows)[moved(batch.logit_rows, device)]
+        return run_at_once(stages, batch.num_rows)[move_array(batch.logit_rows, device)]
 
     def select_kept_rows(self, rows: IntArray) -> torch.Tensor:
         """[n, h] these rows of the last step. Raises ConnectionLost if it has no such rows."""
         last = self._last
         if self.model.prediction is None or last is None or not len(rows) or rows.max() >= len(last):
             raise ConnectionLost("a prediction for rows of an unknown step")
-        return last if len(rows) == len(last) else last[moved(rows, self.device)]
+        return last if len(rows) == len(last) else last[move_array(rows, self.device)]
 
     def stages(
         self,
@@ -230,7 +230,7 @@ class ShardedModel:
         """
         layer = len(self.model.blocks)
         self.collectives.begin(host_token_ids)
-        prediction_input = self.model.before_prediction(hidden, token_ids)
+        prediction_input = self.model.enter_prediction(hidden, token_ids)
         return (yield from self._run_layers(range(layer, layer + 1), prediction_input, positions, attention))
 
     def keep_rows(self, hidden: torch.Tensor) -> None:
@@ -244,7 +244,7 @@ class ShardedModel:
         for layer in layers:
             block = self.model.block(layer)
             partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
-            if block.routed:
+            if block.is_routed:
                 hidden = yield from self.collectives.feed_forward(layer, block, hidden, partial)
             else:
                 hidden = yield from dense_feed_forward(self.rows, block, hidden, partial)

@@ -19,9 +19,9 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import Group
 from moesaic.experts.collectives.packets import FloatArray
-from moesaic.models.kvcache.images import Bytes, CopiedMemory, Written
+from moesaic.models.kvcache.images import Bytes, CopiedMemory, OnLayerWritten
 from moesaic.models.kvcache.memory import HybridMemory, LayerMemory
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 
 _MARK = -(1 << 62)
 """The first number of a request. Nothing else that is announced begins with it."""
@@ -79,7 +79,7 @@ class GroupMemory:
         own_part = self._give(_PUT_STATES, (0, 0, 0), np.array([page, seat]), data, self._state_bytes)
         self._memory.put_states(page, seat, own_part)
 
-    def watch(self, on_written: Written) -> None:
+    def watch(self, on_written: OnLayerWritten) -> None:
         """Calls nothing: in the middle of a layer the other ranks compute, and answer no request."""
 
     def _ask_sizes(self) -> IntArray:

@@ -18,7 +18,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import Group, Traffic, equal_sizes
 from moesaic.experts.collectives.packets import FloatArray
 from moesaic.experts.collectives.routing import Route, dispatch
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.runtime.group.rows import ArrivedPairs
 
@@ -80,7 +80,7 @@ class DeviceRows:
         self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
     ) -> torch.Tensor:
         if order is not None:
-            rows = self._kernels.permute_rows(rows, moved(order, rows.device))
+            rows = self._kernels.permute_rows(rows, move_array(order, rows.device))
         return self._sum("reduce_scatter", rows, sizes)
 
     def all_gather(
@@ -88,7 +88,11 @@ class DeviceRows:
     ) -> torch.Tensor:
         copies = self._kernels.sum_ranks(rows, 1, self.group.size)
         gathered = self._gather("all_gather", copies, sizes)
-        return gathered if order is None else self._kernels.restore_rows(gathered, moved(order, rows.device))
+        return (
+            gathered
+            if order is None
+            else self._kernels.restore_rows(gathered, move_array(order, rows.device))
+        )
 
     def dispatch(self, route: Route, hidden: torch.Tensor, weights: FloatArray) -> ArrivedPairs:
         """The ranks exchange packets without rows through the host first, so each knows what arrives."""
@@ -99,18 +103,18 @@ class DeviceRows:
         # A row is sent to a rank once, however many of its experts are there.
         receive = [len(packet.rows) for packet in packets]
         rows_of_ranks = [route.rows(rank) for rank in ranks]
-        outgoing = hidden.index_select(0, moved(np.concatenate(rows_of_ranks), device))
+        outgoing = hidden.index_select(0, move_array(np.concatenate(rows_of_ranks), device))
         incoming = self._exchange("all_to_all", outgoing, list(map(len, rows_of_ranks)), receive)
         starts = np.cumsum([0, *receive])
         places = np.concatenate([starts[rank] + row for rank, (row, _) in enumerate(pairs)])
         counts = tuple(len(row) for row, _ in pairs)
-        return ArrivedPairs(incoming.index_select(0, moved(places, device)), experts, counts)
+        return ArrivedPairs(incoming.index_select(0, move_array(places, device)), experts, counts)
 
     def combine(self, route: Route, answers: torch.Tensor, arrived_pairs: ArrivedPairs) -> torch.Tensor:
         pairs = [route.pairs(rank) for rank in range(self.group.size)]
         top_k, counts = route.owners.shape[1], [len(row) for row, _ in pairs]
         returned_rows = self._exchange("all_to_all", answers, arrived_pairs.counts, counts)
-        places = moved(np.concatenate([row * top_k + slot for row, slot in pairs]), answers.device)
+        places = move_array(np.concatenate([row * top_k + slot for row, slot in pairs]), answers.device)
         ordered_rows = torch.empty_like(returned_rows).index_copy_(0, places, returned_rows)
         return ordered_rows.view(*route.owners.shape, answers.shape[1])
 

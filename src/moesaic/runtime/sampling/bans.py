@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 
 
 class WordBans:
@@ -61,9 +61,9 @@ def forbid(
                 allowed_tokens[np.searchsorted(allowed_tokens, hit).clip(max=len(allowed_tokens) - 1)] == hit
             ]
         if len(hit) < (logits.shape[1] if allowed_tokens is None else len(allowed_tokens)):
-            logits[row, moved(forbidden_tokens, logits.device)] = -torch.inf
+            logits[row, move_array(forbidden_tokens, logits.device)] = -torch.inf
     if allowed_tokens is not None:
-        allowed_ids = moved(allowed_tokens, logits.device)
+        allowed_ids = move_array(allowed_tokens, logits.device)
         allowed_logits = logits[row, allowed_ids]
         logits[row] = -torch.inf
         logits[row, allowed_ids] = allowed_logits

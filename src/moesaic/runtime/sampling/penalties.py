@@ -15,7 +15,7 @@ import torch
 
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.runtime.sampling.bans import WordBans, forbid
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
@@ -111,7 +111,7 @@ def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adju
     """Change row rows[i] of logits [p, vocab] float32 by adjustments[i], in place."""
     biased_pairs = _pairs(rows, [adjustment.biased_tokens for adjustment in adjustments], logits.device)
     bias = [value for adjustment in adjustments for value in adjustment.bias]
-    logits[biased_pairs] += moved(np.array(bias, dtype=np.float32), logits.device)
+    logits[biased_pairs] += move_array(np.array(bias, dtype=np.float32), logits.device)
     _penalise(logits, rows, adjustments)
     no_tokens = np.array([], dtype=np.int64)
     # A request with bans may forbid all tokens, so `forbid` looks at its row alone.
@@ -133,7 +133,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
         return
     tokens = [counts.tokens for _, _, counts in penalised_rows]
     lengths = [len(part) for part in tokens]
-    frequencies = moved(
+    frequencies = move_array(
         np.concatenate([counts.frequencies for _, _, counts in penalised_rows], dtype=np.float32),
         logits.device,
     )
@@ -141,7 +141,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
     def repeat_values(value: Callable[[SamplingParams], float]) -> torch.Tensor:
         """[m] the value of its request for each pair."""
         numbers = np.array([value(params) for _, params, _ in penalised_rows], dtype=np.float32)
-        return moved(numbers.repeat(lengths), logits.device)
+        return move_array(numbers.repeat(lengths), logits.device)
 
     pairs = _pairs([row for row, _, _ in penalised_rows], tokens, logits.device)
     values, scale = logits[pairs], repeat_values(lambda params: params.repetition_penalty)
@@ -156,4 +156,4 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
 def _pairs(rows: Sequence[int], tokens: Sequence[IntArray], device: torch.device) -> Pairs:
     """The pairs of rows[i] with each of tokens[i]."""
     lines = np.repeat(np.array(rows, dtype=np.int64), [len(part) for part in tokens])
-    return moved(lines, device), moved(np.concatenate(tokens), device)
+    return move_array(lines, device), move_array(np.concatenate(tokens), device)

@@ -25,7 +25,7 @@ import torch
 
 from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
 from moesaic.text.structured.constraints import Constraint, Constraints
 
@@ -218,7 +218,7 @@ def _choose_tokens(logits: torch.Tensor, rows: list[_Row], finite: torch.Tensor 
         return result
     tokens = torch.argmax(logits, dim=-1)
     if noisy:
-        lines = moved(np.array(noisy), logits.device)
+        lines = move_array(np.array(noisy), logits.device)
         noisy_tokens = _draw(logits.index_select(0, lines), [rows[index] for index in noisy])
         tokens.index_copy_(0, lines, noisy_tokens)
     return tokens.masked_fill_(~finite, NO_TOKEN).cpu().numpy()
@@ -228,7 +228,7 @@ def _log_softmax_where(logits: torch.Tensor, is_wanted: list[bool]) -> torch.Ten
     """Log-probabilities of the wanted rows, before the logits are changed. None if no row is wanted."""
     if not any(is_wanted):
         return None
-    return torch.log_softmax(logits[moved(np.flatnonzero(is_wanted), logits.device)], dim=-1)
+    return torch.log_softmax(logits[move_array(np.flatnonzero(is_wanted), logits.device)], dim=-1)
 
 
 def _report(
@@ -265,7 +265,7 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     """
 
     def column(values: Sequence[float]) -> torch.Tensor:
-        return moved(np.array(values, dtype=np.float32), logits.device)[:, None]
+        return move_array(np.array(values, dtype=np.float32), logits.device)[:, None]
 
     params = [row.request.params for row in rows]
     scaled_logits = logits.nan_to_num(nan=-LARGEST).clamp_(-LARGEST, LARGEST)
@@ -278,7 +278,7 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     cumulative = torch.softmax(scaled_logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     positions = np.array([row.length for row in rows])
     seeds = np.array([p.seed or 0 for p in params], dtype=np.int64)
-    noise = moved(uniform(seeds, positions), logits.device)[:, None]
+    noise = move_array(uniform(seeds, positions), logits.device)[:, None]
     return torch.searchsorted(cumulative, noise * cumulative[:, -1:], right=True)[:, 0]
 
 
@@ -290,13 +290,13 @@ def _keep_top(scaled_logits: torch.Tensor, top_k: list[int], top_p: list[float])
     if max(keep) == vocab and min(keep) == vocab and min(top_p) >= 1.0:
         return scaled_logits
     top_logits = torch.topk(scaled_logits, max(keep), dim=-1).values
-    last = moved(np.array(keep), scaled_logits.device)[:, None] - 1
+    last = move_array(np.array(keep), scaled_logits.device)[:, None] - 1
     rank = torch.arange(top_logits.shape[-1], device=scaled_logits.device)[None]
     top_logits = top_logits.masked_fill(rank > last, -torch.inf)
     probabilities = torch.softmax(top_logits, dim=-1, dtype=torch.float64)
     # A token stays while the tokens before it have not reached top_p, so the first one always stays.
     cumulative_before = probabilities.cumsum(dim=-1) - probabilities
-    stays = cumulative_before < moved(np.array(top_p, dtype=np.float64), scaled_logits.device)[:, None]
+    stays = cumulative_before < move_array(np.array(top_p, dtype=np.float64), scaled_logits.device)[:, None]
     stays &= rank <= last
     cutoff = top_logits.masked_fill(~stays, torch.inf).amin(dim=-1, keepdim=True)
     return scaled_logits.masked_fill(scaled_logits < cutoff, -torch.inf)

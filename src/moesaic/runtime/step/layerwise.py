@@ -13,7 +13,7 @@ import torch
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.remote import RemoteExperts
-from moesaic.kernels.moving import placed
+from moesaic.kernels.moving import move_tensor
 from moesaic.policy.scheduling.schedulers.actions import PartsArrived, RowSource, RunSegment
 from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, StepResult
 
@@ -108,5 +108,5 @@ class LayerwiseRunner:
         step = self._runs[source.run].step
         assert step.pending is not None and step.handle is not None
         part = slice(source.start, source.stop)
-        rows = placed(self._experts.rows(step.handle)[part], step.pending.gate_output.residual.device)
+        rows = move_tensor(self._experts.rows(step.handle)[part], step.pending.gate_output.residual.device)
         return step.pending.map(lambda tensor: tensor[part]).merge(rows)

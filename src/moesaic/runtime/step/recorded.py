@@ -42,7 +42,7 @@ class RecordedRunner(RecordingRunner["_RecordedStep"]):
         return self._record(batch, memory) if recorded_step is None else recorded_step.replay(batch)
 
     def _record(self, batch: TokenBatch, memory: SharedMemory[_RecordedStep]) -> StepGenerator:
-        attention = AttentionBatch.copied(batch, self._eager.stages.block_size, self._table_width)
+        attention = AttentionBatch.build_reusable(batch, self._eager.stages.block_size, self._table_width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
         generator = self._wrap_stages(self._eager.stages.run(token_ids, positions, attention))

@@ -13,7 +13,7 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest, RequestHandle, RoutedExperts
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 
 ChosenExperts = Sequence[torch.Tensor | IntArray]
 """[n, k] expert ids of a step's rows, one entry for each routed layer. A recorded step has arrays: views of
@@ -47,13 +47,13 @@ class Combine:
         """rows: the most rows of a step."""
         self._unit_weights = torch.ones(rows, top_k, device=device) if partial else None
 
-    def request(self, layer: int, gate_output: Gated) -> tuple[ExpertRequest, Gated]:
+    def request(self, layer: int, gate_output: GateOutput) -> tuple[ExpertRequest, GateOutput]:
         """The request to the experts, and the rows that their answer is merged with."""
         assert gate_output.expert_ids is not None and gate_output.weights is not None
         if self._unit_weights is None:
-            return ExpertRequest(layer, gate_output.normed, gate_output.expert_ids), gate_output
+            return ExpertRequest(layer, gate_output.normed_rows, gate_output.expert_ids), gate_output
         request = ExpertRequest(
-            layer, gate_output.normed, gate_output.expert_ids, weights=gate_output.weights
+            layer, gate_output.normed_rows, gate_output.expert_ids, weights=gate_output.weights
         )
         return request, replace(gate_output, weights=self._unit_weights[: len(gate_output.weights)])
 
@@ -63,7 +63,7 @@ class PendingMerge:
     """What the answer of a layer's experts is merged with. It never leaves the process."""
 
     block: Block
-    gate_output: Gated
+    gate_output: GateOutput
     dense: torch.Tensor | None
     """[n, h] output of the dense stage, if the layer has one."""
 
@@ -75,9 +75,9 @@ class PendingMerge:
         """The same merge, with `change` applied to each tensor."""
         gate_output = self.gate_output
         assert gate_output.expert_ids is not None and gate_output.weights is not None
-        tensors = gate_output.residual, gate_output.normed, gate_output.expert_ids, gate_output.weights
+        tensors = gate_output.residual, gate_output.normed_rows, gate_output.expert_ids, gate_output.weights
         dense = None if self.dense is None else change(self.dense)
-        return PendingMerge(self.block, Gated(*map(change, tensors)), dense)
+        return PendingMerge(self.block, GateOutput(*map(change, tensors)), dense)
 
 
 @dataclass(frozen=True)

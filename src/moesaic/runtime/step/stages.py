@@ -14,9 +14,9 @@ import torch
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.moving import placed
+from moesaic.kernels.moving import move_tensor
 from moesaic.kernels.table import OperationRecorder, Recording
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.runtime.step.running_step import Combine, PendingMerge, SharedRows, StepGenerator, StepResult
@@ -120,15 +120,15 @@ class BlockStages:
             # As in every stage: many rows are megabytes, which go as soon as nothing needs them.
             del hidden, attention_output, arguments
             if gate_output.expert_ids is None:
-                hidden = block.merge(gate_output, block.dense(gate_output.normed), None)
+                hidden = block.merge(gate_output, block.dense(gate_output.normed_rows), None)
                 continue
             expert_ids.append(gate_output.expert_ids)  # so a recording never reuses their memory
             request, gate_output = self.combine.request(layer, gate_output)
             yield request
-            pending = PendingMerge(block, gate_output, block.dense(gate_output.normed))
+            pending = PendingMerge(block, gate_output, block.dense(gate_output.normed_rows))
             del gate_output, request
             answer = yield pending
-            hidden = pending.merge(None if answer is None else placed(answer, self.device))
+            hidden = pending.merge(None if answer is None else move_tensor(answer, self.device))
             del pending, answer
         return StepResult(hidden, expert_ids=expert_ids)
 
@@ -144,7 +144,7 @@ class BlockStages:
         hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
         """
         layer = len(self.model.blocks)
-        prediction_input = self.model.before_prediction(hidden, token_ids)
+        prediction_input = self.model.enter_prediction(hidden, token_ids)
         return (
             yield from self.run(token_ids, positions, attention, prediction_input, range(layer, layer + 1))
         )
@@ -157,7 +157,7 @@ def until_gate(
     positions: torch.Tensor,
     attention: AttentionBatch,
     memory: LayerMemory,
-) -> Gated:
+) -> GateOutput:
     """The stages of a block up to its gate. Afterwards `memory` has what the layer keeps of the rows."""
     return block.gate(hidden, until_output_projection(block, layer, hidden, positions, attention, memory))
 
