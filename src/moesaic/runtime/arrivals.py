@@ -35,7 +35,7 @@ class Arrivals:
         return bool(self._waiting)
 
     def add(self, message: messages.Submit) -> RequestsArrived:
-        """Those of the new requests that need not wait."""
+        """Takes new requests. Returns those that need not wait for a grammar."""
         arrivals = RequestsArrived([])
         generated_tokens = [
             *message.generated_ids,
