@@ -57,7 +57,7 @@ def heads(tensor: torch.Tensor) -> torch.Tensor:
 
 def exact(tensor: torch.Tensor | None, *expected_shape: int, dtype: torch.dtype = torch.float32) -> int:
     """The address of a tensor that must be dense and of this type and shape; 0 for None."""
-    if tensor is None:
+    if tensor is None:  # the compiled module reads address 0 as "there is none"
         return 0
     shape(tensor, *expected_shape)
     if tensor.dtype is not dtype or not tensor.is_contiguous():

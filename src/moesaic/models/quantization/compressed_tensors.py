@@ -73,6 +73,7 @@ class PackedIntegers:
         codes = unpack(words, self.bits, columns)
         if zeros is None:
             return CodedMatrix(codes if self.bits == 4 else codes ^ SIGN, scales)
+        # Zero points are packed along the rows, not along the columns as codes are.
         zero = unpack(np.ascontiguousarray(zeros.T), self.bits, rows).T.astype(np.float32)
         return CodedMatrix(codes, scales, -(scales * zero))
 
@@ -103,10 +104,10 @@ class PlainIntegers:
     def _make(
         self, codes: npt.NDArray[np.int8], scales: Floats, zeros: npt.NDArray[np.int8] | None = None
     ) -> CodedMatrix:
-        found: Bytes = codes.view(np.uint8)
+        code_bytes: Bytes = codes.view(np.uint8)
         if zeros is None:
-            return CodedMatrix(found, scales)
-        return CodedMatrix(found ^ SIGN, scales, -(scales * (zeros.astype(np.float32) + 128)))
+            return CodedMatrix(code_bytes, scales)
+        return CodedMatrix(code_bytes ^ SIGN, scales, -(scales * (zeros.astype(np.float32) + 128)))
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ class Groups:
         return self.schemes[0].dtype
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
-        found = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)
-        return next((matrix for matrix in found if matrix is not None), None)
+        matrices = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)
+        return next((matrix for matrix in matrices if matrix is not None), None)
 
 
 def parse(fields: Fields) -> Scheme:
