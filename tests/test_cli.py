@@ -96,7 +96,11 @@ def test_every_flag_has_one_subject(command: str) -> None:
     found = arguments.assemble_argument_collection()
     names = {name for one in found for name in one.names[:1] if name.startswith("--")}
     subjects = [flag for flags in flag_groups.GROUPS.values() for flag in flags]
-    assert len(names) >= flag_groups.MANY and names <= set(subjects) and len(set(subjects)) == len(subjects)
+    assert (
+        len(names) >= flag_groups.GROUPED_FROM
+        and names <= set(subjects)
+        and len(set(subjects)) == len(subjects)
+    )
     assert set(flag_groups.ESSENTIAL) <= set(subjects)
 
 
@@ -203,9 +207,9 @@ def test_mistakes_are_one_line_and_exit_code_2(
 
 def test_flags_of_other_programs_mean_flags_of_this_one() -> None:
     known = frozenset[str]().union(*(names for _, names in suggestions._flags(cli.app, ())))
-    assert known.issuperset(suggestions.ELSEWHERE.values())
-    assert all(flag.startswith("--") for flag in suggestions.ELSEWHERE.keys() - known)
-    assert suggestions.about("--n-cpu-moe", ("run-batch",), cli.app) == "Did you mean --fast-memory?"
+    assert known.issuperset(suggestions.FOREIGN_FLAGS.values())
+    assert all(flag.startswith("--") for flag in suggestions.FOREIGN_FLAGS.keys() - known)
+    assert suggestions.suggest("--n-cpu-moe", ("run-batch",), cli.app) == "Did you mean --fast-memory?"
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,8 +223,8 @@ def test_a_failure_that_is_no_setting_has_exit_code_1(capsys: pytest.CaptureFixt
 
 
 def test_allowed_values_in_words() -> None:
-    assert usage.allowed(int | None) == "an integer"
-    assert usage.allowed(str | None) == "a value, see --help"
+    assert usage.describe_values(int | None) == "an integer"
+    assert usage.describe_values(str | None) == "a value, see --help"
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def test_a_worker_that_keeps_to_the_cap(path: Path, cap: str, job: Job) -> None:
     assert policy.slow_cache == 0 and not policy.slow_attention and policy.fast_residual
     assert found.worker.scheduler.max_num_seqs == offload.batch <= job.requests
     # rows of a step are those that the plan made room for
-    assert found.worker.scheduler.max_num_batched_tokens == offload.batch * job.computed_tokens
+    assert found.worker.scheduler.max_num_batched_tokens == offload.batch * job.num_computed_tokens
     assert offload.padded == job.padded_length
     assert found.worker.cache.enable_prefix_caching is (job.padded_length is None)
     assert cache_tokens(found) >= job.longest

@@ -199,10 +199,10 @@ def test_on_a_gpu_it_is_planned_as_tritons_kernels_compute_it(written: Written) 
     found = plan_command(options)
     assert (found.model.quantized, found.model.staging) == ("int4", 0.0)
     assert found.model.read_bytes == found.model.expert_bytes
-    assert len(found.assumed) == 3 and "Assumed: --kernels triton." in found.assumed[2]
+    assert len(found.assumptions) == 3 and "Assumed: --kernels triton." in found.assumptions[2]
     found = plan_command(replace(options, model=str(written["columns"])))
     assert (found.model.staging, found.model.number, found.model.conversion) == (0.0, 2.0, "columns")
-    assert len(found.assumed) == 1 and "converting columns takes no time" in found.assumed[0]
+    assert len(found.assumptions) == 1 and "converting columns takes no time" in found.assumptions[0]
 
 
 @pytest.mark.parametrize(("kernels", "dtype"), [("triton", "int4"), ("reference", "bfloat16")])

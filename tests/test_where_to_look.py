@@ -14,7 +14,7 @@ ASKED_BY_STRANGERS = {
     "added model families": "models/families.py",
     "added solver": "policy/placement/solvers/solver.py",
     "added kernel": "kernels/table.py",
-    "added flag": "config/__init__.py",
+    "added flag": "config/worker.py",
     "schedule added": "runtime/in_memory.py",
     "transport added": "transport/listening.py",
     "transport rows": "transport/calls.py",

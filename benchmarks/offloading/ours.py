@@ -56,15 +56,15 @@ def planned(order: dict[str, Any], requests: float) -> WorkerPlan:
 
 def phases(found: WorkerPlan, passes: tuple[PassStats, ...], seconds: float) -> dict[str, Any]:
     """The totals of a run's passes. seconds: of the whole run. Time besides passes counts as decode's."""
-    from moesaic.commands.offload_report import phases as report
+    from moesaic.commands.offload_report import measure_phases as report
 
     parts = {one.name: one for one in report(found, passes)}
     prefill, decode = parts.get("prefill"), parts.get("decode")
     measured: dict[str, Any] = {name: part.as_json() for name, part in parts.items()}
-    measured["beside_seconds"] = seconds - sum(part.measured for part in parts.values())
-    measured["prefill_seconds"] = prefill.measured if prefill else 0.0
-    if decode and decode.measured:
-        measured["link_busy"] = decode.link_busy / decode.measured
+    measured["beside_seconds"] = seconds - sum(part.measured_seconds for part in parts.values())
+    measured["prefill_seconds"] = prefill.measured_seconds if prefill else 0.0
+    if decode and decode.measured_seconds:
+        measured["link_busy"] = decode.link_busy_seconds / decode.measured_seconds
     return measured
 
 

@@ -69,12 +69,12 @@ def test_the_line_below_an_answer() -> None:
     answer = Answer()
     for at, text in ((3.0, "a"), (4.0, "b"), (5.0, "c")):
         answer.add(Chunk(at, text))
-    assert answer.speed(2.5) == "first after 0.50 s"
+    assert answer.describe_speed(2.5) == "first after 0.50 s"
     answer.add(Chunk(5.0, "", "length", Usage(2, 3)))
-    assert answer.speed(2.5) == (
+    assert answer.describe_speed(2.5) == (
         "3 tokens, 1.0 tokens/s, first after 0.50 s, cut off at the maximum number of tokens"
     )
-    assert Answer().speed(0.0) == ""
+    assert Answer().describe_speed(0.0) == ""
 
 
 class Streaming:

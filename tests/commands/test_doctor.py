@@ -71,7 +71,7 @@ def test_what_differs_without_proc_is_named() -> None:
 
 def test_doctor_says_which_rows_run_alone() -> None:
     """On a CPU: those of about 64 rows an expert, and a server waits below 6. A GPU never waits."""
-    cpu = schedule_curves.of_curves(cpu_curves(3.0 * 2048 * 768, schedule_curves.OTHERS))
+    cpu = schedule_curves.derive_schedule(cpu_curves(3.0 * 2048 * 768, schedule_curves.OTHER_WEIGHTS))
     assert cpu.shared and cpu.separate_rows is not None and 500 < cpu.separate_rows < 1100
     assert cpu.waited_pairs == 6 * 128 and not cpu.expert_queues
     shown = schedule_curves.facts(cpu)
@@ -84,6 +84,6 @@ def test_doctor_says_which_rows_run_alone() -> None:
     unknown = schedule_curves.find("GeForce 256", 2)
     assert unknown.source.startswith("assumed") and not unknown.shared
     flat = Curve(((1.0, 1.0),))
-    never = schedule_curves.of_curves(DeviceCurves("x", flat, flat))
+    never = schedule_curves.derive_schedule(DeviceCurves("x", flat, flat))
     assert never.separate_rows is None
     assert schedule_curves.facts(never)["rows go on alone"] == "never while the device is busy"

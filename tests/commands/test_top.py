@@ -20,7 +20,7 @@ from tests.support.terminal import Terminal
 from tests.test_serve import COMMAND
 
 from moesaic.commands import cli
-from moesaic.commands.top_view import Sample, draw, read_metrics, view
+from moesaic.commands.top_view import Sample, compare_samples, draw, read_metrics
 from moesaic.core.cluster_status import ClusterCounters, ClusterStatus, Failure, ProcessStatus
 from moesaic.core.metrics import ExpertServerStats
 
@@ -71,7 +71,7 @@ def test_metrics_are_summed_over_labels() -> None:
 
 def test_a_view_has_what_happened_between_two_samples() -> None:
     before = Sample(10.0, {"prompt_tokens_total": 10.0, "time_to_first_token_seconds_sum": 1.0})
-    found = view("http://x", before, Sample(12.0, read_metrics(METRICS)))
+    found = compare_samples("http://x", before, Sample(12.0, read_metrics(METRICS)))
     assert (found.seconds, found.prompt_tokens_per_second, found.running) == (2.0, 10.0, 2)
     assert found.time_to_first_token == 0.25
     assert found.generation_tokens_per_second is None and found.prefix_cache_hit_rate is None
@@ -81,7 +81,7 @@ def test_a_view_has_what_happened_between_two_samples() -> None:
 
 def test_the_load_of_each_server() -> None:
     before = Sample(0.0, {}, status((100, 100)))
-    found = view("http://x", before, Sample(2.0, {}, status((150, 250))))
+    found = compare_samples("http://x", before, Sample(2.0, {}, status((150, 250))))
     first, second = found.processes[1:]
     assert (first.pairs_per_second, first.load, first.busy) == (25.0, 0.25, 0.25)
     assert (second.pairs_per_second, second.load, second.busy, second.waiting_pairs) == (75.0, 0.75, 0.75, 1)
@@ -91,20 +91,20 @@ def test_the_load_of_each_server() -> None:
 
 def test_a_new_process_of_a_server_begins_at_zero() -> None:
     before = Sample(0.0, {}, status((100, 100)))
-    found = view("http://x", before, Sample(1.0, {}, status((100, 40), incarnation=2)))
+    found = compare_samples("http://x", before, Sample(1.0, {}, status((100, 40), incarnation=2)))
     assert [one.pairs_per_second for one in found.processes[1:]] == [0.0, 40.0]
 
 
 def test_nothing_computed_is_no_share() -> None:
     sample = Sample(0.0, {}, status((0, 0)))
-    found = view("http://x", sample, Sample(1.0, {}, status((0, 0))))
+    found = compare_samples("http://x", sample, Sample(1.0, {}, status((0, 0))))
     assert found.processes[1].load is None
 
 
 def test_eighty_columns_are_enough() -> None:
     sample = Sample(0.0, {}, status((10**8, 10**8)))
     later = status((10**9, 3 * 10**9), change="adding expert server 2", watched=False)
-    text = shown(draw(view("http://x", sample, Sample(60.0, {}, later))))
+    text = shown(draw(compare_samples("http://x", sample, Sample(60.0, {}, later))))
     assert "…" not in text and "in progress: adding expert server 2" in text
     assert "The supervisor has stopped" in text and "failure: it died" in text
     assert "process deaths 1, failovers 2" in text
@@ -116,7 +116,7 @@ def test_eighty_columns_are_enough() -> None:
 )
 def test_a_narrow_terminal_has_fewer_columns(width: int, names: str) -> None:
     """The stage of a process is never left out, nor cut."""
-    found = view("http://x", Sample(0.0, {}, status((0, 0))), Sample(1.0, {}, status((10, 30))))
+    found = compare_samples("http://x", Sample(0.0, {}, status((0, 0))), Sample(1.0, {}, status((10, 30))))
     found.processes[2] = replace(found.processes[2], stage="waiting to be restarted")
     text = shown(draw(found, width), width=width)
     assert next(line for line in text.splitlines() if line.startswith("process ")).split() == names.split()
@@ -144,7 +144,9 @@ def on_two_hosts(**fields: Any) -> dict[str, Any]:
 
 
 def test_processes_are_shown_by_host_with_the_links_between_hosts() -> None:
-    found = view("http://x", Sample(0.0, {}, on_two_hosts()), Sample(1.0, {}, on_two_hosts(suspected=True)))
+    found = compare_samples(
+        "http://x", Sample(0.0, {}, on_two_hosts()), Sample(1.0, {}, on_two_hosts(suspected=True))
+    )
     assert [one.host for one in found.processes] == ["", "", FAR]
     assert asdict(found)["links"] == [LINK] and found.hosts == ["", FAR]
     lines = [line.rstrip() for line in shown(draw(found)).splitlines()]
@@ -159,7 +161,9 @@ def test_processes_are_shown_by_host_with_the_links_between_hosts() -> None:
 
 def test_what_a_process_without_a_host_waits_for_is_shown() -> None:
     why = "waiting for a host: no node has 2 CPU free; 2 nodes have 1 of 5 CPU free"
-    found = view("http://x", Sample(0.0, {}, {}), Sample(1.0, {}, on_two_hosts(waiting=why, host="")))
+    found = compare_samples(
+        "http://x", Sample(0.0, {}, {}), Sample(1.0, {}, on_two_hosts(waiting=why, host=""))
+    )
     text = shown(draw(found), width=120)
     assert f"expert server 1: {why}" in text
     assert text.index("on 10.0.0.2") < text.index("without a host") < text.index("expert server 1  ")
@@ -167,16 +171,16 @@ def test_what_a_process_without_a_host_waits_for_is_shown() -> None:
 
 def test_many_links_are_counted() -> None:
     many = on_two_hosts() | {"links": [LINK] * 9}
-    text = shown(draw(view("http://x", Sample(0.0, {}, many), Sample(1.0, {}, many))))
+    text = shown(draw(compare_samples("http://x", Sample(0.0, {}, many), Sample(1.0, {}, many))))
     assert text.count("1.25 GB/s") == 6 and "and 3 more links" in text
 
 
 def test_without_other_hosts_nothing_of_hosts_is_shown() -> None:
     one = status((1, 2)) | {"hosts": [{"name": "", "processes": ["attention worker 0"]}]}
     old = {**one, "processes": [{k: v for k, v in p.items() if k != "suspected"} for p in one["processes"]]}
-    text = shown(draw(view("http://x", Sample(0.0, {}, one), Sample(1.0, {}, one))))
+    text = shown(draw(compare_samples("http://x", Sample(0.0, {}, one), Sample(1.0, {}, one))))
     assert "host" not in text and "link" not in text
-    assert text == shown(draw(view("http://x", Sample(0.0, {}, old), Sample(1.0, {}, old))))
+    assert text == shown(draw(compare_samples("http://x", Sample(0.0, {}, old), Sample(1.0, {}, old))))
 
 
 @pytest.mark.parametrize(

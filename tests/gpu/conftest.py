@@ -1,4 +1,4 @@
-"""Checkpoints for tests on a GPU, or on one that is none."""
+"""Checkpoints for tests on a GPU, or on one that is none, and which of the slow tests `make test` runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,61 @@ from pathlib import Path
 
 import pytest
 from tests.support import gpu_cases
+
+COVER = {
+    "a step of the engine": "test_engine.py::test_answers_are_those_of_the_cpu",
+    "kernels of Triton in a model": "test_llm_triton.py::test_tokens_are_those_of_the_reference",
+    "no kernels of Triton on a CPU": "test_llm_triton.py::test_a_cpu_outside_of_the_interpreter_is_refused",
+    "attention": "triton/test_attention.py::test_attention",
+    "collectives": "triton/test_collectives.py::test_launches_of_a_collective",
+    "rows of collectives": "triton/test_collectives.py::test_rows_move_as_in_the_reference",
+    "sums of collectives": "triton/test_collectives.py::test_sums_have_the_bits_of_the_reference",
+    "the gated delta rule": "triton/test_delta.py::test_steps_agree_with_the_reference",
+    "convolutions": "triton/test_delta.py::test_a_convolution_alone",
+    "experts": "triton/test_experts.py::test_types",
+    "quantised experts": "triton/test_experts.py::test_quantised",
+    "quantised matrices": "triton/test_experts.py::test_quantised_matrices",
+    "dense layers": "triton/test_experts.py::test_gated_mlp",
+    "the gate": "triton/test_gate.py::test_rules",
+    "rotary embeddings": "triton/test_rows.py::test_rope",
+    "merges": "triton/test_rows.py::test_merge",
+    "norms": "triton/test_rows.py::test_norms",
+    "the KV cache": "triton/test_rows.py::test_store",
+    "an exchange of two processes": "triton/test_exchange_processes.py::test_a_server_of_another_process"
+    "_answers_the_kernels",
+    "graphs": "test_graphs.py::test_recorded_steps_give_the_tokens_of_the_reference",
+    "graphs of shared attention": "test_attention_graphs.py::test_every_rank_replays_what_it_would_compute",
+    "graphs of ranks": "test_rank_graphs.py::test_tokens_are_those_of_one_process",
+    "graphs of drafts": "test_prediction_graphs.py::test_replayed_drafts_are_those_of_the_operations"
+    "_one_by_one",
+    "graphs that ask servers": "test_full_graphs.py::test_a_placement_that_changes_between_steps",
+    "calls by CUDA IPC": "test_device_calls.py::test_tokens_are_those_of_the_host",
+    "ranks that ask by CUDA IPC": "test_rank_calls.py::test_no_row_goes_to_the_host",
+    "graphs that ask by NVSHMEM": "test_nvshmem_graphs.py::test_a_placement_that_changes_between_steps",
+    "a cluster by NVSHMEM": "test_serve_nvshmem.py::test_experts_on_another_host",
+    "rows of ranks": "test_rows.py::test_no_row_goes_to_the_host",
+    "ranks": "test_group.py::test_tokens_are_those_of_one_process",
+    "expert servers": "test_servers.py::test_a_worker_on_a_gpu_asks_servers_on_the_cpu",
+    "offloading": "test_offload.py::test_tokens_are_those_of_the_model_in_memory",
+    "`make gpu`": "test_make_gpu.py::test_a_case_that_fails_costs_no_other_one",
+}
+"""What only a GPU runs -> the slow test whose first case `make test` runs. The other slow ones are of `make
+full`: nobody without a GPU reaches their code. Those for a real GPU are skipped elsewhere."""
+REAL = ("test_cuda.py", "test_cuda_calls.py", "test_cuda_rows.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as full what COVER leaves out."""
+    covered, folder = set(COVER.values()), Path(__file__).parent
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if folder not in item.path.parents or item.path.name in REAL or "slow" not in marks:
+            continue
+        name = f"{item.path.relative_to(folder)}::{getattr(item, 'originalname', item.name)}"
+        if name in covered and "full" not in marks:
+            covered.remove(name)
+        else:
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ class Host:
     def free(self) -> int:
         return 64 << 20
 
-    def pinned(self, size: int) -> torch.Tensor:
+    def allocate_pinned(self, size: int) -> torch.Tensor:
         self.pins.append(torch.empty(size, dtype=torch.uint8))
         return self.pins[-1]
 
@@ -39,7 +39,7 @@ def test_every_way_is_measured_in_bytes_a_second() -> None:
     device, clock, shown = Host(), iter(range(1000)), list[tuple[str, int, int]]()
     watch = Stopwatch(0.5, partial(next, clock), device.wait)
     found = cuda.copies(device, 5000, watch, lambda *step: shown.append(step))
-    assert [(one.way, one.pinned) for one in found] == [
+    assert [(one.way, one.is_pinned) for one in found] == [
         ("down", True),
         ("down", False),
         ("up", True),
@@ -64,7 +64,7 @@ def test_the_copies_go_where_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -
         return torch.zeros(size).as_subclass(Copied)
 
     device = Host()
-    monkeypatch.setattr(device, "pinned", ones)
+    monkeypatch.setattr(device, "allocate_pinned", ones)
     monkeypatch.setattr(torch, "ones", ones)
     cuda.copies(device, 8, Stopwatch(1e-12), lambda *_: None)
     (there, pinned, first), *others = seen
@@ -93,4 +93,4 @@ def test_the_device_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Cuda()
     device.wait()
     assert (device.title, device.free(), asked) == ("H100", 3, ["wait"])
-    assert device.pinned(7) == (7, {"dtype": torch.uint8, "pin_memory": True})
+    assert device.allocate_pinned(7) == (7, {"dtype": torch.uint8, "pin_memory": True})

@@ -100,7 +100,7 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     show: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731
     with sanitized():
         device = find_device()
-        assert device is not None and device.pinned(3).device.type == "cpu"
+        assert device is not None and device.allocate_pinned(3).device.type == "cpu"
         found = Measuring(TINY, show, threads=1).gpu_over_ram(device, "box")
     assert (found.fast.name, found.fast.memory) == (NAME, 64 * GIB)
     assert found.slow.name == "RAM, 1 thread" and found.link.staging is not None

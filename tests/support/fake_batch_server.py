@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moesaic.jobs.batch.local import Served
+from moesaic.jobs.batch.local import ModelService
 from moesaic.server.client import Client
 
 Answer = tuple[int, dict[str, Any], dict[str, str]]
@@ -74,9 +74,9 @@ class FakeServer:
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[Served]:
+    async def serving(self) -> AsyncIterator[ModelService]:
         self.started += 1
-        yield Served(Client(app=self))
+        yield ModelService(Client(app=self))
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:

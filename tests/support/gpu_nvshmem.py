@@ -1,6 +1,6 @@
 """NVSHMEM on the device of `gpu_sanitizer`: processes write into each other's memory by TCP (`tcp_heap`).
 
-`nvshmem` puts it in the place of `kernels.symmetric_heap.jobs`, and of what `kernels.triton.nvshmem` gives
+`nvshmem` puts it in the place of `gpu.nvshmem.symmetric_heap.jobs`, and of what `gpu.triton.nvshmem` gives
 kernels. Triton's interpreter has one thread at a time run a kernel. So two processes of a job whose kernels
 wait for each other cannot be threads of one process here.
 """

@@ -1,6 +1,6 @@
 """Memory that processes on the device of `gpu_sanitizer` share: a file in memory in place of a GPU's.
 
-`sharing` takes the place of that of `kernels.device_sharing`. Its tensors look at the same bytes in every
+`sharing` takes the place of that of `gpu.ipc.device_sharing`. Its tensors look at the same bytes in every
 process. What one of them does on the device shows in the others once it is done, as late as there.
 """
 

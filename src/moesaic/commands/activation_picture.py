@@ -21,31 +21,40 @@ def draw(title: str, maps: Sequence[tuple[str, ActivationMap]]) -> str:
 
     Local choices have one colour and remote ones another. Frequent choices are darker.
     """
-    return page(title, [_panel(name, found) for name, found in maps], columns=len(maps), height=HEIGHT)
+    return page(
+        title,
+        [_panel(name, activation_map) for name, activation_map in maps],
+        columns=len(maps),
+        height=HEIGHT,
+    )
 
 
-def _panel(name: str, found: ActivationMap) -> Panel:
-    scale = f"scale({WIDE / len(found.experts):.4f},{TALL / len(found.tokens):.4f})"
-    near, far = (_only(found, local) for local in (True, False))
+def _panel(name: str, activation_map: ActivationMap) -> Panel:
+    scale = f"scale({WIDE / len(activation_map.experts):.4f},{TALL / len(activation_map.tokens):.4f})"
+    local_shares, remote_shares = (_select_shares(activation_map, local) for local in (True, False))
+    local_text = f"{activation_map.local:.1%}"
     return Panel(
         name,
         [
-            f'<text x="8" y="40">{found.local:.1%} of the choices stay on the rank of the token</text>',
+            f'<text x="8" y="40">{local_text} of the choices stay on the rank of the token</text>',
             *(_key(8, "cell", "expert on the token's rank"), _key(220, "far", "expert on another rank")),
             f'<g transform="translate({LEFT},{TOP}) {scale}" shape-rendering="crispEdges">',
-            *(*cells(near, 1.0), *cells(far, 1.0, "far"), "</g>"),
-            *_borders(found),
-            f'<text class="x" x="{LEFT + WIDE / 2}" y="{HEIGHT - 12}">{_axes(found)}</text>',
+            *(*cells(local_shares, 1.0), *cells(remote_shares, 1.0, "far"), "</g>"),
+            *_borders(activation_map),
+            f'<text class="x" x="{LEFT + WIDE / 2}" y="{HEIGHT - 12}">{_axes(activation_map)}</text>',
         ],
     )
 
 
-def _only(found: ActivationMap, local: bool) -> list[list[float]]:
+def _select_shares(activation_map: ActivationMap, local: bool) -> list[list[float]]:
     """[n, E] shares of the local choices, or of the remote ones; 0 elsewhere."""
-    down, across = _owners(found.tokens_of), _owners(found.experts_of)
+    row_owners, column_owners = _owners(activation_map.tokens_of), _owners(activation_map.experts_of)
     return [
-        [value if (here == there) is local else 0.0 for there, value in zip(across, row, strict=True)]
-        for here, row in zip(down, found.shares, strict=True)
+        [
+            value if (row_owner == column_owner) is local else 0.0
+            for column_owner, value in zip(column_owners, row, strict=True)
+        ]
+        for row_owner, row in zip(row_owners, activation_map.shares, strict=True)
     ]
 
 
@@ -54,17 +63,17 @@ def _owners(sizes: Sequence[int]) -> list[int]:
     return [rank for rank, size in enumerate(sizes) for _ in range(size)]
 
 
-def _borders(found: ActivationMap) -> Iterator[str]:
+def _borders(activation_map: ActivationMap) -> Iterator[str]:
     """SVG elements: lines between ranks, and the names of the ranks."""
     right, bottom = LEFT + WIDE, TOP + TALL
-    named = len(found.experts_of) <= LABELS
-    for rank, (begin, end) in enumerate(_spans(found.experts_of, LEFT, WIDE)):
+    has_labels = len(activation_map.experts_of) <= LABELS
+    for rank, (begin, end) in enumerate(_spans(activation_map.experts_of, LEFT, WIDE)):
         yield f'<path class="border" d="M{end:.1f},{TOP} V{bottom}"/>'
-        if named:
+        if has_labels:
             yield f'<text class="x" x="{(begin + end) / 2:.1f}" y="{TOP - 6}">rank {rank}</text>'
-    for rank, (begin, end) in enumerate(_spans(found.tokens_of, TOP, TALL)):
+    for rank, (begin, end) in enumerate(_spans(activation_map.tokens_of, TOP, TALL)):
         yield f'<path class="border" d="M{LEFT},{end:.1f} H{right}"/>'
-        if named and end - begin > 40:
+        if has_labels and end - begin > 40:
             place = f"translate({LEFT - 8},{(begin + end) / 2:.1f}) rotate(-90)"
             yield f'<text class="x" transform="{place}">rank {rank}</text>'
     yield f'<path class="border" d="M{right},{TOP} H{LEFT} V{bottom}"/>'
@@ -76,8 +85,10 @@ def _spans(sizes: Sequence[int], start: float, length: float) -> Iterator[tuple[
     return pairwise(start + length * end / ends[-1] for end in ends)
 
 
-def _axes(found: ActivationMap) -> str:
-    return escape(f"down: {len(found.tokens)} token ids; across: {len(found.experts)} experts")
+def _axes(activation_map: ActivationMap) -> str:
+    return escape(
+        f"down: {len(activation_map.tokens)} token ids; across: {len(activation_map.experts)} experts"
+    )
 
 
 def _key(x: int, kind: str, name: str) -> str:

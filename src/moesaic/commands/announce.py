@@ -48,7 +48,7 @@ class Announcer:
         self._cluster = cluster
         self._admin_key = admin_key
         self._formats = formats
-        self._announced = False
+        self._has_announced = False
         self._name = name
         self._host = host
         self._port = port
@@ -83,8 +83,8 @@ class Announcer:
         match message:
             case Loading():
                 self._bar.update(self._task, completed=message.done, total=message.total)
-            case Ready() if not self._announced:
-                self._announced = True
+            case Ready() if not self._has_announced:
+                self._has_announced = True
                 self._bar.stop()
                 self._announce(message.info)
 
@@ -103,8 +103,9 @@ class Announcer:
             parts += [] if status is None else as_lines(status)
             if self._admin_key is not None:
                 parts.append(f"Admin key, which moesaic scale --admin-key needs: {self._admin_key}")
-            carried = "" if self._admin_key is None else f"#key={self._admin_key}"
-            parts.append(f"Page with a chat and a live view: {url}/{carried}")
+            key_fragment = "" if self._admin_key is None else f"#key={self._admin_key}"
+            # The key is in the fragment, which a browser does not send, so no log has it.
+            parts.append(f"Page with a chat and a live view: {url}/{key_fragment}")
             text = "\n".join([*parts, f"Serving {self._name} at {url}"])
         try:
             print(text, flush=True)
@@ -115,21 +116,21 @@ class Announcer:
 
 def requests_of_maximum_length(info: WorkerInfo) -> int:
     """Number of requests of the maximum length that the KV cache, and the states, hold at once."""
-    many = info.num_blocks // -(-info.max_model_len // info.block_size)
-    return min(many, info.state_seats) if info.state_seats else many
+    max_requests = info.num_blocks // -(-info.max_model_len // info.block_size)
+    return min(max_requests, info.state_seats) if info.state_seats else max_requests
 
 
 def capacity_line(info: WorkerInfo) -> str:
-    """One line: the capacity of the KV cache in tokens and in requests."""
-    many = requests_of_maximum_length(info)
+    """The line about the capacity of the KV cache, in tokens and in requests."""
+    max_requests = requests_of_maximum_length(info)
     states = ""
     if info.state_seats:
         states = f"; states of {info.state_seats} requests and {info.state_snapshots} prefixes"
-    return f"KV cache holds {info.kv_tokens} tokens, {many} requests of the maximum length{states}"
+    return f"KV cache holds {info.kv_tokens} tokens, {max_requests} requests of the maximum length{states}"
 
 
 def parsers_line(formats: Formats) -> str:
-    """One line: the parsers of tool calls and of reasoning."""
+    """The line about the parsers of tool calls and of reasoning."""
     calls = formats.calls if formats.calls and formats.takes_tools else "none"
     return f"Parsers: {calls} for tool calls, {formats.reasoning or 'none'} for reasoning"
 
@@ -146,15 +147,15 @@ def as_table(name: str, info: WorkerInfo) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     experts = f"{info.num_experts} experts, {info.top_k} per token"
-    each = "" if info.ranks == 1 else f" on each of {info.ranks} ranks"
+    per_rank = "" if info.ranks == 1 else f" on each of {info.ranks} ranks"
     rows = {
         "model": name,
         "type": f"{info.model_type}, {info.num_layers} layers, {experts}",
-        "parameters": f"{in_words(info.num_parameters)}, {in_bytes(info.weight_bytes)}" + each,
+        "parameters": f"{in_words(info.num_parameters)}, {in_bytes(info.weight_bytes)}" + per_rank,
         "device": info.device,
         "kernels": info.kernels + (f", torch {info.torch_code}" if info.torch_code else ""),
         "dtype": f"{info.dtype}, KV cache {info.kv_dtype}",
-        "threads": str(info.threads) + each,
+        "threads": str(info.threads) + per_rank,
         **({"collectives": info.collectives} if info.ranks > 1 else {}),
         "context length": f"{info.max_model_len} tokens",
         "batch": f"{info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens per step",

@@ -30,7 +30,7 @@ from moesaic.runtime.machine import available_memory, cores
 
 USUAL = ("bfloat16", "int8", "int4")
 """Types of experts that are timed if none is given."""
-BEYOND = 256 << 20
+GPU_WEIGHT_BYTES = 256 << 20
 """Bytes that the caches of no GPU hold."""
 
 
@@ -44,7 +44,7 @@ class Report:
     threads: int
     processor: str
     roofs: Roofs
-    found: list[Speed]
+    speeds: list[Speed]
 
 
 def run(options: KernelsBench, as_json: bool) -> int:
@@ -52,12 +52,12 @@ def run(options: KernelsBench, as_json: bool) -> int:
 
     Raises ConfigError for an unknown model, and for kernels or types that this machine cannot compute.
     """
-    report = measured(options)
+    report = time_operations(options)
     print(json.dumps(report_json(report)) if as_json else as_text(report))
     return 0
 
 
-def measured(options: KernelsBench) -> Report:
+def time_operations(options: KernelsBench) -> Report:
     """Time the operations, with progress on stderr. Raises ConfigError as `run`."""
     model, device = find_model(options.model), options.device
     gpu = find_device() if device == "cuda" else None
@@ -67,7 +67,7 @@ def measured(options: KernelsBench) -> Report:
     sizes = Sizes(
         *(model, _types(options, model, kernels), "float32" if model.number > 2 else "bfloat16"),
         *(options.kv_cache_dtype, options.rows, options.context),
-        min_weight_bytes=BEYOND if gpu else memory.choose_matrix_bytes(available_memory()),
+        min_weight_bytes=GPU_WEIGHT_BYTES if gpu else memory.choose_matrix_bytes(available_memory()),
         device=device,
     )
     threads = options.threads or cores()
@@ -78,54 +78,57 @@ def measured(options: KernelsBench) -> Report:
             return roofline.device_roofs(watch, device)
         return roofline.roofs(kernels, options.kernels, threads, watch)
 
+    # The roofs are measured before and after: other processes may slow the machine down meanwhile.
     with progress(Console(stderr=True), time.monotonic, "figures/s") as show:
-        before = roofs()
-        found = roofline.measure(kernels, options.kernels, sizes, watch, show)
-        best = before.best(roofs())
+        first_roofs = roofs()
+        speeds = roofline.measure(kernels, options.kernels, sizes, watch, show)
+        best = first_roofs.best(roofs())
     processor = gpu.title if gpu else examine().cpu
-    return Report(options, model.name, kernels.name, threads, processor, best, found)
+    return Report(options, model.name, kernels.name, threads, processor, best, speeds)
 
 
 def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[str, ...]:
-    own = COMPRESSED if model.compressed else model.quantized
-    wanted = options.types or tuple(dict.fromkeys((*USUAL, *((own,) if own else ()))))
+    model_type = COMPRESSED if model.compressed else model.quantized
+    types = options.types or tuple(dict.fromkeys((*USUAL, *((model_type,) if model_type else ()))))
     if kernels.packed:
-        return wanted
-    refused = [one for one in options.types if is_packed(one)]
-    if refused:
-        raise ConfigError.field("--types", refused[0], f"bfloat16, float32 with {kernels.name}")
-    return tuple(one for one in wanted if not is_packed(one))
+        return types
+    packed_types = [name for name in options.types if is_packed(name)]
+    if packed_types:
+        raise ConfigError.field("--types", packed_types[0], f"bfloat16, float32 with {kernels.name}")
+    return tuple(name for name in types if not is_packed(name))
 
 
 def as_text(report: Report) -> str:
     """A table, with what it is measured against above it."""
     roofs, threads = report.roofs, report.threads
-    told = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("operation", "type"):
-        told.add_column(column, no_wrap=True)
+        table.add_column(column, no_wrap=True)
     for column in ("rows", "context", "us", "GB/s", "GFLOP/s", "of roof"):
-        told.add_column(column, justify="right", no_wrap=True)
-    told.add_column("bound")
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("bound")
     last: tuple[str, str] | None = None
-    for one in report.found:
-        call, work = one.call, one.call.work
+    for speed in report.speeds:
+        call, work = speed.call, speed.call.work
         name = (call.operation, call.stored_type)
-        told.add_row(
+        table.add_row(
             *(name if name != last else ("", "")),
             *(str(call.rows), "" if call.context is None else str(call.context)),
-            *(f"{1e6 * one.seconds:.0f}", f"{work.bytes / one.seconds / 1e9:.1f}"),
-            *(f"{work.flops / one.seconds / 1e9:.0f}", f"{one.share(roofs):.0%}", one.bound(roofs)),
+            *(f"{1e6 * speed.seconds:.0f}", f"{work.bytes / speed.seconds / 1e9:.1f}"),
+            *(f"{work.flops / speed.seconds / 1e9:.0f}", f"{speed.share(roofs):.0%}", speed.bound(roofs)),
         )
         last = name
     on_gpu = report.options.device == "cuda"
-    how = "a copy in its memory" if on_gpu else "memcmp"
-    by = report.processor if on_gpu else f"{threads} thread{'s' if threads > 1 else ''}, {report.processor}"
+    memory_test = "a copy in its memory" if on_gpu else "memcmp"
+    processor = (
+        report.processor if on_gpu else f"{threads} thread{'s' if threads > 1 else ''}, {report.processor}"
+    )
     lines = [
-        f"One layer of {report.model}, {report.kernels}, {by}",
-        f"Memory is read at {roofs.bandwidth / 1e9:.1f} GB/s ({how}).",
+        f"One layer of {report.model}, {report.kernels}, {processor}",
+        f"Memory is read at {roofs.bandwidth / 1e9:.1f} GB/s ({memory_test}).",
         _computing(roofs, report.kernels),
         "GB/s counts weights and cache once, GFLOP/s two operations a weight and row.",
-        in_text(told),
+        in_text(table),
     ]
     return "\n".join(lines)
 
@@ -134,38 +137,37 @@ def _computing(roofs: Roofs, kernels: str) -> str:
     """The roof of computing, and how it was measured."""
     if not kernels.startswith("native"):
         return f"torch multiplies large matrices at {roofs.flops / 1e9:.0f} GFLOP/s."
-    own = (
+    own_products = (
         ""
         if roofs.own_flops is None
         else f", and at {roofs.own_flops / 1e9:.0f} as {kernels} does with its own types"
     )
-    return (
-        f"Numbers in registers are multiplied and added at {roofs.flops / 1e9:.0f} GFLOP/s in float32{own}."
-    )
+    speed = f"{roofs.flops / 1e9:.0f} GFLOP/s in float32{own_products}"
+    return f"Numbers in registers are multiplied and added at {speed}."
 
 
 def report_json(report: Report) -> dict[str, Any]:
     """The report as JSON: times in microseconds, speeds in GB/s and GFLOP/s."""
     options, roofs = report.options, report.roofs
-    own = {} if roofs.own_flops is None else {"own_gflop_per_s": roofs.own_flops / 1e9}
+    own_products = {} if roofs.own_flops is None else {"own_gflop_per_s": roofs.own_flops / 1e9}
     return {
         "model": options.model,
         "gpu" if options.device == "cuda" else "cpu": report.processor,
         "kernels": report.kernels,
         "threads": report.threads,
-        "roofs": {"gb_per_s": roofs.bandwidth / 1e9, "gflop_per_s": roofs.flops / 1e9, **own},
+        "roofs": {"gb_per_s": roofs.bandwidth / 1e9, "gflop_per_s": roofs.flops / 1e9, **own_products},
         "operations": [
             {
-                "operation": one.call.operation,
-                "type": one.call.stored_type,
-                "rows": one.call.rows,
-                "context": one.call.context,
-                "microseconds": 1e6 * one.seconds,
-                "gb_per_s": one.call.work.bytes / one.seconds / 1e9,
-                "gflop_per_s": one.call.work.flops / one.seconds / 1e9,
-                "share_of_roof": one.share(roofs),
-                "bound": one.bound(roofs),
+                "operation": speed.call.operation,
+                "type": speed.call.stored_type,
+                "rows": speed.call.rows,
+                "context": speed.call.context,
+                "microseconds": 1e6 * speed.seconds,
+                "gb_per_s": speed.call.work.bytes / speed.seconds / 1e9,
+                "gflop_per_s": speed.call.work.flops / speed.seconds / 1e9,
+                "share_of_roof": speed.share(roofs),
+                "bound": speed.bound(roofs),
             }
-            for one in report.found
+            for speed in report.speeds
         ],
     }

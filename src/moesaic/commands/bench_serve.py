@@ -16,4 +16,4 @@ def run(options: ServeBench, as_json: bool) -> int:
         print(report.to_json(options.save_detailed))
     else:
         print_report(report, Console())
-    return 0 if report.summary.completed else 1
+    return 0 if report.summary.num_completed else 1

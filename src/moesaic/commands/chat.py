@@ -20,7 +20,7 @@ from moesaic.server.client import Chunk, Client
 from moesaic.trace import logs
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-PROMPT, MORE = ">>> ", "... "
+PROMPT, CONTINUATION = ">>> ", "... "
 QUOTES = '"""'
 """Begins and ends a message of several lines."""
 HELP = f"""\
@@ -40,8 +40,8 @@ class Screen:
     Without a terminal only the content is written, as it is.
     """
 
-    def __init__(self, out: TextIO, terminal: bool) -> None:
-        self._out = out
+    def __init__(self, stream: TextIO, terminal: bool) -> None:
+        self._stream = stream
         self._terminal = terminal
         self._dim = False
 
@@ -49,30 +49,30 @@ class Screen:
         if self._terminal:
             self._write(chunk.reasoning, True)
         self._write(chunk.content, False)
-        self._out.flush()
+        self._stream.flush()
 
     def end(self, line: str = "") -> None:
         """End an answer. line: shown below it, dim, on a terminal."""
         self._write("", False)
         dim = f"\n{DIM}{line.translate(_CONTROL)}{PLAIN}" if line and self._terminal else ""
-        self._out.write(f"{PLAIN if self._dim else ''}{dim}\n")
+        self._stream.write(f"{PLAIN if self._dim else ''}{dim}\n")
         self._dim = False
-        self._out.flush()
+        self._stream.flush()
 
     def _write(self, text: str, dim: bool) -> None:
         if not text:
             return
         if self._terminal and dim != self._dim:
-            self._out.write(DIM if dim else f"{PLAIN}\n\n")
+            self._stream.write(DIM if dim else f"{PLAIN}\n\n")
             self._dim = dim
-        self._out.write(text.translate(_CONTROL) if self._terminal else text)
+        self._stream.write(text.translate(_CONTROL) if self._terminal else text)
 
 
 def run(options: Chat) -> int:
     """Talk until the end of the input. Returns the exit code."""
     logs.set_up("chat", "warning")
     terminal = sys.stdin.isatty()
-    with asyncio.Runner() as runner, _entered(runner, options) as conversation:
+    with asyncio.Runner() as runner, _run_conversation(runner, options) as conversation:
         screen = Screen(sys.stdout, terminal and sys.stdout.isatty())
         if not terminal:
             return _answer_pipe(runner, conversation, screen)
@@ -83,18 +83,18 @@ def run(options: Chat) -> int:
 
 
 @contextmanager
-def _entered(runner: asyncio.Runner, options: Chat) -> Iterator[Conversation]:
+def _run_conversation(runner: asyncio.Runner, options: Chat) -> Iterator[Conversation]:
     """The conversation with the server or the model of `options`, in the loop of `runner`."""
-    opened = _opened(options)
-    conversation = runner.run(opened.__aenter__())
+    context = _open_conversation(options)
+    conversation = runner.run(context.__aenter__())
     try:
         yield conversation
     finally:
-        runner.run(opened.__aexit__(None, None, None))
+        runner.run(context.__aexit__(None, None, None))
 
 
 @asynccontextmanager
-async def _opened(options: Chat) -> AsyncIterator[Conversation]:
+async def _open_conversation(options: Chat) -> AsyncIterator[Conversation]:
     sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     fields = {name: value for name, value in sampling.items() if value is not None}
     if options.url is not None:
@@ -108,9 +108,9 @@ async def _opened(options: Chat) -> AsyncIterator[Conversation]:
     worker = WorkerConfig(model, CacheConfig(), SchedulerConfig(max_num_seqs=1), log_level="warning")
     local = serving(worker, (options.target,), chat_template=options.chat_template)
     with Console(stderr=True).status(f"loading {options.target}"):
-        served = await local.__aenter__()
+        server = await local.__aenter__()
     try:
-        async with served.client as client:
+        async with server.client as client:
             yield Conversation(client, options.target, options.system_prompt, fields)
     finally:
         await local.__aexit__(None, None, None)
@@ -155,14 +155,14 @@ def _talk(runner: asyncio.Runner, conversation: Conversation, screen: Screen) ->
             conversation.clear()
             print("(the conversation is empty)", flush=True)
         elif re.fullmatch(r"/\w+", text):
-            unknown = "" if text in COMMANDS else f"{text}: no such command\n"
-            print(f"{unknown}{HELP}", flush=True)
+            complaint = "" if text in COMMANDS else f"{text}: no such command\n"
+            print(f"{complaint}{HELP}", flush=True)
         elif text:
             _answer(runner, conversation, screen, text)
 
 
 def _answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, text: str) -> None:
-    answer, asked = Answer(), time.perf_counter()
+    answer, question_time = Answer(), time.perf_counter()
     try:
         runner.run(conversation.ask(text, answer, screen.show))
     except KeyboardInterrupt:
@@ -172,22 +172,22 @@ def _answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, 
         line = f"moesaic: {' '.join(str(error).split())}; this message is not part of the conversation"
         print(line, file=sys.stderr, flush=True)
     else:
-        screen.end(answer.speed(asked))
+        screen.end(answer.describe_speed(question_time))
 
 
 def read_message(ask: Callable[[str], str]) -> str:
-    """One message. ask: shows a prompt and returns the next line; it raises EOFError at the end."""
+    """Read a message. ask: shows a prompt and returns the next line; it raises EOFError at the end."""
     line = ask(PROMPT)
     if line.lstrip().startswith(QUOTES):
         lines = [line.lstrip().removeprefix(QUOTES)]
         while not lines[-1].rstrip().endswith(QUOTES):
-            lines.append(ask(MORE))
+            lines.append(ask(CONTINUATION))
         lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
         return "\n".join(lines)
     lines = [line]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(ask(MORE))
+        lines.append(ask(CONTINUATION))
     return "\n".join(lines)
 
 

@@ -61,7 +61,7 @@ from moesaic.trace.options import RecordConfig
 SHORT = {"-i": "--input-file", "-o": "--output-file"}
 """Short flags. They are replaced by the long ones before the command line is parsed."""
 HELP_ALL = "--help-all"
-"""As --help, but every flag is explained."""
+"""Flag that shows what --help shows, with every flag explained."""
 
 app = App(
     name="moesaic",
@@ -297,8 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line. Returns the exit code: 0, 1 if it failed, 2 if a setting is wrong."""
     given = [SHORT.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
     replace_closed_streams()
-    everything = HELP_ALL in given
-    app.help_formatter = GroupedFlags(SHORT, everything)
+    explain_all = HELP_ALL in given
+    app.help_formatter = GroupedFlags(SHORT, explain_all)
     given = ["--help" if word == HELP_ALL else word for word in given]
     settings = Settings(variables(), app, _say)
     for name in COMMANDS:
@@ -307,23 +307,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False)
         if getattr(bound.arguments.get("output"), "debug", False):
             given = [*given, "--debug"]  # from a variable or a file
-        taken = settings.line()
-        if taken is not None:
-            _say(taken)
+        settings_line = settings.line()
+        if settings_line is not None:
+            _say(settings_line)
         code = int(command(*bound.args, **bound.kwargs) or 0)
         sys.stdout.flush()
         return code
     except CycloptsError as error:
         return _fail(one_line(error, app), 2, given)
     except ConfigError as error:
-        return _fail(settings.named(str(error)), 2, given)
+        return _fail(settings.name_source(str(error)), 2, given)
     except MoesaicError as error:
         return _fail(str(error), 1, given)
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if error.errno in descriptors.EXHAUSTED:
-            return _fail(descriptors.exhausted(), 1, given)
+        if error.errno in descriptors.EXHAUSTED_ERRNOS:
+            return _fail(descriptors.describe_exhaustion(), 1, given)
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         replace_stream("stdout")  # what the old one still holds would fail again at exit

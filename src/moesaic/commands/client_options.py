@@ -37,20 +37,20 @@ class Chat:
     api_key: str | None = None
     """Key of the server, sent as `Authorization: Bearer KEY`. None: the value of MOESAIC_API_KEY."""
     max_model_len: int | None = None
-    """For a model that is loaded here: maximum number of tokens of the conversation. None: the checkpoint's
+    """Maximum number of tokens of the conversation, for a model that is loaded here. None: the checkpoint's
     own limit."""
     threads: int | None = None
-    """For a model that is loaded here: number of compute threads. None: one for each core."""
+    """Number of compute threads, for a model that is loaded here. None: one for each core."""
     chat_template: Path | None = None
-    """For a model that is loaded here: file with a Jinja chat template, in place of the checkpoint's own."""
+    """File with a Jinja chat template in place of the checkpoint's own, for a model that is loaded here."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             at_least("--max-tokens", self.max_tokens, 1)
         check_threads(self.threads)
         if _HOST_PORT.fullmatch(self.target):
-            allowed = f"a model, or a URL such as http://{self.target}"
-            raise ConfigError.field("--target", self.target, allowed)
+            suggestion = f"a model, or a URL such as http://{self.target}"
+            raise ConfigError.field("--target", self.target, suggestion)
         if self.url is None:
             if self.model is not None:
                 raise ConfigError.field("--model", self.model, f"nothing where {self.target} is the model")

@@ -25,7 +25,7 @@ def run(options: Compress, as_json: bool) -> int:
 
     Raises ConfigError for a checkpoint that cannot be compressed and files that cannot be read or written.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     path = resolve(options.model)
     refuse_gguf(path, "compress")
     try:
@@ -34,11 +34,11 @@ def run(options: Compress, as_json: bool) -> int:
                 path,
                 options.target,
                 cores(),
-                lambda done, total: show("compressing", done // MB, total // MB),
+                lambda num_done, total: show("compressing", num_done // MB, total // MB),
             )
     except OSError as error:
         raise ConfigError(f"{error.filename or options.target}: {error.strerror}") from error
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     if as_json:
         report = {"model": options.model, "directory": str(options.directory), **asdict(sizes)}
         print(json.dumps({**report, "share": sizes.share, "seconds": round(seconds, 3)}))

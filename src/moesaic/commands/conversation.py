@@ -1,4 +1,4 @@
-"""One conversation with a model: its messages, and one answer at a time.
+"""A conversation with a model: its messages, and one answer at a time.
 
 Question: Who holds a conversation of `moesaic chat`?
 """
@@ -33,8 +33,10 @@ class Answer:
         if chunk.text:
             self.first, self.last = self.first or chunk.arrival_time, chunk.arrival_time
 
-    def speed(self, asked: float) -> str:
-        """One line: tokens, tokens per second, seconds to the first one. asked: time of the question.
+    def describe_speed(self, question_time: float) -> str:
+        """Describe it in a line: tokens, tokens per second, seconds to the first one.
+
+        question_time: when the question was asked, in seconds on the client's clock.
 
         Example: "38 tokens, 21.3 tokens/s, first after 0.12 s". A server that sends no counts has no tokens.
         """
@@ -45,7 +47,7 @@ class Answer:
             if self.first is not None and self.last > self.first and tokens > 1:
                 parts.append(f"{(tokens - 1) / (self.last - self.first):.1f} tokens/s")
         if self.first is not None:
-            parts.append(f"first after {self.first - asked:.2f} s")
+            parts.append(f"first after {self.first - question_time:.2f} s")
         if self.finish_reason == "length":
             parts.append("cut off at the maximum number of tokens")
         return ", ".join(parts)
@@ -76,10 +78,10 @@ class Conversation:
         Cancelling it stops the answer; what has arrived stays in the conversation. A question without an
         answer, after ApiError or ConnectionLost, leaves the conversation as it was.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
+        messages = [*self.messages, {"role": "user", "content": question}]
         body = {
             "model": self.model,
-            "messages": asked,
+            "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
             **self.fields,
@@ -90,5 +92,6 @@ class Conversation:
                     answer.add(chunk)
                     show(chunk)
         finally:
+            # Also after a cancellation, so that the next question can refer to what was shown.
             if answer.first is not None:
-                self.messages = [*asked, {"role": "assistant", "content": answer.content}]
+                self.messages = [*messages, {"role": "assistant", "content": answer.content}]

@@ -16,9 +16,9 @@ from moesaic.core.errors import ConfigError
 
 LEAST = 48
 """Descriptors that a process with one worker needs, with some to spare."""
-EACH = 4
+PER_PROCESS = 4
 """Descriptors that each further process, or each peer, needs."""
-EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+EXHAUSTED_ERRNOS = (errno.EMFILE, errno.ENFILE)
 
 
 def prepare(processes: int = 1) -> None:
@@ -32,14 +32,16 @@ def prepare(processes: int = 1) -> None:
         with contextlib.suppress(ValueError, OSError):  # macOS names no hard limit, but has one
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed = LEAST + EACH * (processes - 1)
-    if limit != resource.RLIM_INFINITY and limit < needed:
+    num_needed = LEAST + PER_PROCESS * (processes - 1)
+    if limit != resource.RLIM_INFINITY and limit < num_needed:
         raise ConfigError.field(
-            "the limit of open files (ulimit -n)", limit, f"at least {needed}; raise it with ulimit -n 1024"
+            "the limit of open files (ulimit -n)",
+            limit,
+            f"at least {num_needed}; raise it with ulimit -n 1024",
         )
 
 
-def exhausted() -> str:
+def describe_exhaustion() -> str:
     """The line for a process that has run out of descriptors."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"too many open files; the limit of this process is {limit}: raise it with ulimit -n"

@@ -54,8 +54,8 @@ def choose(machine: Machine) -> Choice:
     """The settings that `moesaic serve` uses without flags."""
     device = "cuda" if machine.gpus else "cpu"
     kernels = table.pick(device)
-    own = machine.gpus or table.instruction_sets()
-    dtype = "the checkpoint's own" if own else "float32"
+    has_native = machine.gpus or table.instruction_sets()
+    dtype = "the checkpoint's own" if has_native else "float32"
     return Choice(device, kernels.name, dtype, machine.cores)
 
 
@@ -81,8 +81,11 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
             "torch computes without AVX2, although this CPU has it: /proc/cpuinfo cannot be read, or "
             "ATEN_CPU_CAPABILITY is set. Log-probabilities may differ in their last bits from other machines"
         )
-    known = {*machine.instruction_sets, *table.instruction_sets()}  # without /proc only the kernels know
-    if choice.device == "cpu" and not {"avx2", "neon"} & known:
+    instruction_sets = {
+        *machine.instruction_sets,
+        *table.instruction_sets(),
+    }  # without /proc only the kernels know
+    if choice.device == "cpu" and not {"avx2", "neon"} & instruction_sets:
         notes.append("this CPU has neither AVX2 nor NEON: moesaic will be very slow on it")
     if machine.cpu_quota is not None and machine.cpu_quota < machine.cores:
         fit = max(1, int(machine.cpu_quota))
@@ -107,11 +110,11 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
 def _print(machine: Machine, choice: Choice, schedule: Schedule, notes: list[str]) -> None:
     console = Console(highlight=False)
     console.print(_table("This machine", _facts(machine)))
-    chosen = {name: str(value) for name, value in asdict(choice).items()}
+    choices = {name: str(value) for name, value in asdict(choice).items()}
     if choice.device == "cpu":
-        chosen["kernels"] += f", torch {machine.torch_cpu_capability}"
-    chosen["threads"] += ", or 1 for a model of less than 256 MiB"
-    console.print(_table("moesaic will use", chosen))
+        choices["kernels"] += f", torch {machine.torch_cpu_capability}"
+    choices["threads"] += ", or 1 for a model of less than 256 MiB"
+    console.print(_table("moesaic will use", choices))
     console.print(_table("With expert servers", schedule_curves.facts(schedule)))
     for note in notes:
         console.print(f"[yellow]warning[/]: {escape(note)}", soft_wrap=True)
@@ -143,9 +146,9 @@ def _facts(machine: Machine) -> dict[str, str]:
 
 
 def _table(title: str, rows: dict[str, str]) -> Table:
-    shown = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
-    shown.add_column()
-    shown.add_column(overflow="fold")
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows.items():
-        shown.add_row(name, escape(value))
-    return shown
+        table.add_row(name, escape(value))
+    return table

@@ -18,7 +18,7 @@ from typing import Any
 from moesaic.commands import hardware, model_report
 from moesaic.commands.machine import Machine, examine, nearest_existing
 from moesaic.commands.model_options import NONE, THIS, Doctor
-from moesaic.commands.model_report import ModelReport, Stored
+from moesaic.commands.model_report import ModelReport, Storage
 from moesaic.commands.plan import find_hardware
 from moesaic.commands.program import program
 from moesaic.config import ModelConfig, SchedulerConfig
@@ -60,8 +60,9 @@ def run(options: Doctor, as_json: bool) -> int:
     """
     if options.hardware not in (THIS, NONE):
         find_hardware(options.hardware)
+    # What is downloaded of a hub id are a config and an index, which nothing else needs.
     with tempfile.TemporaryDirectory() as folder:
-        report = examined(options, Path(folder))
+        report = examine_model(options, Path(folder))
     if as_json:
         print(json.dumps(report.as_json()))
     else:
@@ -69,112 +70,118 @@ def run(options: Doctor, as_json: bool) -> int:
     return 0 if report.command is not None else 1
 
 
-def examined(options: Doctor, folder: Path) -> ModelReport:
+def examine_model(options: Doctor, folder: Path) -> ModelReport:
     """The report on a model. folder: for what is downloaded of a hub id."""
     assert options.model is not None
-    found = files.find(options.model, folder, options.revision)
-    name = found.name or options.model
+    source = files.find(options.model, folder, options.revision)
+    name = source.name or options.model
     try:
-        report = _report(replace(options, model=name), name, found)
+        report = _report(replace(options, model=name), name, source)
     except ConfigError as error:
-        raise type(error)(_named(str(error), folder, name)) from error
-    return replace(report, problems=[_named(problem, folder, name) for problem in report.problems])
+        raise type(error)(_restore_hub_names(str(error), folder, name)) from error
+    return replace(
+        report, problems=[_restore_hub_names(problem, folder, name) for problem in report.problems]
+    )
 
 
-def _named(message: str, folder: Path, name: str) -> str:
+def _restore_hub_names(message: str, folder: Path, name: str) -> str:
     """A message that has the names of files on the hub and not those of their copies in `folder`.
 
-    >>> _named("/tmp/x/a.gguf: tensor b is missing", Path("/tmp/x"), "org/name:Q4_K_M")
+    >>> _restore_hub_names("/tmp/x/a.gguf: tensor b is missing", Path("/tmp/x"), "org/name:Q4_K_M")
     'org/name:a.gguf: tensor b is missing'
     """
     repository = name.partition(":")[0]
     return message.replace(f"{folder}/", f"{repository}:").replace(str(folder), repository)
 
 
-def _report(options: Doctor, name: str, found: Found) -> ModelReport:
-    raw = found.read()
-    spec, problems = _understood(found, name, raw)
-    stored = _stored(found, raw, spec)
-    sizes = _sizes(raw, name, stored)
+def _report(options: Doctor, name: str, source: Found) -> ModelReport:
+    raw = source.read()
+    spec, problems = _ask_loader(source, name, raw)
+    storage = _describe_storage(source, raw, spec)
+    sizes = _sizes(raw, name, storage)
     machine = examine()
-    report = ModelReport(name, raw.get("model_type"), spec, None, stored, problems)
-    command = _Command(options, found)
+    report = ModelReport(name, raw.get("model_type"), spec, None, storage, problems)
+    command = _Command(options, source)
     if isinstance(sizes, str):
-        return report if problems else replace(report, command=command.serve(), unpredicted=sizes)
+        return report if problems else replace(report, command=command.serve(), sizes_error=sizes)
     report = replace(report, sizes=sizes)
-    here = _here(options, found, machine, measure=not problems)
+    target = _choose_target(options, source, machine, measure=not problems)
     context = spec.max_position if spec is not None else outlook.PROMPT + outlook.GENERATE
-    return _judged(report, here, context, command, machine.hub_cache_free)
+    return _judge(report, target, context, command, machine.hub_cache_free)
 
 
-def _understood(found: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
+def _ask_loader(source: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
     """What the loader says about a model: its sizes, and the errors that it would raise."""
     problems: list[str] = []
 
-    def tried(step: Callable[[], ModelSpec | None]) -> ModelSpec | None:
+    def try_step(step: Callable[[], ModelSpec | None]) -> ModelSpec | None:
         try:
             return step()
         except ConfigError as error:
             problems.append(str(error))
             return None
 
-    spec = tried(lambda: registry.understand(raw, found.parent))
+    spec = try_step(lambda: registry.understand(raw, source.parent))
     if spec is not None:
-        tried(lambda: registry.understand(raw, found.parent, _claims(found, raw)))
-    if found.directory is not None:
-        directory = found.directory
-        tried(lambda: Tokenizer(directory).close())
-    elif found.files is not None:
-        names = found.files
-        tried(lambda: check_files(model, names))
+        try_step(lambda: registry.understand(raw, source.parent, _claims(source, raw)))
+    if source.directory is not None:
+        directory = source.directory
+        try_step(lambda: Tokenizer(directory).close())
+    elif source.files is not None:
+        names = source.files
+        try_step(lambda: check_files(model, names))
     return spec, problems
 
 
-def _claims(found: Found, raw: dict[str, Any]) -> Claims | None:
+def _claims(source: Found, raw: dict[str, Any]) -> Claims | None:
     """The tensors of a checkpoint, from the headers of its files or from its index.
 
     An index does not say which matrices are quantised, so it is not used for a quantised checkpoint.
     """
-    if found.directory is not None:
-        return Claims(found.directory)
-    configs = [one for one in (raw, raw.get(TEXT)) if isinstance(one, dict)]
-    if found.index is None or not all(map(unquantized, configs)):
+    if source.directory is not None:
+        return Claims(source.directory)
+    configs = [config for config in (raw, raw.get(TEXT)) if isinstance(config, dict)]
+    if source.index is None or not all(map(unquantized, configs)):
         return None
-    return Listed(found.index.parent)
+    return Listed(source.index.parent)
 
 
-def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored:
+def _describe_storage(source: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Storage:
     """How the checkpoint is stored: by its files if they are here, else by its config.json."""
     inner = raw.get(TEXT)
-    told = raw.get(
+    quantization = raw.get(
         "quantization_config", inner.get("quantization_config") if isinstance(inner, dict) else None
     )
-    method = None if told is None else str(told.get("quant_method") if isinstance(told, dict) else told)
-    kind, sizes = COMPRESSED if method == QUANT_METHOD else number_type(raw), found.files
+    method = (
+        None
+        if quantization is None
+        else str(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)
+    )
+    kind, sizes = COMPRESSED if method == QUANT_METHOD else number_type(raw), source.files
     with contextlib.suppress(MoesaicError):  # already a line of the report
         kind = registry.quantised_type(raw) or kind
-    if found.directory is not None:
-        here = (file for file in files.model_files(found.directory) if file.suffix in files.WEIGHTS)
-        sizes = {file.name: file.stat().st_size for file in here}
+    if source.directory is not None:
+        weight_files = (file for file in files.model_files(source.directory) if file.suffix in files.WEIGHTS)
+        sizes = {file.name: file.stat().st_size for file in weight_files}
         with contextlib.suppress(MoesaicError):  # already a line of the report
             if spec is not None:
-                kind = registry.stored_type(raw, found.directory, Claims(found.directory))
+                kind = registry.stored_type(raw, source.directory, Claims(source.directory))
     weights = [size for name, size in (sizes or {}).items() if name.endswith(files.WEIGHTS)]
-    download = None if found.files is None else sum(found.files.values())
-    return Stored(kind, method, sum(weights), len(weights), download)
+    download = None if source.files is None else sum(source.files.values())
+    return Storage(kind, method, sum(weights), len(weights), download)
 
 
-def _sizes(raw: dict[str, Any], name: str, stored: Stored) -> ModelSizes | str:
+def _sizes(raw: dict[str, Any], name: str, storage: Storage) -> ModelSizes | str:
     """The sizes that cost memory and time, or why they are not known."""
     try:
         sizes = read(without_quantization(raw), name)
     except ConfigError as error:
         return str(error)
-    return in_format(sizes, stored.type, gpu=False)
+    return in_format(sizes, storage.type, gpu=False)
 
 
 @dataclass(frozen=True)
-class Here:
+class TargetMachine:
     """The machine that a model is judged by."""
 
     name: str
@@ -182,31 +189,31 @@ class Here:
     """Free bytes of the memory that the model is loaded into."""
     gpu: bool
     hardware: Hardware | None
-    """Its figures. None: they were not measured."""
+    """The figures of the machine. None: they were not measured."""
 
     @property
     def device(self) -> str:
         return "cuda" if self.gpu else "cpu"
 
-    def cache_number(self, loaded: str) -> float:
-        """Bytes of a cached number with --kv-cache-dtype auto. loaded: type of the experts in memory."""
-        return float(NUMBER_BYTES.get(loaded, NUMBER_BYTES["bfloat16"])) if self.gpu else ROW_BYTES
+    def cache_number(self, loaded_type: str) -> float:
+        """Bytes of a cached number with --kv-cache-dtype auto. loaded_type: type of the experts in memory."""
+        return float(NUMBER_BYTES.get(loaded_type, NUMBER_BYTES["bfloat16"])) if self.gpu else ROW_BYTES
 
 
-def _here(options: Doctor, found: Found, machine: Machine, measure: bool) -> Here:
+def _choose_target(options: Doctor, source: Found, machine: Machine, measure: bool) -> TargetMachine:
     figures = None
     if options.hardware not in (THIS, NONE):
         figures = find_hardware(options.hardware)
     elif options.hardware == THIS and measure:
-        own = found.directory if found.here else None
-        directory = nearest_existing(Path(machine.hub_cache)) if own is None else own
+        local_directory = source.directory if source.here else None
+        directory = nearest_existing(Path(machine.hub_cache)) if local_directory is None else local_directory
         directory = directory if directory.is_dir() else directory.parent
         figures = hardware.now(str(directory))
     if figures is not None:
-        return Here(figures.name, figures.fast.memory, figures.slow.processor is not None, figures)
+        return TargetMachine(figures.name, figures.fast.memory, figures.slow.processor is not None, figures)
     if machine.gpus:
-        return Here(machine.gpus[0].name, machine.gpus[0].free, True, None)
-    return Here(machine.cpu, machine.memory_available, False, None)
+        return TargetMachine(machine.gpus[0].name, machine.gpus[0].free, True, None)
+    return TargetMachine(machine.cpu, machine.memory_available, False, None)
 
 
 @dataclass(frozen=True)
@@ -214,12 +221,12 @@ class _Command:
     """Writes the commands that run a model."""
 
     options: Doctor
-    found: Found
+    source: Found
 
     @property
     def _model(self) -> str:
         assert self.options.model is not None
-        only_config = self.found.directory is None and self.found.files is None
+        only_config = self.source.directory is None and self.source.files is None
         return UNKNOWN_MODEL if only_config else shlex.quote(self.options.model)
 
     @property
@@ -228,7 +235,7 @@ class _Command:
         return "" if revision is None else f" --revision {shlex.quote(revision)}"
 
     def serve(self, shorter: int | None = None) -> str:
-        """shorter: maximum tokens of a request. None: the model's own."""
+        """The command that serves the model. shorter: maximum tokens of a request. None: the model's own."""
         length = "" if shorter is None else f" --max-model-len {shorter}"
         return f"{program()} serve {self._model}{self._revision}{length}"
 
@@ -237,97 +244,103 @@ class _Command:
         return f"{program()} run-batch -i in.jsonl -o out.jsonl {model} --fast-memory {plan.fast_memory}"
 
 
-def _judged(report: ModelReport, here: Here, context: int, command: _Command, disk: int) -> ModelReport:
+def _judge(
+    report: ModelReport, target: TargetMachine, context: int, command: _Command, disk: int
+) -> ModelReport:
     """The report with what the model takes on this machine, how to run it, and how fast."""
     assert report.sizes is not None
-    sizes, stored = report.sizes, report.stored.type
-    loads = partial(registry.type_in_memory, device=here.device, kernels=table.pick(here.device))
-    number = here.cache_number(loads(stored))
-    memory = Memory(here.memory, AUTO_SHARE_CUDA if here.gpu else AUTO_SHARE, number)
-    known = stored if stored in NUMBER_BYTES else COMPRESSED
-    model = _in_memory(sizes, loads(stored), here, command.found)
+    sizes, stored_type = report.sizes, report.storage.type
+    loads = partial(registry.type_in_memory, device=target.device, kernels=table.pick(target.device))
+    number = target.cache_number(loads(stored_type))
+    memory = Memory(target.memory, AUTO_SHARE_CUDA if target.gpu else AUTO_SHARE, number)
+    plain_type = stored_type if stored_type in NUMBER_BYTES else COMPRESSED
+    model = _in_memory(sizes, loads(stored_type), target, command.source)
     fits = []
-    for one in outlook.list_formats(sizes, known, stored):
-        loaded = loads(one.name)
-        exact = one.name == stored == loaded and model.conversion is not None
+    for one in outlook.list_formats(sizes, plain_type, stored_type):
+        loaded_type = loads(one.name)
+        exact = one.name == stored_type == loaded_type and model.conversion is not None
         one = outlook.format_of(model, one.name) if exact else one
-        held = model if exact else in_format(sizes, loaded, gpu=False)
-        fits.append(outlook.fit(held, one, loaded, memory, context))
-    report = replace(report, machine=here.name, memory=here.memory, fits=fits)
+        sizes_in_memory = model if exact else in_format(sizes, loaded_type, gpu=False)
+        fits.append(outlook.fit(sizes_in_memory, one, loaded_type, memory, context))
+    report = replace(report, machine=target.name, memory=target.memory, fits=fits)
     if report.problems:
         return report
-    own = next(one for one in fits if one.format.name == stored)
-    report = replace(report, assumed=[] if here.hardware is None else assumed(model, here.hardware))
-    if report.stored.download is not None and report.stored.download > disk:
+    own_fit = next(one for one in fits if one.format.name == stored_type)
+    report = replace(report, assumptions=[] if target.hardware is None else assumed(model, target.hardware))
+    if report.storage.download is not None and report.storage.download > disk:
         return replace(report, disk=disk)
-    if own.can_serve:
+    if own_fit.can_serve:
         counts = (1, SchedulerConfig.max_num_seqs)
         fast = (
             []
-            if here.hardware is None
-            else outlook.predict_speeds(model, here.hardware, number, context, counts)
+            if target.hardware is None
+            else outlook.predict_speeds(model, target.hardware, number, context, counts)
         )
-        shorter = None if own.longest == context else own.longest
-        report = _with_drafts(report, model, here, number, context)
+        shorter = None if own_fit.longest == context else own_fit.longest
+        report = _with_drafts(report, model, target, number, context)
         return replace(report, command=command.serve(shorter), speeds=fast)
     return _too_large(
-        report, here, own.loaded_type, command, partial(outlook.plan_streamed_job, model, context=context)
+        report,
+        target,
+        own_fit.loaded_type,
+        command,
+        partial(outlook.plan_streamed_job, model, context=context),
     )
 
 
 def _with_drafts(
-    report: ModelReport, model: ModelSizes, here: Here, number: float, context: int
+    report: ModelReport, model: ModelSizes, target: TargetMachine, number: float, context: int
 ) -> ModelReport:
     """The report with the acceptance from which drafted tokens pay. number: bytes of a cached number."""
-    if here.hardware is None:
+    if target.hardware is None:
         return replace(
             report, drafts=drafts.list_drafts(drafts.price_by_bytes(model)), drafts_by="bytes of weights"
         )
-    price = drafts.price_by_machine(model, here.hardware, number, context)
+    price = drafts.price_by_machine(model, target.hardware, number, context)
     return replace(report, drafts=drafts.list_drafts(price), drafts_by="the machine's figures")
 
 
-def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: Found) -> ModelSizes:
+def _in_memory(sizes: ModelSizes, loaded_type: str, target: TargetMachine, source: Found) -> ModelSizes:
     """The sizes of a model as it is computed here. Files that are here say what quantised experts take."""
-    directory = found.directory
-    if here.gpu:
-        return in_format(sizes, loaded, gpu=True)
+    directory = source.directory
+    if target.gpu:
+        return in_format(sizes, loaded_type, gpu=True)
     with contextlib.suppress(MoesaicError):  # already a line of the report
         if directory is not None and has_weights(directory):
             model = read_checkpoint_sizes(directory, sizes.name, table.pick("cpu"))
             if model.conversion == "columns":  # in_format says the type that they get in memory
-                plain, staging = in_format(sizes, loaded, gpu=False), model.staging
+                plain, staging = in_format(sizes, loaded_type, gpu=False), model.staging
                 return replace(plain, conversion="columns", read=model.read, staging=staging)
             if model.conversion is not None:
                 return replace(model, computed=ROW_BYTES)
     return (
-        convert_sizes(sizes, loaded, found.read())
-        if loaded in QUANTIZED
-        else in_format(sizes, loaded, gpu=False)
+        convert_sizes(sizes, loaded_type, source.read())
+        if loaded_type in QUANTIZED
+        else in_format(sizes, loaded_type, gpu=False)
     )
 
 
 def _too_large(
     report: ModelReport,
-    here: Here,
-    loaded: str,
+    target: TargetMachine,
+    loaded_type: str,
     command: _Command,
     plan: Callable[[Hardware, float], StreamedJob | None],
 ) -> ModelReport:
     """The report on a model that does not fit: with --fast-memory, if its experts can be streamed."""
-    if here.hardware is None:
-        return replace(report, unplanned=True)
+    if target.hardware is None:
+        return replace(report, is_unplanned=True)
     try:
-        if command.found.directory is not None:
-            paged_layout(ModelConfig(str(command.found.directory)))
-        elif loaded != report.stored.type and not is_packed(report.stored.type):
+        if command.source.directory is not None:
+            paged_layout(ModelConfig(str(command.source.directory)))
+        elif loaded_type != report.storage.type and not is_packed(report.storage.type):
             raise ConfigError(
-                f"--fast-memory: the experts are stored as {report.stored.type} and computed from as "
-                f"{loaded}; allowed: experts that are computed from as they are stored"
+                f"--fast-memory: the experts are stored as {report.storage.type} and computed from as "
+                f"{loaded_type}; allowed: experts that are computed from as they are stored"
             )
     except ConfigError as error:
         return replace(report, problems=[*report.problems, str(error)])
-    streamed = plan(here.hardware, here.cache_number(loaded))
-    if streamed is None:
+    streamed_job = plan(target.hardware, target.cache_number(loaded_type))
+    if streamed_job is None:
         return report
-    return replace(report, command=command.stream(streamed), streamed=streamed)
+    return replace(report, command=command.stream(streamed_job), streamed_job=streamed_job)

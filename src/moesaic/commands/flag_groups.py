@@ -98,5 +98,5 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Subject -> its flags. Every flag of these commands is in one of them."""
 
-MANY = 20
+GROUPED_FROM = 20
 """Commands with fewer flags than this, or with a flag that has no subject, show them in one list."""

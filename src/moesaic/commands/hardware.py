@@ -56,8 +56,8 @@ def now(model: str, device: Device = "auto") -> Hardware:
     try:
         hardware = measure(MeasureHardware(path=path, device=device), SHORT)
     except ConfigError as error:
-        how = "choose a disk with moesaic hardware measure --path"
-        raise ConfigError(f"--hardware this: {error}; {how}") from error
+        advice = "choose a disk with moesaic hardware measure --path"
+        raise ConfigError(f"--hardware this: {error}; {advice}") from error
     line = f"{hardware.name}: {hardware.source}; `moesaic hardware measure` is more exact and writes a file"
     Console(stderr=True).print(line, soft_wrap=True, highlight=False, markup=False)
     return hardware
@@ -93,9 +93,9 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
         )
     except (OSError, ValueError, MoesaicError):
         return effort
-    packed = COMPRESSED if model.compressed else model.quantized
-    packed = packed if packed is not None and is_packed(packed) else None
-    sizes = effort.products.with_experts(model.hidden, model.expert_width, round(model.top_k), packed)
+    packed_type = COMPRESSED if model.compressed else model.quantized
+    packed_type = packed_type if packed_type is not None and is_packed(packed_type) else None
+    sizes = effort.products.with_experts(model.hidden, model.expert_width, round(model.top_k), packed_type)
     converting = None
     with contextlib.suppress(MoesaicError):  # a checkpoint that cannot be streamed
         converting = offloaded.conversion(ModelConfig(str(path), device="cpu")) if has_weights(path) else None

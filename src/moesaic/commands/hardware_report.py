@@ -19,41 +19,41 @@ DIFFERS = 1.5
 """A remark is printed if repeated reads are at least this many times as fast as the first one."""
 
 
-def as_text(hardware: Hardware, written: Path | None) -> str:
-    """Tables, and remarks below them. written: the file that was written, or None."""
-    found = hardware.measured
+def as_text(hardware: Hardware, output_file: Path | None) -> str:
+    """Tables, and remarks below them. output_file: the file that was written, or None."""
+    figures = hardware.measured
     parts = [f"{hardware.name}: {hardware.source}", in_text(_levels(hardware))]
-    for prefix, where in (("", ""), ("fast_", ", fast level"), ("slow_", ", slow level")):
-        if f"{prefix}memory" in found:
-            parts += [f"Weights read for one row{where}", in_text(_memory(found[f"{prefix}memory"]))]
-            shape = f", experts of {found['experts']}" if "experts" in found else ""
+    for prefix, level_name in (("", ""), ("fast_", ", fast level"), ("slow_", ", slow level")):
+        if f"{prefix}memory" in figures:
+            parts += [f"Weights read for one row{level_name}", in_text(_memory(figures[f"{prefix}memory"]))]
+            shape = f", experts of {figures['experts']}" if "experts" in figures else ""
             parts += [
-                f"Matrix products, Gflops/s{where}{shape}",
-                in_text(_products(found[f"{prefix}products"])),
+                f"Matrix products, Gflops/s{level_name}{shape}",
+                in_text(_products(figures[f"{prefix}products"])),
             ]
-    if "disk" in found:
-        parts += [f"Reading {found['file']}", in_text(_disk(found["disk"]))]
-    if "link" in found:
-        parts += ["Copies", in_text(_link(found["link"]))]
+    if "disk" in figures:
+        parts += [f"Reading {figures['file']}", in_text(_disk(figures["disk"]))]
+    if "link" in figures:
+        parts += ["Copies", in_text(_link(figures["link"]))]
     parts += remarks(hardware)
-    if written is not None:
-        parts += ["", f"{program()} plan MODEL --hardware {written} --prompt-len S --gen-len N"]
+    if output_file is not None:
+        parts += ["", f"{program()} plan MODEL --hardware {output_file} --prompt-len S --gen-len N"]
     return "\n".join(parts)
 
 
 def remarks(hardware: Hardware) -> list[str]:
     """What a reader must know to judge the figures, one remark each."""
-    found = hardware.measured
+    figures = hardware.measured
     notes: list[str] = []
-    if "disk" not in found:
+    if "disk" not in figures:
         return notes
-    if not found["direct"]:
+    if not figures["direct"]:
         notes.append(
             "This file system has no O_DIRECT: reads went through the page cache, which was emptied."
         )
-    if "write_gib" not in found:
+    if "write_gib" not in figures:
         notes.append("Writing was not measured: the link up is assumed to be as fast as the link down.")
-    first = next(line["gib"] for line in found["disk"] if not line["repeated"])
+    first = next(line["gib"] for line in figures["disk"] if not line["repeated"])
     ratio = hardware.link.down / GIB / first
     if ratio > DIFFERS:
         notes.append(
@@ -101,8 +101,10 @@ def _products(lines: Lines) -> Table:
 def _disk(lines: Lines) -> Table:
     table = _table("size of a read", "threads", "", "GiB/s")
     for line in lines:
-        when = "repeated" if line["repeated"] else "first time"
-        table.add_row(in_bytes(1024 * line["block_kib"]), str(line["readers"]), when, f"{line['gib']:.2f}")
+        occasion = "repeated" if line["repeated"] else "first time"
+        table.add_row(
+            in_bytes(1024 * line["block_kib"]), str(line["readers"]), occasion, f"{line['gib']:.2f}"
+        )
     return table
 
 

@@ -22,7 +22,7 @@ pre { margin: 0; font: 13px/1.5 ui-monospace, Menlo, "DejaVu Sans Mono", monospa
 """
 
 
-def document(title: str, about: str, sections: list[str], style: str = "", script: str = "") -> str:
+def document(title: str, description: str, sections: list[str], style: str = "", script: str = "") -> str:
     """A page with a title, a line about it, and sections of HTML.
 
     style, script: of this page alone. The caller escapes what is in `sections`.
@@ -34,7 +34,7 @@ def document(title: str, about: str, sections: list[str], style: str = "", scrip
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         f"<style>{_STYLE}{style}</style></head><body>",
-        f"<h1>{escape(title)}</h1><p>{escape(about)}</p>",
+        f"<h1>{escape(title)}</h1><p>{escape(description)}</p>",
         *(f"<section>{section}</section>" for section in sections),
     ]
     if script:
@@ -44,4 +44,5 @@ def document(title: str, about: str, sections: list[str], style: str = "", scrip
 
 def data(value: object) -> str:
     """`value` as JSON that may stand inside of a script element."""
+    # "</script>" in a string would end the element.
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

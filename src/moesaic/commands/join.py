@@ -1,6 +1,6 @@
 """`moesaic join`: a process of this host becomes a part of a running cluster.
 
-Question: What does SIGTERM do?
+Question: What does SIGTERM do to `moesaic join`?
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def run(options: Join, as_json: bool) -> int:
     def stop(signum: int, frame: object) -> None:
         raise SystemExit(0)
 
-    def joined(model: str) -> None:
+    def on_joined(model: str) -> None:
         if as_json:
-            told = {"cluster": options.address, "role": options.role, "model": model}
-            print(json.dumps({"event": "joined", **told}), flush=True)
+            fields = {"cluster": options.address, "role": options.role, "model": model}
+            print(json.dumps({"event": "joined", **fields}), flush=True)
         else:
             print(f"Joined {options.address} as {options.role}: {model}", flush=True)
 
-    def lost(error: ConnectionLost) -> None:
+    def on_lost(error: ConnectionLost) -> None:
         if as_json:
             print(json.dumps({"event": "lost", "cluster": options.address, "why": str(error)}), flush=True)
         else:
@@ -48,7 +48,7 @@ def run(options: Join, as_json: bool) -> int:
     descriptors.prepare()
     secret = read_secret(Path(options.secret_file), "--secret-file")
     joining = JoinOptions(
-        ",".join(f"tcp:{one.strip()}" for one in options.address.split(",")),
+        ",".join(f"tcp:{address.strip()}" for address in options.address.split(",")),
         options.role,
         None if options.listen is None else f"tcp:{options.listen}",
         options.model,
@@ -60,6 +60,6 @@ def run(options: Join, as_json: bool) -> int:
     )
     enlisting.check_addresses(joining)
     if options.role == "expert-server":
-        return join(partial(server.serve_with_kept_experts(), joining, secret), joined, lost)
+        return join(partial(server.serve_with_kept_experts(), joining, secret), on_joined, on_lost)
     with child.KeptChild() as serve_once:
-        return join(partial(serve_once, joining, secret), joined, lost)
+        return join(partial(serve_once, joining, secret), on_joined, on_lost)

@@ -17,11 +17,18 @@ from moesaic.runtime.model_loading import gpus_of
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.trace.options import RecordConfig
 
-SEVERAL = ("nnodes", "attention_workers", "prefill_workers", "autoscale", "standby_for", "cluster_address")
+CLUSTER_SETTINGS = (
+    "nnodes",
+    "attention_workers",
+    "prefill_workers",
+    "autoscale",
+    "standby_for",
+    "cluster_address",
+)
 """Settings of several processes, which one that runs a plan has not."""
 
 
-def planned_server(
+def plan_server_worker(
     worker: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
 ) -> WorkerConfig:
     """The settings of the worker of a server, with a plan for its memory. The plan is printed on stderr.
@@ -33,37 +40,39 @@ def planned_server(
     descriptors.prepare(cluster.tensor_parallel_size)
     worker = replace(worker, parallel=cluster.parallel)
     paged_layout(worker.model)
-    machine, gpus = machine_of(worker, offload)
+    machine, gpus = find_machine(worker, offload)
     console = Console(stderr=True)
     with console.status("pricing policies"):
-        planned = plan_server(worker, offload, machine, gpus)
-    text = offload_report.plan_text(planned, estimate_job(worker))
+        worker_plan = plan_server(worker, offload, machine, gpus)
+    text = offload_report.describe_plan(worker_plan, estimate_job(worker))
     console.print(text, soft_wrap=True, highlight=False, markup=False)
-    return planned.worker
+    return worker_plan.worker
 
 
-def machine_of(worker: WorkerConfig, offload: OffloadConfig) -> tuple[Hardware, int]:
+def find_machine(worker: WorkerConfig, offload: OffloadConfig) -> tuple[Hardware, int]:
     """The figures of the machine, measured now unless they are given, and the number of its GPUs."""
     path, gpus = files.resolve(worker.model.model, worker.model.revision), gpus_of(worker.model)
-    given = offload.hardware
-    found = hardware.now(str(path), "cuda" if gpus else "cpu") if given is None else find_hardware(given)
-    return found, gpus
+    name = offload.hardware
+    machine = hardware.now(str(path), "cuda" if gpus else "cpu") if name is None else find_hardware(name)
+    return machine, gpus
 
 
 def check_levels(cluster: ClusterConfig, record: RecordConfig) -> None:
     """Raises ConfigError for what a model that is larger than its memory does not have yet."""
-    for name in SEVERAL:
+    for name in CLUSTER_SETTINGS:
         value, default = getattr(cluster, name), getattr(ClusterConfig, name)
         if value != default:
-            flag, only = "--" + name.replace("_", "-"), "nothing" if default is None else default
-            allowed = f"{only} with --fast-memory, unless there are --expert-servers"
-            raise ConfigError.field(flag, value, allowed)
+            flag, default_text = "--" + name.replace("_", "-"), "nothing" if default is None else default
+            allowed_values = f"{default_text} with --fast-memory, unless there are --expert-servers"
+            raise ConfigError.field(flag, value, allowed_values)
     if cluster.on_ray:
-        allowed = "local with --fast-memory, unless there are --expert-servers"
-        raise ConfigError.field("--distributed-executor-backend", "ray", allowed)
+        allowed_values = "local with --fast-memory, unless there are --expert-servers"
+        raise ConfigError.field("--distributed-executor-backend", "ray", allowed_values)
     if cluster.devices is not None:
-        allowed = "nothing with --fast-memory; with --device cuda, CUDA_VISIBLE_DEVICES chooses the GPUs"
-        raise ConfigError.field("--devices", cluster.devices, allowed)
+        allowed_values = (
+            "nothing with --fast-memory; with --device cuda, CUDA_VISIBLE_DEVICES chooses the GPUs"
+        )
+        raise ConfigError.field("--devices", cluster.devices, allowed_values)
     if record.record_routing is not None:
         raise ConfigError.field("--record-routing", str(record.record_routing), "nothing with --fast-memory")
 

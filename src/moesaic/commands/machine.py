@@ -38,7 +38,7 @@ INSTRUCTION_SETS = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that torch sees."""
+    """A GPU that torch sees."""
 
     name: str
     memory: int
@@ -116,11 +116,12 @@ def cpu_name(cpuinfo: str) -> str:
 def instruction_sets(cpuinfo: str) -> list[str]:
     """The names in INSTRUCTION_SETS that the first core supports."""
     flags = set(next(iter(_fields(cpuinfo, ("flags", "Features"))), "").split())
-    return [name for name, needed in INSTRUCTION_SETS.items() if flags.issuperset(needed)]
+    return [name for name, cpu_flags in INSTRUCTION_SETS.items() if flags.issuperset(cpu_flags)]
 
 
 def cpu_quota(cgroup: Path) -> float | None:
     """The CPU time limit of a control group, version 2 or 1, in cores. None without a limit."""
+    # Version 2 has one file for quota and period, version 1 one for each.
     new, old = cgroup / "cpu.max", cgroup / "cpu" / "cpu.cfs_quota_us"
     if new.is_file():
         quota, period = new.read_text().split()

@@ -27,7 +27,7 @@ class Doctor:
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     hardware: str = THIS
-    """With a model, the machine to judge by. this: this machine, after a measurement of about ten seconds.
+    """The machine to judge a model by. this: this machine, after a measurement of about ten seconds.
     none: the memory of this machine, and no prediction of speed. Otherwise a known machine or a file (.toml),
     as for `moesaic plan`."""
 

@@ -20,14 +20,14 @@ from moesaic.planning.outlook import REQUESTS, Fit, Speed, StreamedJob, choose_l
 
 
 @dataclass(frozen=True)
-class Stored:
+class Storage:
     """How a checkpoint is stored."""
 
     type: str
     """Type of its routed experts; see `core.stored.OF_EXPERTS`. Of a quantized checkpoint it is the type that
     its config.json names beside the method."""
     quantization: str | None
-    """Its method of quantization. None: it is not quantized."""
+    """The method of its quantization. None: it is not quantized."""
     bytes: int
     """Bytes of its safetensors files; 0 if they are not known."""
     files: int
@@ -41,14 +41,14 @@ class ModelReport:
     """The result of `moesaic doctor MODEL`."""
 
     model: str
-    """As the user named it."""
+    """The model, as the user named it."""
     model_type: object
-    """As config.json has it."""
+    """The model_type of config.json."""
     spec: ModelSpec | None
     """None: the loader does not understand config.json."""
     sizes: ModelSizes | None
     """None: nothing is known about the sizes."""
-    stored: Stored
+    storage: Storage
     problems: Sequence[str]
     """What the loader would say, one line each."""
     machine: str | None = None
@@ -60,18 +60,18 @@ class ModelReport:
     speeds: Sequence[Speed] = ()
     """Predicted speeds; none without figures of the machine."""
     drafts: Sequence[Drafts] = ()
-    """From which acceptance drafted tokens pay."""
+    """The acceptance from which drafted tokens pay, for several requests and drafts."""
     drafts_by: str | None = None
     """What the steps of `drafts` are priced by."""
-    streamed: StreamedJob | None = None
+    streamed_job: StreamedJob | None = None
     """How the model runs with --fast-memory. None: it fits, or does not run."""
-    unpredicted: str | None = None
+    sizes_error: str | None = None
     """Why the sizes of a supported model are not known."""
     disk: int | None = None
     """Free bytes of the disk for downloads, if they are too few."""
-    assumed: Sequence[str] = ()
-    """What predicted speeds assume."""
-    unplanned: bool = False
+    assumptions: Sequence[str] = ()
+    """What predicted speeds assume, one sentence each."""
+    is_unplanned: bool = False
     """True: the model does not fit, and without figures of the machine --fast-memory was not planned."""
 
     @property
@@ -80,7 +80,7 @@ class ModelReport:
 
     def as_json(self) -> dict[str, Any]:
         """The report as a JSON object. Units are bytes, tokens and tokens/s."""
-        sizes, plan = self.sizes, self.streamed
+        sizes, plan = self.sizes, self.streamed_job
         return {
             "model": self.model,
             "model_type": self.model_type,
@@ -93,7 +93,7 @@ class ModelReport:
             "parameters": None if sizes is None else sizes.parameters,
             "active_parameters": None if sizes is None else sizes.active,
             "context": self.context,
-            "stored": asdict(self.stored),
+            "stored": asdict(self.storage),
             "machine": self.machine,
             "memory": self.memory,
             "formats": [_fit_json(one) for one in self.fits],
@@ -103,49 +103,49 @@ class ModelReport:
             "drafts_priced_by": self.drafts_by,
             "streamed": plan
             and {"fast_memory": plan.fast_memory, "tokens_per_second": plan.price.throughput},
-            "notes": list(notes(self)),
+            "notes": list(list_notes(self)),
         }
 
 
-def _fit_json(one: Fit) -> dict[str, Any]:
+def _fit_json(fit: Fit) -> dict[str, Any]:
     return {
-        "experts_as": one.format.name,
-        "loaded_as": one.loaded_type,
-        "experts": one.format.expert_bytes,
-        "other": one.format.other_bytes,
-        "weights": one.format.weight_bytes,
-        "fits": one.can_serve,
-        "kv_cache": one.cache,
-        "kv_cache_tokens": one.tokens,
-        "longest_request": one.longest,
+        "experts_as": fit.format.name,
+        "loaded_as": fit.loaded_type,
+        "experts": fit.format.expert_bytes,
+        "other": fit.format.other_bytes,
+        "weights": fit.format.weight_bytes,
+        "fits": fit.can_serve,
+        "kv_cache": fit.cache,
+        "kv_cache_tokens": fit.tokens,
+        "longest_request": fit.longest,
     }
 
 
-def notes(report: ModelReport) -> Iterator[str]:
+def list_notes(report: ModelReport) -> Iterator[str]:
     """Sentences below the tables."""
     for problem in report.problems:
         yield f"not supported: {problem}"
     if report.problems:
         return
-    if report.unpredicted is not None:
-        yield f"memory and speed are not predicted: {report.unpredicted}"
+    if report.sizes_error is not None:
+        yield f"memory and speed are not predicted: {report.sizes_error}"
     elif report.disk is not None:
-        need = in_bytes(report.stored.download or 0)
+        need = in_bytes(report.storage.download or 0)
         yield f"does not run here: the download of {need} does not fit on the disk ({in_bytes(report.disk)})"
-    elif report.unplanned:
+    elif report.is_unplanned:
         yield "does not fit in memory; --hardware this plans how its experts are read from the disk"
     elif report.command is None:
         yield "does not run here: neither the model fits in memory, nor all but its routed experts"
-    elif report.streamed is not None:
+    elif report.streamed_job is not None:
         yield (
             "does not fit in memory: experts are read while others are computed (--fast-memory, "
             "which moesaic serve takes too)"
         )
-        better = next((one for one in report.fits if one.can_serve), None)
+        better = next((fit for fit in report.fits if fit.can_serve), None)
         if better is not None:
             yield f"with its experts in {better.format.name} it would fit"
-    if report.speeds or report.streamed is not None:
-        yield from report.assumed
+    if report.speeds or report.streamed_job is not None:
+        yield from report.assumptions
 
 
 def show(report: ModelReport) -> None:
@@ -154,18 +154,18 @@ def show(report: ModelReport) -> None:
     console.print(_pairs(report.model, _facts(report)))
     if report.fits:
         console.print(_formats(report))
-    here = _here(report)
-    if here:
-        console.print(_pairs(report.machine or "this machine", here))
+    machine_facts = _machine_facts(report)
+    if machine_facts:
+        console.print(_pairs(report.machine or "this machine", machine_facts))
     if report.drafts:
         console.print(_drafts(report))
-    for note in notes(report):
+    for note in list_notes(report):
         colour = "red" if note.startswith(("not supported", "does not run")) else "yellow"
         console.print(f"[{colour}]{escape(note)}[/]", soft_wrap=True)
 
 
 def _facts(report: ModelReport) -> dict[str, str]:
-    sizes, stored = report.sizes, report.stored
+    sizes, storage = report.sizes, report.storage
     rows = {"family": shown(str(report.model_type))}
     if sizes is not None:
         dense = sizes.layers - sizes.moe_layers
@@ -175,11 +175,11 @@ def _facts(report: ModelReport) -> dict[str, str]:
         rows["parameters"] = f"{in_words(sizes.parameters)}, {active} of them for a token"
     if report.context is not None:
         rows["context"] = f"{report.context} tokens"
-    method = "" if stored.quantization is None else f", quantization {shown(stored.quantization)}"
-    size = f", {in_bytes(stored.bytes)} in {_files(stored.files)}" if stored.files else ""
-    rows["stored"] = f"{shown(stored.type)}{method}{size}"
-    if stored.download is not None:
-        rows["download"] = in_bytes(stored.download)
+    method = "" if storage.quantization is None else f", quantization {shown(storage.quantization)}"
+    size = f", {in_bytes(storage.bytes)} in {_files(storage.files)}" if storage.files else ""
+    rows["stored"] = f"{shown(storage.type)}{method}{size}"
+    if storage.download is not None:
+        rows["download"] = in_bytes(storage.download)
     return rows
 
 
@@ -195,32 +195,34 @@ def _formats(report: ModelReport) -> Table:
     for name in ("experts", "the rest", "together", "KV cache"):
         table.add_column(name, justify="right")
     table.add_column("fits here")
-    for one in report.fits:
-        own = " (this one)" if one.format.name == report.stored.type and not report.problems else ""
-        sizes = (one.format.expert_bytes, one.format.other_bytes, one.format.weight_bytes)
-        cache = in_bytes(one.cache) if one.can_serve else ""
-        table.add_row(f"{one.format.name}{own}", *map(in_bytes, sizes), cache, _fits(one, report.context))
+    for fit in report.fits:
+        mark = " (this one)" if fit.format.name == report.storage.type and not report.problems else ""
+        sizes = (fit.format.expert_bytes, fit.format.other_bytes, fit.format.weight_bytes)
+        cache = in_bytes(fit.cache) if fit.can_serve else ""
+        table.add_row(f"{fit.format.name}{mark}", *map(in_bytes, sizes), cache, _fits(fit, report.context))
     return table
 
 
-def _fits(one: Fit, context: int | None) -> str:
-    other = "" if one.loaded_type == one.format.name else f", loaded as {one.loaded_type}"
-    if not one.can_serve:
-        return f"no{other}"
-    whole = context is None or one.longest == context
-    return f"yes{other}" if whole else f"up to {one.longest} tokens a request{other}"
+def _fits(fit: Fit, context: int | None) -> str:
+    loaded_as = "" if fit.loaded_type == fit.format.name else f", loaded as {fit.loaded_type}"
+    if not fit.can_serve:
+        return f"no{loaded_as}"
+    is_full_context = context is None or fit.longest == context
+    return f"yes{loaded_as}" if is_full_context else f"up to {fit.longest} tokens a request{loaded_as}"
 
 
-def _here(report: ModelReport) -> dict[str, str]:
+def _machine_facts(report: ModelReport) -> dict[str, str]:
     rows = {} if report.machine is None else {"memory": f"{in_bytes(report.memory)} free"}
     if report.command is not None:
         rows["command"] = report.command
     for speed in report.speeds:
-        who = "1 request" if speed.requests == 1 else f"{speed.requests} requests at once"
-        rows[f"speed, {who}"] = f"{speed.answers:.1f} tokens/s; prompts {speed.prompts:.0f} tokens/s"
-    if report.streamed is not None:
-        rows["speed"] = f"{report.streamed.price.throughput:.1f} tokens/s for a file of {REQUESTS} requests"
-    if report.speeds or report.streamed:
+        load = "1 request" if speed.requests == 1 else f"{speed.requests} requests at once"
+        rows[f"speed, {load}"] = f"{speed.answers:.1f} tokens/s; prompts {speed.prompts:.0f} tokens/s"
+    if report.streamed_job is not None:
+        rows["speed"] = (
+            f"{report.streamed_job.price.throughput:.1f} tokens/s for a file of {REQUESTS} requests"
+        )
+    if report.speeds or report.streamed_job:
         prompt, generate = choose_lengths(report.context or 0)
         rows["predicted for"] = f"{prompt} prompt tokens and {generate} generated tokens a request"
     return rows
@@ -235,20 +237,22 @@ def _drafts(report: ModelReport) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    found = {(one.tokens, one.requests): one for one in report.drafts}
-    requests = sorted({one.requests for one in report.drafts})
+    drafts_by_counts = {(drafts.tokens, drafts.requests): drafts for drafts in report.drafts}
+    requests = sorted({drafts.requests for drafts in report.drafts})
     table.add_column("drafted tokens")
     for count in requests:
         table.add_column("1 request" if count == 1 else f"{count} requests", justify="right")
-    for tokens in sorted({one.tokens for one in report.drafts}):
-        table.add_row(str(tokens), *(_pays(found.get((tokens, count))) for count in requests))
+    for tokens in sorted({drafts.tokens for drafts in report.drafts}):
+        table.add_row(
+            str(tokens), *(_format_acceptance(drafts_by_counts.get((tokens, count))) for count in requests)
+        )
     return table
 
 
-def _pays(one: Drafts | None) -> str:
-    if one is None:
+def _format_acceptance(drafts: Drafts | None) -> str:
+    if drafts is None:
         return "not drafted"
-    return f"{'never' if one.acceptance is None else f'{one.acceptance:.2f}'} (x{one.price:.2f})"
+    return f"{'never' if drafts.acceptance is None else f'{drafts.acceptance:.2f}'} (x{drafts.price:.2f})"
 
 
 def _pairs(title: str, rows: dict[str, str]) -> Table:

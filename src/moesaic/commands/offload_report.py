@@ -27,19 +27,19 @@ class PhaseReport:
     name: str
     passes: int
     tokens: int
-    padding: int
+    padding_rows: int
     """Number of padding rows that were computed in addition to the tokens' rows."""
-    predicted: float
+    predicted_seconds: float
     """Predicted seconds."""
-    at_link: float
+    predicted_at_link_seconds: float
     """Predicted seconds with the speed that the link had in these passes."""
-    measured: float
+    measured_seconds: float
     """Measured seconds."""
-    link_busy: float
+    link_busy_seconds: float
     """Seconds during which the link loaded weights."""
-    loaded: int
+    loaded_bytes: int
     """Bytes of loaded weights."""
-    link: float | None
+    link_bandwidth: float | None
     """Speed of the link while it loaded weights, in bytes/s.
 
     None if it loaded nothing, or if it also carries rows and cache.
@@ -49,63 +49,74 @@ class PhaseReport:
         return {
             "passes": self.passes,
             "tokens": self.tokens,
-            "padding_rows": self.padding,
-            "predicted_seconds": self.predicted,
-            "predicted_at_link_seconds": self.at_link,
-            "measured_seconds": self.measured,
-            "link_busy_seconds": self.link_busy,
-            "loaded_bytes": self.loaded,
-            "link_bytes_per_s": self.link,
+            "padding_rows": self.padding_rows,
+            "predicted_seconds": self.predicted_seconds,
+            "predicted_at_link_seconds": self.predicted_at_link_seconds,
+            "measured_seconds": self.measured_seconds,
+            "link_busy_seconds": self.link_busy_seconds,
+            "loaded_bytes": self.loaded_bytes,
+            "link_bytes_per_s": self.link_bandwidth,
         }
 
 
-def phases(planned: WorkerPlan, passes: Sequence[PassStats]) -> list[PhaseReport]:
+def measure_phases(worker_plan: WorkerPlan, passes: Sequence[PassStats]) -> list[PhaseReport]:
     """The figures of prefill and decode. A phase without passes is left out."""
-    parts = [(name, [one for one in passes if one.prefill is (name == "prefill")]) for name in PHASES]
-    return [_phase(planned, name, mine) for name, mine in parts if mine]
+    parts = [(name, [stats for stats in passes if stats.prefill is (name == "prefill")]) for name in PHASES]
+    return [_phase(worker_plan, name, phase_passes) for name, phase_passes in parts if phase_passes]
 
 
-def _phase(planned: WorkerPlan, name: str, passes: Sequence[PassStats]) -> PhaseReport:
-    loaded, busy = sum(one.loaded for one in passes), sum(one.busy.get("down", 0.0) for one in passes)
-    link = loaded / busy if loaded and busy and _over_disk(planned) else None
+def _phase(worker_plan: WorkerPlan, name: str, passes: Sequence[PassStats]) -> PhaseReport:
+    loaded_bytes, busy = (
+        sum(stats.loaded for stats in passes),
+        sum(stats.busy.get("down", 0.0) for stats in passes),
+    )
+    link = loaded_bytes / busy if loaded_bytes and busy and _is_over_disk(worker_plan) else None
     return PhaseReport(
         name,
-        passes=sum(one.passes for one in passes),
-        tokens=sum(one.rows for one in passes),
-        padding=sum(one.padding_rows for one in passes),
-        predicted=sum(planned.predict_seconds(one) for one in passes),
-        at_link=sum(planned.predict_seconds(one, link) for one in passes),
-        measured=sum(one.seconds for one in passes),
-        link_busy=busy,
-        loaded=loaded,
-        link=link,
+        passes=sum(stats.passes for stats in passes),
+        tokens=sum(stats.rows for stats in passes),
+        padding_rows=sum(stats.padding_rows for stats in passes),
+        predicted_seconds=sum(worker_plan.predict_seconds(stats) for stats in passes),
+        predicted_at_link_seconds=sum(worker_plan.predict_seconds(stats, link) for stats in passes),
+        measured_seconds=sum(stats.seconds for stats in passes),
+        link_busy_seconds=busy,
+        loaded_bytes=loaded_bytes,
+        link_bandwidth=link,
     )
 
 
-def _over_disk(planned: WorkerPlan) -> bool:
-    return planned.hardware.slow.processor is None
+def _is_over_disk(worker_plan: WorkerPlan) -> bool:
+    return worker_plan.hardware.slow.processor is None
 
 
-def plan_text(planned: WorkerPlan, job: Job) -> str:
+def describe_plan(worker_plan: WorkerPlan, job: Job) -> str:
     """The plan in three lines: policy, memory and predicted throughput; then what it assumes."""
-    over_disk = _over_disk(planned)
-    policy, price, ranks = planned.price.policy, planned.price, planned.worker.parallel.tensor_parallel_size
-    away = planned.model.experts - policy.static_experts
+    over_disk = _is_over_disk(worker_plan)
+    policy, price, ranks = (
+        worker_plan.price.policy,
+        worker_plan.price,
+        worker_plan.worker.parallel.tensor_parallel_size,
+    )
+    num_away = worker_plan.model.experts - policy.static_experts
     attention = "" if over_disk else _attention(policy)
     verb = "stay in" if policy.in_place else "come from"
     slow = "the disk" if over_disk else "RAM"
-    prefetched = f", up to {policy.likely_experts} of them prefetched" if policy.likely_experts else ""
-    rest = f"{away} of each layer's {planned.model.experts} experts {verb} {slow}{prefetched}"
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    padded = "" if job.padded_length is None else f", prompts padded to {job.padded_length}"
-    prefill = price.prefill_throughput * job.prompt / job.computed_tokens
-    notes = "".join(f"\n{note}" for note in assumed(planned.model, planned.hardware))
-    held = ", ".join(f"{name} {in_bytes(size)}" for name, size in price.fast.items() if size >= 1 << 20)
+    prefetch_text = f", up to {policy.likely_experts} of them prefetched" if policy.likely_experts else ""
+    experts_text = (
+        f"{num_away} of each layer's {worker_plan.model.experts} experts {verb} {slow}{prefetch_text}"
+    )
+    per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
+    padding_text = "" if job.padded_length is None else f", prompts padded to {job.padded_length}"
+    prefill = price.prefill_throughput * job.prompt / job.num_computed_tokens
+    notes = "".join(f"\n{note}" for note in assumed(worker_plan.model, worker_plan.hardware))
+    memory_text = ", ".join(
+        f"{name} {in_bytes(size)}" for name, size in price.fast.items() if size >= 1 << 20
+    )
     return (
         f"{policy.schedule}: {policy.batch} requests at a time in {policy.micro_batches} micro-batches of "
-        f"{policy.micro_batch}; {rest if away else 'all experts fit'}{each}{attention}\n"
-        f"memory{each}: {in_bytes(sum(price.fast.values()))} ({held})\n"
-        f"predicted for {job.prompt} + {job.generate} tokens{padded}: prefill {prefill:.1f}, decode "
+        f"{policy.micro_batch}; {experts_text if num_away else 'all experts fit'}{per_rank}{attention}\n"
+        f"memory{per_rank}: {in_bytes(sum(price.fast.values()))} ({memory_text})\n"
+        f"predicted for {job.prompt} + {job.generate} tokens{padding_text}: prefill {prefill:.1f}, decode "
         f"{price.decode_throughput:.1f} tokens/s (limited by {price.prefill.bottleneck} and by "
         f"{price.step.bottleneck}), {price.throughput:.1f} generated tokens/s over both{notes}"
     )
@@ -118,39 +129,46 @@ def _attention(policy: Policy) -> str:
     return "; the KV cache comes from RAM" if policy.slow_cache else "; the KV cache is on the GPU"
 
 
-def _lines(one: PhaseReport) -> dict[str, str]:
+def _lines(phase: PhaseReport) -> dict[str, str]:
     """The cells of a phase's column: label -> text."""
-    cells = {"passes": str(one.passes), "tokens": str(one.tokens), "predicted": f"{one.predicted:.2f} s"}
-    if one.link is not None:
-        cells["at this link"] = f"{one.at_link:.2f} s"
-    cells["measured"] = f"{one.measured:.2f} s"
-    if one.measured:
-        cells["predicted / measured"] = f"{one.predicted / one.measured:.2f}"
-        if one.link is not None:
-            cells["at this link / measured"] = f"{one.at_link / one.measured:.2f}"
-        cells["link busy"] = f"{one.link_busy / one.measured:.0%}"
-    cells["read"] = in_bytes(one.loaded)
-    if one.link is not None:
-        cells["link"] = f"{one.link / GIB:.2f} GiB/s"
+    cells = {
+        "passes": str(phase.passes),
+        "tokens": str(phase.tokens),
+        "predicted": f"{phase.predicted_seconds:.2f} s",
+    }
+    if phase.link_bandwidth is not None:
+        cells["at this link"] = f"{phase.predicted_at_link_seconds:.2f} s"
+    cells["measured"] = f"{phase.measured_seconds:.2f} s"
+    if phase.measured_seconds:
+        cells["predicted / measured"] = f"{phase.predicted_seconds / phase.measured_seconds:.2f}"
+        if phase.link_bandwidth is not None:
+            cells["at this link / measured"] = (
+                f"{phase.predicted_at_link_seconds / phase.measured_seconds:.2f}"
+            )
+        cells["link busy"] = f"{phase.link_busy_seconds / phase.measured_seconds:.0%}"
+    cells["read"] = in_bytes(phase.loaded_bytes)
+    if phase.link_bandwidth is not None:
+        cells["link"] = f"{phase.link_bandwidth / GIB:.2f} GiB/s"
     return cells
 
 
-def result_text(found: Sequence[PhaseReport], seconds: float, ranks: int = 1) -> str:
+def describe_result(phases: Sequence[PhaseReport], seconds: float, ranks: int = 1) -> str:
     """A table of predicted and measured figures for each phase, and remarks below it.
 
     With several ranks the figures are those of the first. seconds: duration of the whole run.
     """
-    table, columns = Table(box=SIMPLE_HEAD), [_lines(one) for one in found]
+    table, columns = Table(box=SIMPLE_HEAD), [_lines(phase) for phase in phases]
     table.add_column("")
-    for one in found:
-        table.add_column(one.name, justify="right")
+    for phase in phases:
+        table.add_column(phase.name, justify="right")
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
-    rest = seconds - sum(one.measured for one in found)
+    other_seconds = seconds - sum(phase.measured_seconds for phase in phases)
     link = ""
-    if any(one.link is not None for one in found):
+    if any(phase.link_bandwidth is not None for phase in phases):
         link = "\nat this link: predicted again, with the speed that the link had in these passes"
-    whose = f"\nfigures of the first of {ranks} ranks; each reads its own experts" if ranks > 1 else ""
-    rows = sum(one.padding for one in found)
+    rank_note = f"\nfigures of the first of {ranks} ranks; each reads its own experts" if ranks > 1 else ""
+    rows = sum(phase.padding_rows for phase in phases)
     padding = f"\npadding: {rows} rows in addition to the tokens" if rows else ""
-    return f"{in_text(table)}{link}{padding}{whose}\noutside passes (sampling, text, the API): {rest:.2f} s"
+    outside = f"\noutside passes (sampling, text, the API): {other_seconds:.2f} s"
+    return f"{in_text(table)}{link}{padding}{rank_note}{outside}"

@@ -159,8 +159,8 @@ class Place:
         if self.compare and self.solver is None:
             raise ConfigError("--output-file: with --compare, give --solver to choose the written placement")
         if path.suffix != ".json" or not path.absolute().parent.is_dir() or path.is_dir():
-            allowed = "a file that ends in .json, in an existing directory"
-            raise ConfigError.field("--output-file", str(path), allowed)
+            allowed_values = "a file that ends in .json, in an existing directory"
+            raise ConfigError.field("--output-file", str(path), allowed_values)
 
     def _check_plot(self) -> None:
         path = self.plot
@@ -174,12 +174,12 @@ class Place:
             raise ConfigError.field("--plot", str(path), "a file that ends in .svg, in an existing directory")
 
     @property
-    def chosen(self) -> SolverName | None:
+    def solver_to_write(self) -> SolverName | None:
         """The solver whose placement is written. None if no placement is written."""
         return None if self.output_file is None else self.solver or "ours"
 
     @property
-    def measured(self) -> tuple[str, ...]:
+    def solvers_to_measure(self) -> tuple[str, ...]:
         """The solvers that are measured, in the order of the table."""
         if self.compare:
             return tuple(reversed(get_args(SolverName)))
@@ -252,10 +252,10 @@ class Compress:
 
     def __post_init__(self) -> None:
         path = self.target
-        taken = any(path.iterdir()) if path.is_dir() else path.exists()
-        if taken or not path.parent.is_dir():
-            allowed = "a directory that does not exist yet or is empty, in an existing one"
-            raise ConfigError.field("DIRECTORY", str(self.directory), allowed)
+        is_taken = any(path.iterdir()) if path.is_dir() else path.exists()
+        if is_taken or not path.parent.is_dir():
+            allowed_values = "a directory that does not exist yet or is empty, in an existing one"
+            raise ConfigError.field("DIRECTORY", str(self.directory), allowed_values)
 
     @property
     def target(self) -> Path:

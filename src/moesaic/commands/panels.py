@@ -38,62 +38,66 @@ class Panel:
     title: str
     parts: Sequence[str]
     caption: str = ""
-    """One or two sentences that say how to read it. At most two lines are drawn."""
+    """The sentences below the title, which say how to read the chart. At most two lines are drawn."""
 
 
 def lines(
     title: str,
-    across: str,
-    up: str,
-    drawn: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    series: Sequence[Line],
     caption: str = "",
     ticks: Ticks | None = None,
     logarithmic: bool = False,
 ) -> Panel:
-    """A panel with lines on a y axis from 0. Lines without points are left out. across, up: axis names.
+    """A panel with lines on a y axis from 0. Lines without points are left out. across, y_label: axis names.
 
     ticks: labels of the x axis; None: round numbers. logarithmic: the numbers of both axes are powers of
     ten, and the labels are 10 to that power.
     """
-    drawn = [line for line in drawn if line.points]
-    if not drawn:
-        return _nothing(title, caption)
-    xs = [x for line in drawn for x, _ in line.points]
-    top = 1.05 * (max(y for line in drawn for _, y in line.points) or 1.0)
-    at = _scale(min(xs), max(xs), 0, top)
+    series = [line for line in series if line.points]
+    if not series:
+        return _empty_panel(title, caption)
+    xs = [x for line in series for x, _ in line.points]
+    top = 1.05 * (max(y for line in series for _, y in line.points) or 1.0)
+    place_point = _scale(min(xs), max(xs), 0, top)
     parts = [
-        *_across(min(xs), max(xs), at, across, ticks, logarithmic),
-        *_up(min(xs), top, at, up, logarithmic),
+        *_x_axis(min(xs), max(xs), place_point, x_label, ticks, logarithmic),
+        *_y_axis(min(xs), top, place_point, y_label, logarithmic),
     ]
-    for number, line in enumerate(drawn):
-        path = " L".join(at(x, y) for x, y in line.points)
+    for number, line in enumerate(series):
+        path = " L".join(place_point(x, y) for x, y in line.points)
         parts.append(f'<path class="line c{number % len(LIGHT)}" d="M{path}"/>')
+        # A path through one point draws nothing.
         if len(line.points) == 1:
-            parts.append(_dot(at(*line.points[0]), number))
-    return Panel(title, [*parts, *_legend([line.name for line in drawn])], caption)
+            parts.append(_dot(place_point(*line.points[0]), number))
+    return Panel(title, [*parts, *_legend([line.name for line in series])], caption)
 
 
-def bars(title: str, across: str, up: str, drawn: Sequence[Line], caption: str = "") -> Panel:
+def bars(title: str, x_label: str, y_label: str, series: Sequence[Line], caption: str = "") -> Panel:
     """A panel with a group of bars for each number on the x axis: a bar for each line with a value there."""
-    drawn = [line for line in drawn if line.points]
-    if not drawn:
-        return _nothing(title, caption)
-    numbers = sorted({x for line in drawn for x, _ in line.points})
-    top = 1.05 * (max(y for line in drawn for _, y in line.points) or 1.0)
+    series = [line for line in series if line.points]
+    if not series:
+        return _empty_panel(title, caption)
+    numbers = sorted({x for line in series for x, _ in line.points})
+    top = 1.05 * (max(y for line in series for _, y in line.points) or 1.0)
     room = WIDE / len(numbers)
-    at = _scale(0, WIDE, 0, top)
-    every = max(1, math.ceil(len(numbers) / 16))
-    ticks = {(i + 0.5) * room: f"{x:g}" for i, x in enumerate(numbers) if i % every == 0}
-    parts = [*_across(0, WIDE, at, across, ticks, False), *_up(0, top, at, up, False)]
-    thick = 0.8 * room / len(drawn)
-    for number, line in enumerate(drawn):
+    place_point = _scale(0, WIDE, 0, top)
+    tick_step = max(1, math.ceil(len(numbers) / 16))
+    ticks = {(i + 0.5) * room: f"{x:g}" for i, x in enumerate(numbers) if i % tick_step == 0}
+    parts = [
+        *_x_axis(0, WIDE, place_point, x_label, ticks, False),
+        *_y_axis(0, top, place_point, y_label, False),
+    ]
+    thick = 0.8 * room / len(series)
+    for number, line in enumerate(series):
         for x, y in line.points:
             begin = numbers.index(x) * room + 0.1 * room + number * thick
-            left, high = at(begin, y).split(",")
+            left, high = place_point(begin, y).split(",")
             tall = TOP + TALL - float(high)
             place = f'x="{left}" y="{high}" width="{max(0.5, thick - 1):.1f}" height="{tall:.1f}"'
             parts.append(f'<rect class="bar b{number % len(LIGHT)}" {place}/>')
-    return Panel(title, [*parts, *_legend([line.name for line in drawn], "bar b")], caption)
+    return Panel(title, [*parts, *_legend([line.name for line in series], "bar b")], caption)
 
 
 def dots(title: str, groups: Sequence[Line], caption: str = "") -> Panel:
@@ -101,18 +105,20 @@ def dots(title: str, groups: Sequence[Line], caption: str = "") -> Panel:
     groups = [group for group in groups if group.points]
     points = [point for group in groups for point in group.points]
     if not points:
-        return _nothing(title, caption)
+        return _empty_panel(title, caption)
     xs, ys = zip(*points, strict=True)
-    at = _scale(min(xs), max(xs), min(ys), max(ys))
+    place_point = _scale(min(xs), max(xs), min(ys), max(ys))
     parts = [f'<path class="grid" d="M{LEFT - 6},{TOP - 6} h{WIDE + 12} v{TALL + 12} h-{WIDE + 12} z"/>']
-    parts += [_dot(at(*point), number) for number, group in enumerate(groups) for point in group.points]
+    parts += [
+        _dot(place_point(*point), number) for number, group in enumerate(groups) for point in group.points
+    ]
     return Panel(title, [*parts, *_legend([group.name for group in groups], "dot c")], caption)
 
 
 def heat(
     title: str,
-    across: str,
-    up: str,
+    x_label: str,
+    y_label: str,
     rows: Sequence[Sequence[float]],
     caption: str = "",
     ticks: tuple[Sequence[str], Sequence[str]] | None = None,
@@ -123,28 +129,31 @@ def heat(
     ticks: labels of the rows and of the columns; None: their numbers, as many as fit. form: of the numbers at
     the scale of colours.
     """
-    most = max((value for row in rows for value in row), default=0)
+    largest = max((value for row in rows for value in row), default=0)
     count = max(len(rows), 1)
     size, left = TALL / count, LEFT + (WIDE - TALL) / 2
     parts = [
         f'<g transform="translate({left:.1f},{TOP}) scale({size:.4f})">',
-        *cells(rows, most or 1.0),
+        *cells(rows, largest or 1.0),
         "</g>",
     ]
     parts.append(f'<path class="grid" d="M{left:.1f},{TOP} h{TALL} v{TALL} h-{TALL} z"/>')
-    named, every = ticks or ([str(i) for i in range(count)],) * 2, max(1, math.ceil(count / 8))
-    for i in range(0, count if rows else 0, every):
+    labels, label_step = ticks or ([str(i) for i in range(count)],) * 2, max(1, math.ceil(count / 8))
+    for i in range(0, count if rows else 0, label_step):
         middle = (i + 0.5) * size
         parts.append(
-            f'<text class="y" x="{left - 6:.1f}" y="{TOP + middle + 4:.1f}">{escape(named[0][i])}</text>'
+            f'<text class="y" x="{left - 6:.1f}" y="{TOP + middle + 4:.1f}">{escape(labels[0][i])}</text>'
         )
         place = f'x="{left + middle:.1f}" y="{TOP + TALL + 16}"'
-        parts.append(f'<text class="x" {place}>{escape(named[1][i])}</text>')
-    parts += [*_names(across, up, left - 46), *_shades(left + TALL + 18, form.format(most), form.format(0))]
+        parts.append(f'<text class="x" {place}>{escape(labels[1][i])}</text>')
+    parts += [
+        *_axis_labels(x_label, y_label, left - 46),
+        *_shades(left + TALL + 18, form.format(largest), form.format(0)),
+    ]
     return Panel(title, parts, caption)
 
 
-def _shades(x: float, most: str, least: str) -> list[str]:
+def _shades(x: float, largest: str, smallest: str) -> list[str]:
     """The scale of the colours of a heat map."""
     tall = TALL / (SHADES + 1)
     squares = [
@@ -153,26 +162,26 @@ def _shades(x: float, most: str, least: str) -> list[str]:
         for shade in range(SHADES + 1)
     ]
     frame = f'<path class="grid" d="M{x:.1f},{TOP} h10 v{TALL} h-10 z"/>'
-    high = f'<text x="{x + 15:.1f}" y="{TOP + 10}">{escape(most)}</text>'
-    return [*squares, frame, high, f'<text x="{x + 15:.1f}" y="{TOP + TALL}">{escape(least)}</text>']
+    high = f'<text x="{x + 15:.1f}" y="{TOP + 10}">{escape(largest)}</text>'
+    return [*squares, frame, high, f'<text x="{x + 15:.1f}" y="{TOP + TALL}">{escape(smallest)}</text>']
 
 
-def _nothing(title: str, caption: str) -> Panel:
+def _empty_panel(title: str, caption: str) -> Panel:
     return Panel(title, [f'<text x="{LEFT}" y="{TOP + 20}">not in this profile</text>'], caption)
 
 
-def cells(rows: Sequence[Sequence[float]], most: float, kind: str = "cell") -> list[str]:
-    """SVG paths of squares of size 1 for the values of `rows`, which are 0 to `most`.
+def cells(rows: Sequence[Sequence[float]], largest: float, kind: str = "cell") -> list[str]:
+    """SVG paths of squares of size 1 for the values of `rows`, which are 0 to `largest`.
 
     Each shade above 0 is one path. kind: "cell", or "far" for another colour.
     """
-    found: list[list[str]] = [[] for _ in range(SHADES + 1)]
+    paths: list[list[str]] = [[] for _ in range(SHADES + 1)]
     for i, row in enumerate(rows):
         for j, value in enumerate(row):
-            found[math.ceil(value / most * SHADES - 0.5)].append(f"M{j},{i}h1v1h-1z")
+            paths[math.ceil(value / largest * SHADES - 0.5)].append(f"M{j},{i}h1v1h-1z")
     return [
         f'<path class="{kind}" fill-opacity="{shade / SHADES:g}" d="{"".join(squares)}"/>'
-        for shade, squares in enumerate(found)
+        for shade, squares in enumerate(paths)
         if shade and squares
     ]
 
@@ -197,18 +206,19 @@ def step(span: float, count: int) -> float:
 
     Example: 13 and 6 -> 2.
     """
+    # Labels at such numbers are short, whatever the span.
     rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
     return min((factor * power for factor in (1, 2, 5, 10)), key=lambda size: abs(size - rough))
 
 
 def _scale(low: float, high: float, bottom: float, top: float) -> Callable[[float, float], str]:
-    def at(x: float, y: float) -> str:
-        across = (x - low) / ((high - low) or 1)
-        up = (y - bottom) / ((top - bottom) or 1)
-        return f"{LEFT + across * WIDE:.1f},{TOP + (1 - up) * TALL:.1f}"
+    def place_point(x: float, y: float) -> str:
+        x_share = (x - low) / ((high - low) or 1)
+        y_share = (y - bottom) / ((top - bottom) or 1)
+        return f"{LEFT + x_share * WIDE:.1f},{TOP + (1 - y_share) * TALL:.1f}"
 
-    return at
+    return place_point
 
 
 def _dot(place: str, number: int) -> str:
@@ -216,10 +226,10 @@ def _dot(place: str, number: int) -> str:
     return f'<circle class="c{number % len(LIGHT)}" cx="{x}" cy="{y}" r="2.5"/>'
 
 
-def _across(
+def _x_axis(
     low: float,
     high: float,
-    at: Callable[[float, float], str],
+    place_point: Callable[[float, float], str],
     name: str,
     ticks: Ticks | None,
     logarithmic: bool,
@@ -231,21 +241,23 @@ def _across(
         ticks = {number: _label(number, logarithmic) for number in numbers}
     parts = []
     for number, label in ticks.items():
-        x, y = at(number, 0).split(",")
+        x, y = place_point(number, 0).split(",")
         parts.append(f'<text class="x" x="{x}" y="{float(y) + 16:.1f}">{escape(label)}</text>')
-    return [*parts, *_names(name, "", 0)]
+    return [*parts, *_axis_labels(name, "", 0)]
 
 
-def _up(low: float, top: float, at: Callable[[float, float], str], name: str, logarithmic: bool) -> list[str]:
+def _y_axis(
+    low: float, top: float, place_point: Callable[[float, float], str], name: str, logarithmic: bool
+) -> list[str]:
     """The grid, the labels and the name of the y axis."""
     parts = []
     size = max(1.0, step(top, 5)) if logarithmic else step(top, 5)
     for number in range(math.floor(top / size) + 1):
-        x, y = at(low, number * size).split(",")
+        x, y = place_point(low, number * size).split(",")
         parts.append(f'<path class="grid" d="M{x},{y} h{WIDE}"/>')
         label = _label(number * size, logarithmic)
         parts.append(f'<text class="y" x="{float(x) - 6:.1f}" y="{float(y) + 4:.1f}">{label}</text>')
-    return [*parts, *_names("", name, 14)]
+    return [*parts, *_axis_labels("", name, 14)]
 
 
 def _label(number: float, logarithmic: bool) -> str:
@@ -254,14 +266,14 @@ def _label(number: float, logarithmic: bool) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
-def _names(across: str, up: str, x: float) -> list[str]:
+def _axis_labels(x_label: str, y_label: str, x: float) -> list[str]:
     """The names of the axes. x: place of that of the y axis."""
     parts = []
-    if across:
-        parts.append(f'<text class="x" x="{LEFT + WIDE / 2}" y="{HEIGHT - 8}">{escape(across)}</text>')
-    if up:
+    if x_label:
+        parts.append(f'<text class="x" x="{LEFT + WIDE / 2}" y="{HEIGHT - 8}">{escape(x_label)}</text>')
+    if y_label:
         place = f"translate({x:.1f},{TOP + TALL / 2}) rotate(-90)"
-        parts.append(f'<text class="x" transform="{place}">{escape(up)}</text>')
+        parts.append(f'<text class="x" transform="{place}">{escape(y_label)}</text>')
     return parts
 
 

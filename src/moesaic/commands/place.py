@@ -13,7 +13,7 @@ from rich.console import Console
 from moesaic.commands import activation_picture, place_by_load
 from moesaic.commands.options import TABLES, Place
 from moesaic.commands.place_links import LinkReport
-from moesaic.commands.place_report import Report, Trial, Written, as_json, as_text
+from moesaic.commands.place_report import Report, Trial, WrittenPlacement, as_json, as_text
 from moesaic.commands.progress import Show, progress
 from moesaic.commands.writable import require_writable
 from moesaic.core.coclusters import Coclusters
@@ -31,25 +31,25 @@ from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.policy.placement.solvers.priced import priced
 
 Clock = Callable[[], float]
-DRAWN = 160
+DRAWN_TOKENS = 160
 """Number of token ids in a picture."""
 
 
 @dataclass(frozen=True)
-class _Solved:
+class _Solution:
     """The result of a solver."""
 
     clusters: Coclusters
     placement: Placement
-    """That of the clusters, with copies."""
+    """The placement of the clusters, with copies of experts."""
     seconds: float
-    """Seconds that both took."""
-    blind: Placement
+    """Seconds that the solver took, with the pricing of links."""
+    unpriced_placement: Placement
     """The placement if all links were alike."""
 
 
 @dataclass(frozen=True)
-class _Solving:
+class _SolverRunner:
     """Calls solvers with the settings of a run."""
 
     options: Place
@@ -58,7 +58,7 @@ class _Solving:
     topology: Topology | None = None
 
     @cached_property
-    def there(self) -> HostMap | None:
+    def host_map(self) -> HostMap | None:
         """Where workers and servers are. None without --topology."""
         topology, ranks = self.topology, self.options.ranks
         if topology is None:
@@ -69,31 +69,37 @@ class _Solving:
     @property
     def prices(self) -> FloatArray | None:
         """[W, R] seconds of a byte. None without --topology, and if one host has all processes."""
-        return None if self.there is None or self.there.alike else self.there.prices
+        return None if self.host_map is None or self.host_map.alike else self.host_map.prices
 
     @property
     def rank_prices(self) -> FloatArray | None:
         """The prices, where workers are ranks. Elsewhere no pair is on a token's own rank."""
-        return self.prices if self.there is not None and self.there.beside else None
+        return self.prices if self.host_map is not None and self.host_map.beside else None
 
-    def solve(self, name: str, profile: Profile, what: str) -> _Solved:
-        """Run solver `name`. what: name of the progress bar."""
-        options, begun, copies = self.options, self.clock(), self.options.redundant_experts
-        clusters = SOLVERS[name](profile, options.ranks, options.seed, partial(self.show, what))
+    def solve(self, name: str, profile: Profile, task: str) -> _Solution:
+        """Run solver `name`. task: name of the progress bar."""
+        options, start, copies = self.options, self.clock(), self.options.redundant_experts
+        clusters = SOLVERS[name](profile, options.ranks, options.seed, partial(self.show, task))
         placement = blind = redundancy.place(profile, clusters, copies)
         if (prices := self.prices) is not None:
-            clusters = priced(profile, clusters, prices, options.seed, partial(self.show, f"{what}, links"))
+            clusters = priced(profile, clusters, prices, options.seed, partial(self.show, f"{task}, links"))
             placement = redundancy.place(profile, clusters, copies, prices=self.rank_prices)
-        return _Solved(clusters, placement, self.clock() - begun, blind)
+        return _Solution(clusters, placement, self.clock() - start, blind)
 
-    def links(self, learned: Profile, solved: _Solved, others: Routes) -> LinkReport | None:
+    def measure_links(
+        self, learned_profile: Profile, solution: _Solution, held_out_routes: Routes
+    ) -> LinkReport | None:
         """What the links carry before and after they are priced. None without --topology."""
-        there = self.there
-        if self.topology is None or there is None:
+        host_map = self.host_map
+        if self.topology is None or host_map is None:
             return None
-        before = held_out.measure_links(learned, solved.blind, others, there, aware=False)
-        after = held_out.measure_links(learned, solved.placement, others, there, aware=not there.alike)
-        return LinkReport(self.topology, before, after, there.beside)
+        unpriced_loads = held_out.measure_links(
+            learned_profile, solution.unpriced_placement, held_out_routes, host_map, aware=False
+        )
+        priced_loads = held_out.measure_links(
+            learned_profile, solution.placement, held_out_routes, host_map, aware=not host_map.alike
+        )
+        return LinkReport(self.topology, unpriced_loads, priced_loads, host_map.beside)
 
 
 def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
@@ -103,6 +109,7 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
     cannot be written. The same holds for too many ranks or copies, and for a --model or --plot-layer that the
     profile does not have.
     """
+    # A solver may take minutes, so a file that cannot be written is found out before.
     require_writable("--output-file", options.output_file)
     require_writable("--plot", options.plot)
     profile = Profile.load(options.file)
@@ -110,7 +117,7 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
         raise ConfigError(f"{options.file}: this profile counts no tokens")
     if not profile.token_ids:
         return place_by_load.run(profile, options, json)
-    _layer_drawn(profile, options)
+    _find_drawn_layer(profile, options)
     topology = None if options.topology is None else read_topology(options.topology)
     if topology is not None:
         topology.check_ranks(options.ranks)
@@ -119,48 +126,50 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
             from moesaic.jobs.profiling.importing import with_nearest
 
             profile = with_nearest(profile, options.file, options.model, partial(show, "nearest tokens"))
-        report = place(profile, options, _Solving(options, show, clock, topology))
+        report = place(profile, options, _SolverRunner(options, show, clock, topology))
     print(as_json(report) if json else as_text(report))
     return 0
 
 
-def place(profile: Profile, options: Place, solving: _Solving) -> Report:
+def place(profile: Profile, options: Place, runner: _SolverRunner) -> Report:
     """Measure the wanted solvers on held-out requests, then write the chosen placement.
 
     The measured placements are solved on a share of the requests. The written one is solved on all of them.
     """
-    learned, others = held_out.split(profile, options.share, options.seed)
+    learned_profile, held_out_routes = held_out.split(profile, options.share, options.seed)
     trials: list[Trial] = []
-    skipped: list[str] = []
-    for name in options.measured:
+    skip_notes: list[str] = []
+    for name in options.solvers_to_measure:
         try:
-            solved = solving.solve(name, learned, name)
+            solution = runner.solve(name, learned_profile, name)
         except ConfigError as error:
             if name != "metis" or not options.compare:  # metis needs an optional package
                 raise
-            skipped.append(f"metis was skipped: {error}")
+            skip_notes.append(f"metis was skipped: {error}")
             continue
-        found = held_out.measure_placement(
-            learned, solved.clusters, solved.placement, others, solving.rank_prices
+        measurement = held_out.measure_placement(
+            learned_profile, solution.clusters, solution.placement, held_out_routes, runner.rank_prices
         )
-        links = solving.links(learned, solved, others)
-        trials.append(Trial(name, solved.seconds, found, solved.clusters.notes, links))
+        links = runner.measure_links(learned_profile, solution, held_out_routes)
+        trials.append(Trial(name, solution.seconds, measurement, solution.clusters.notes, links))
     return Report(
         options=options,
         profile=profile,
-        learned_requests=learned.routes.requests,
-        held_out=others,
-        unseen=held_out.unseen(learned, others),
+        learned_requests=learned_profile.routes.requests,
+        held_out_routes=held_out_routes,
+        unseen_share=held_out.unseen(learned_profile, held_out_routes),
         trials=trials,
-        skipped=skipped,
-        written=None if options.chosen is None else _write(profile, options, options.chosen, solving),
+        skip_notes=skip_notes,
+        written_placement=None
+        if options.solver_to_write is None
+        else _write(profile, options, options.solver_to_write, runner),
     )
 
 
-def _write(profile: Profile, options: Place, name: str, solving: _Solving) -> Written:
+def _write(profile: Profile, options: Place, name: str, runner: _SolverRunner) -> WrittenPlacement:
     assert options.output_file is not None
-    solved = solving.solve(name, profile, f"{name}, on the whole profile")
-    clusters, placement = solved.clusters, solved.placement
+    solution = runner.solve(name, profile, f"{name}, on the whole profile")
+    clusters, placement = solution.clusters, solution.placement
     file = options.output_file.with_suffix(TABLES)
     tables = redundancy.tables_of(profile, clusters, placement)
     save(
@@ -170,10 +179,10 @@ def _write(profile: Profile, options: Place, name: str, solving: _Solving) -> Wr
     )
     if options.plot is not None:
         _draw(options.plot, profile, options, name, clusters)
-    return Written(name, options.output_file, file, solved.seconds, tables.nbytes, clusters.notes)
+    return WrittenPlacement(name, options.output_file, file, solution.seconds, tables.nbytes, clusters.notes)
 
 
-def _layer_drawn(profile: Profile, options: Place) -> int:
+def _find_drawn_layer(profile: Profile, options: Place) -> int:
     """The index of the drawn layer among the profile's layers.
 
     Raises ConfigError for a layer that the profile does not have.
@@ -181,8 +190,8 @@ def _layer_drawn(profile: Profile, options: Place) -> int:
     if options.plot_layer is None:
         return len(profile.layers) // 2
     if options.plot_layer not in profile.layers:
-        allowed = f"one with routed experts: {', '.join(map(str, profile.layers))}"
-        raise ConfigError.field("--plot-layer", options.plot_layer, allowed)
+        layers_text = f"one with routed experts: {', '.join(map(str, profile.layers))}"
+        raise ConfigError.field("--plot-layer", options.plot_layer, layers_text)
     return profile.layers.index(options.plot_layer)
 
 
@@ -192,12 +201,12 @@ def _draw(path: Path, profile: Profile, options: Place, name: str, clusters: Coc
     The first map distributes the ids over the ranks in their order. The other two put each id on the rank
     with most of its experts: in the vanilla placement, and in that of `clusters`.
     """
-    index = _layer_drawn(profile, options)
-    tokens = commonest(profile, index, DRAWN)
+    index = _find_drawn_layer(profile, options)
+    tokens = commonest(profile, index, DRAWN_TOKENS)
     vanilla = SOLVERS["vanilla"](profile, options.ranks, options.seed)
     maps = [
-        (label, activation_map(profile, found, index, tokens))
-        for label, found in (
+        (label, activation_map(profile, clusters_of_map, index, tokens))
+        for label, clusters_of_map in (
             ("vanilla placement, ids in their order", dealt(vanilla, tokens)),
             ("vanilla placement, ids on their best rank", vanilla),
             (f"placed by {name}, ids on their best rank", clusters),
@@ -216,16 +225,17 @@ def save(placement: Placement, tables: Tables, path: Path) -> None:
 
     Raises ConfigError if they cannot be written.
     """
-    beside = path.with_name(placement.tables)
-    unfinished = [file.with_name(f"{file.name}.new") for file in (beside, path)]
+    tables_file = path.with_name(placement.tables)
+    new_files = [file.with_name(f"{file.name}.new") for file in (tables_file, path)]
+    # The placement is renamed last: once it is there, the tables that it names are there, too.
     try:
-        tables.save(unfinished[0])
-        unfinished[1].write_text(placement.to_json(), encoding="utf-8")
-        unfinished[0].replace(beside)
-        unfinished[1].replace(path)
+        tables.save(new_files[0])
+        new_files[1].write_text(placement.to_json(), encoding="utf-8")
+        new_files[0].replace(tables_file)
+        new_files[1].replace(path)
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(path), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(path), allowed_values) from error
     finally:
-        for file in unfinished:
+        for file in new_files:
             file.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ class _Balance:
 
     balancedness: float
     """Mean / max of the ranks' loads. 1 is perfect."""
-    before: float
+    consecutive: float
     """The same for consecutive experts."""
 
 
@@ -34,44 +34,44 @@ def run(profile: Profile, options: Place, as_json: bool) -> int:
     placement = balance.place(
         profile.loads, profile.layers, ranks, options.redundant_experts, model=profile.model
     )
-    even = balance.place(profile.loads * 0, profile.layers, ranks, model=profile.model)
+    consecutive = balance.place(profile.loads * 0, profile.layers, ranks, model=profile.model)
     try:
         options.output_file.write_text(placement.to_json(), encoding="utf-8")
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(options.output_file), allowed) from error
-    found = _Balance(_even(profile, placement), _even(profile, even))
-    print(_as_json(profile, options, found) if as_json else _as_text(profile, options, found))
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(options.output_file), allowed_values) from error
+    figures = _Balance(_mean_balancedness(profile, placement), _mean_balancedness(profile, consecutive))
+    print(_as_json(profile, options, figures) if as_json else _as_text(profile, options, figures))
     return 0
 
 
 def _check(profile: Profile, options: Place) -> None:
-    for flag, given in (
+    for flag, value in (
         ("--compare", options.compare),
         ("--plot", options.plot),
         ("--model", options.model),
         ("--topology", options.topology),
     ):
-        if given:
+        if value:
             raise ConfigError(f"{flag}: {options.file} has loads of experts and no token ids")
     if options.solver not in (None, "eplb"):
-        allowed = f"eplb: {options.file} has loads of experts and no token ids"
-        raise ConfigError.field("--solver", options.solver, allowed)
+        allowed_values = f"eplb: {options.file} has loads of experts and no token ids"
+        raise ConfigError.field("--solver", options.solver, allowed_values)
     if options.ranks > profile.num_experts:
-        allowed = f"1 to {profile.num_experts}, the experts of a layer"
-        raise ConfigError.field("--ranks", options.ranks, allowed)
-    most = profile.num_experts * (options.ranks - 1)
-    if options.redundant_experts > most:
-        allowed = f"0 to {most}: each expert once on a rank"
-        raise ConfigError.field("--redundant-experts", options.redundant_experts, allowed)
+        allowed_values = f"1 to {profile.num_experts}, the experts of a layer"
+        raise ConfigError.field("--ranks", options.ranks, allowed_values)
+    max_copies = profile.num_experts * (options.ranks - 1)
+    if options.redundant_experts > max_copies:
+        allowed_values = f"0 to {max_copies}: each expert once on a rank"
+        raise ConfigError.field("--redundant-experts", options.redundant_experts, allowed_values)
 
 
-def _even(profile: Profile, placement: Placement) -> float:
+def _mean_balancedness(profile: Profile, placement: Placement) -> float:
     loads = balance.server_loads(profile.loads, placement, placement.servers)
     return float(balance.balancedness(loads).mean())
 
 
-def _as_json(profile: Profile, options: Place, found: _Balance) -> str:
+def _as_json(profile: Profile, options: Place, figures: _Balance) -> str:
     """The report as one line of JSON."""
     return json.dumps(
         {
@@ -79,17 +79,17 @@ def _as_json(profile: Profile, options: Place, found: _Balance) -> str:
             "model": profile.model,
             "ranks": options.ranks,
             "redundant_experts": options.redundant_experts,
-            "balancedness": found.balancedness,
-            "balancedness_of_consecutive_experts": found.before,
+            "balancedness": figures.balancedness,
+            "balancedness_of_consecutive_experts": figures.consecutive,
             "written": {"solver": "eplb", "placement": str(options.output_file), "tables": None},
         }
     )
 
 
-def _as_text(profile: Profile, options: Place, found: _Balance) -> str:
+def _as_text(profile: Profile, options: Place, figures: _Balance) -> str:
     return (
         f"{profile.model}: loads of {profile.num_experts} experts in {len(profile.layers)} layers\n"
-        f"mean/max load of {options.ranks} ranks: {found.before:.2f} with consecutive experts, "
-        f"{found.balancedness:.2f} placed by load (eplb), both on this profile\n"
+        f"mean/max load of {options.ranks} ranks: {figures.consecutive:.2f} with consecutive experts, "
+        f"{figures.balancedness:.2f} placed by load (eplb), both on this profile\n"
         f"wrote {options.output_file}, without tables of tokens"
     )

@@ -30,14 +30,14 @@ class Trial:
     solver: str
     seconds: float
     """Seconds that the solver took."""
-    found: Measured
+    measurement: Measured
     notes: tuple[str, ...]
     links: LinkReport | None = None
     """What the links carry. None without --topology."""
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPlacement:
     """The written files, and how their placement was solved."""
 
     solver: str
@@ -57,13 +57,13 @@ class Report:
     options: Place
     profile: Profile
     learned_requests: int
-    held_out: Routes
-    unseen: float
+    held_out_routes: Routes
+    unseen_share: float
     """Share of the held-out tokens whose id no solver saw."""
     trials: Sequence[Trial]
-    skipped: Sequence[str]
-    """One line for each solver that could not run."""
-    written: Written | None
+    skip_notes: Sequence[str]
+    """A line for each solver that could not run."""
+    written_placement: WrittenPlacement | None
 
 
 # ---- for machines
@@ -71,31 +71,35 @@ class Report:
 
 def as_json(report: Report) -> str:
     """The report as one line of JSON. Bytes are null if the profile does not have the length of a row."""
-    profile, options, written = report.profile, report.options, report.written
-    found: dict[str, Any] = {
+    profile, options, placement = report.profile, report.options, report.written_placement
+    fields: dict[str, Any] = {
         "profile": str(options.file),
         "model": profile.model,
         "ranks": options.ranks,
         "redundant_experts": options.redundant_experts,
         "seed": options.seed,
         "learned_requests": report.learned_requests,
-        "held_out_requests": report.held_out.requests,
-        "held_out_tokens": len(report.held_out.tokens),
-        "unseen_tokens": report.unseen,
+        "held_out_requests": report.held_out_routes.requests,
+        "held_out_tokens": len(report.held_out_routes.tokens),
+        "unseen_tokens": report.unseen_share,
         "nearest_known": profile.nearest is not None,
         "solvers": [_trial(trial, profile.hidden) for trial in report.trials],
-        "skipped": list(report.skipped),
+        "skipped": list(report.skip_notes),
         "written": None,
     }
-    if written is not None:
-        paths = {"placement": str(written.file), "tables": str(written.tables)}
-        rest = {"seconds": written.seconds, "tables_bytes": written.tables_bytes, "notes": written.notes}
-        found["written"] = {"solver": written.solver, **paths, **rest}
-    return json.dumps(found)
+    if placement is not None:
+        paths = {"placement": str(placement.file), "tables": str(placement.tables)}
+        details = {
+            "seconds": placement.seconds,
+            "tables_bytes": placement.tables_bytes,
+            "notes": placement.notes,
+        }
+        fields["written"] = {"solver": placement.solver, **paths, **details}
+    return json.dumps(fields)
 
 
 def _trial(trial: Trial, hidden: int) -> dict[str, Any]:
-    levels = {"token": trial.found.token, "request": trial.found.request}
+    levels = {"token": trial.measurement.token, "request": trial.measurement.request}
     return {
         "solver": trial.solver,
         "seconds": trial.seconds,
@@ -134,22 +138,22 @@ def as_text(report: Report) -> str:
         if trial.links is not None:
             lines += ["", in_text(trial.links.table(trial.solver, row_bytes))]
     lines += [f"{trial.solver}: {note}" for trial in report.trials for note in trial.notes]
-    if any(trial.links is not None and not trial.links.beside for trial in report.trials):
+    if any(trial.links is not None and not trial.links.is_colocated for trial in report.trials):
         lines.append("no worker has a server of its own, so local, remote and dedup. do not apply here")
-    lines += report.skipped
+    lines += report.skip_notes
     if report.profile.nearest is None:
         lines.append("unseen ids stay unknown: --model MODEL finds their nearest known ids")
-    written = report.written
-    if written is None:
+    placement = report.written_placement
+    if placement is None:
         lines.append("no placement was written: give --solver and --output-file to write one")
     else:
-        lines += [f"{written.solver}, on the whole profile: {note}" for note in written.notes]
-        lines.append(f"wrote {written.file} and {written.tables.name}")
+        lines += [f"{placement.solver}, on the whole profile: {note}" for note in placement.notes]
+        lines.append(f"wrote {placement.file} and {placement.tables.name}")
         if report.options.plot is not None:
             lines.append(f"drew {report.options.plot}")
         lines.append(
-            f"the written placement is solved by {written.solver} on the whole profile, in "
-            f"{written.seconds:.1f} s; the table's are solved on a share of the requests"
+            f"the written placement is solved by {placement.solver} on the whole profile, in "
+            f"{placement.seconds:.1f} s; the table's are solved on a share of the requests"
         )
     return "\n".join(lines)
 
@@ -157,19 +161,21 @@ def as_text(report: Report) -> str:
 def _facts(report: Report) -> Table:
     profile, options = report.profile, report.options
     copies = f" and {options.redundant_experts} redundant copies" if options.redundant_experts else ""
-    held_out = f"{report.held_out.requests:,} requests, {len(report.held_out.tokens):,} tokens"
+    held_out_text = (
+        f"{report.held_out_routes.requests:,} requests, {len(report.held_out_routes.tokens):,} tokens"
+    )
     rows = {
         "model": profile.model,
         "experts": f"{profile.num_experts}{copies} in each of {len(profile.layers)} layers",
         "ranks": f"{options.ranks}",
         "solved on": f"{report.learned_requests:,} requests",
-        "measured on": f"{held_out}, {report.unseen:.1%} with unseen ids",
+        "measured on": f"{held_out_text}, {report.unseen_share:.1%} with unseen ids",
         "remote": _unit(profile),
     }
-    shown = Table(show_header=False, box=None, pad_edge=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
-        shown.add_row(name, value)
-    return shown
+        table.add_row(name, value)
+    return table
 
 
 def _unit(profile: Profile) -> str:
@@ -178,23 +184,23 @@ def _unit(profile: Profile) -> str:
 
 
 def _table(report: Report) -> Table:
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    shown.add_column("solver")
-    shown.add_column("level")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("solver")
+    table.add_column("level")
     for name in ("local", "mean/max", "max/median", "remote", "dedup.", "solved in"):
-        shown.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for trial in report.trials:
         first = True
-        for name, level in (("token", trial.found.token), ("request", trial.found.request)):
+        for name, level in (("token", trial.measurement.token), ("request", trial.measurement.request)):
             seconds = f"{trial.seconds:.1f} s" if first else ""
-            shown.add_row(trial.solver if first else "", name, *_cells(level, report.profile.hidden), seconds)
+            table.add_row(trial.solver if first else "", name, *_cells(level, report.profile.hidden), seconds)
             first = False
-    return shown
+    return table
 
 
 def _cells(level: Locality, hidden: int) -> list[str]:
     sizes = (hidden, NUMBER_BYTES) if hidden else (1, 1)
-    remote = [level.remote_bytes(*sizes, deduplicate=once) for once in (False, True)]
+    remote = [level.remote_bytes(*sizes, deduplicate=deduplicate) for deduplicate in (False, True)]
     return [
         f"{level.rate:.1%}",
         f"{level.balancedness:.2f}",

@@ -43,9 +43,9 @@ def run(options: Plan, json: bool) -> int:
     if options.cluster is not None:
         return plan_deployment.run(options, find_model, json)
     waiting = Console(stderr=True)
-    here = _measured_now(options)
+    measured_machine = _measure_now(options)
     with waiting.status("pricing policies"):
-        report = plan(options, here)
+        report = plan(options, measured_machine)
         picture = plan_picture.draw(report) if options.plot is not None else None
     if options.plot is not None and picture is not None:
         _write(options.plot, picture)
@@ -53,32 +53,32 @@ def run(options: Plan, json: bool) -> int:
     return 0
 
 
-def plan(options: Plan, here: Hardware | None = None) -> Report:
-    """Search for the best policy and price it. here: this machine, if it was measured for the plan."""
+def plan(options: Plan, measured_machine: Hardware | None = None) -> Report:
+    """Search for the best policy and price it. measured_machine: this machine, if the plan measured it."""
     assert options.model is not None and options.hardware is not None
     assert options.prompt_len is not None and options.gen_len is not None
     model = find_model(options.model)
     if options.profile is not None:
         routing = Routing.of(Profile.load(options.profile), model.experts, model.top_k)
         model = replace(model, routing=routing)
-    hardware = (here or find_hardware(options.hardware)).parallel(options.gpus)
+    hardware = (measured_machine or find_hardware(options.hardware)).parallel(options.gpus)
     hardware = hardware.with_slow(options.slow_memory, options.slow_bandwidth)
-    model, notes = _of_machine(model, hardware)
+    model, notes = _fit_to_machine(model, hardware)
     number = model.cache_number(options.kv_cache_dtype)
     workload = Workload(options.prompt_len, options.gen_len, number)
     if options.policy == "flexgen":
-        price, predicted = planner.by_flexgen(model, hardware, workload)
-        return Report(model, hardware, workload, price, predicted, assumed=notes)
+        price, flexgen_throughput = planner.by_flexgen(model, hardware, workload)
+        return Report(model, hardware, workload, price, flexgen_throughput, assumptions=notes)
     price = planner.search(model, hardware, workload)
     fast_only = advice.without_offloading(model, hardware, workload)
     if fast_only is not None and price.throughput < plan_report.WORTH * fast_only.throughput:
-        return Report(model, hardware, workload, price, None, fast_only=fast_only, assumed=notes)
+        return Report(model, hardware, workload, price, None, fast_only=fast_only, assumptions=notes)
     helps = advice.helps(model, hardware, workload, price)
     batches = advice.by_batch(model, hardware, workload, price.policy.batch)
     return Report(model, hardware, workload, price, None, helps, batches, fast_only, notes)
 
 
-def _of_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list[str]]:
+def _fit_to_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list[str]]:
     """The sizes of a model as the machine's fast level computes it, and what the plan assumes."""
     if hardware.slow.processor is not None and model.compressed:
         model = decompress_sizes(model)
@@ -91,12 +91,13 @@ def _of_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list
     return model, notes
 
 
-def _measured_now(options: Plan) -> Hardware | None:
+def _measure_now(options: Plan) -> Hardware | None:
     """This machine, measured now, for `--hardware this`; else None. Checks the model before it measures."""
     if options.hardware != THIS or options.model is None:
         return None
     from moesaic.commands import hardware
 
+    # An unknown model is an error at once, and not after ten seconds of measuring.
     find_model(options.model)
     return hardware.now(options.model)
 
@@ -118,8 +119,8 @@ def find_model(name: str) -> ModelSizes:
     try:
         raw: Any = json_module.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        allowed = f"a directory with config.json, a config.json, a GGUF file, {', '.join(KNOWN)}"
-        raise ConfigError.field("model", name, allowed) from error
+        allowed_values = f"a directory with config.json, a config.json, a GGUF file, {', '.join(KNOWN)}"
+        raise ConfigError.field("model", name, allowed_values) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not a JSON file: {error}") from error
     if not isinstance(raw, dict):

@@ -36,7 +36,7 @@ def as_json(plan: Deployments, options: Plan) -> str:
             "simulated": len(plan.trials),
             "complete": plan.is_complete,
             "events": plan.events,
-            "assumed": _assumed(plan, options),
+            "assumed": _list_assumptions(plan, options),
         }
     )
 
@@ -78,13 +78,13 @@ def _experts(trial: Trial) -> float:
 
 def as_text(plan: Deployments, options: Plan) -> str:
     """The plan for people: a table of the best deployments, their commands, and the five ideas."""
-    shown = plan.best_trials(options.top)
-    parts = [_title(plan), in_text(_table(plan, shown))]
-    for number, trial in enumerate(shown, 1):
+    trials = plan.best_trials(options.top)
+    parts = [_title(plan), in_text(_table(plan, trials))]
+    for number, trial in enumerate(trials, 1):
         parts.append("\n".join(_commands(plan, trial, number, str(options.model))))
     parts.append("\n".join(["The five ideas, switched on and off in the first deployment:", *_ideas(plan)]))
-    said = dict.fromkeys(note for trial in shown for note in list_notes(plan, trial.candidate))
-    parts.append("\n".join([_search(plan), *_assumed(plan, options), *said]))
+    all_notes = dict.fromkeys(note for trial in trials for note in list_notes(plan, trial.candidate))
+    parts.append("\n".join([_search(plan), *_list_assumptions(plan, options), *all_notes]))
     return "\n\n".join(parts)
 
 
@@ -97,8 +97,8 @@ def _title(plan: Deployments) -> str:
         )
         if limit is not None
     ]
-    wanted = f"a good request: {', '.join(goals)}" if goals else "without objectives every request is good"
-    return f"{plan.model.name} on {plan.spec.describe()}\n{plan.demand.describe()}; {wanted}"
+    goal_text = f"a good request: {', '.join(goals)}" if goals else "without objectives every request is good"
+    return f"{plan.model.name} on {plan.spec.describe()}\n{plan.demand.describe()}; {goal_text}"
 
 
 def _table(plan: Deployments, trials: list[Trial]) -> Table:
@@ -137,10 +137,10 @@ def _commands(plan: Deployments, trial: Trial, number: int, model: str) -> list[
     candidate, figures = trial.candidate, trial.figures
     goodput = "" if figures.goodput is None else f"; {figures.goodput:,.2f} good requests/s"
     lines = [f"{number}. {candidate.layout.describe()}, {candidate.describe()}{goodput}"]
-    for host, found in list_host_commands(plan, candidate, model):
+    for host, host_commands in list_host_commands(plan, candidate, model):
         if candidate.layout.hosts > 1:
             lines.append(f"  on {host}:")
-        for command, count in Counter(found).items():
+        for command, count in Counter(host_commands).items():
             lines.append(f"  {command}{f'    # {count} times' if count > 1 else ''}")
     return lines
 
@@ -150,25 +150,27 @@ def _ideas(plan: Deployments) -> list[str]:
 
 
 def _search(plan: Deployments) -> str:
-    whole = "" if plan.is_complete else ". The time budget ended the search; give more with --time-budget"
+    time_note = "" if plan.is_complete else ". The time budget ended the search; give more with --time-budget"
     return (
         f"Of {plan.num_layouts} layouts {plan.num_fitting_layouts} fit, and {len(plan.trials)} deployments "
-        f"were simulated ({plan.events:,} events){whole}."
+        f"were simulated ({plan.events:,} events){time_note}."
     )
 
 
-def _assumed(plan: Deployments, options: Plan) -> list[str]:
-    found = list(plan.spec.assumptions)
-    used = plan.trials[0]
-    if used.candidate.layout.pool.curves is None:
-        found.append(
+def _list_assumptions(plan: Deployments, options: Plan) -> list[str]:
+    sentences = list(plan.spec.assumptions)
+    best = plan.trials[0]
+    if best.candidate.layout.pool.curves is None:
+        sentences.append(
             "Assumed: devices reach their roofline, which no real one does. Measure yours (docs/planning.md)."
         )
-    if used.layers < plan.model.moe_layers:
-        found.append(
-            f"Simulated: {used.layers} layers, each for {plan.model.moe_layers / used.layers:g} of the "
+    if best.layers < plan.model.moe_layers:
+        sentences.append(
+            f"Simulated: {best.layers} layers, each for {plan.model.moe_layers / best.layers:g} of the "
             "model's."
         )
     if options.model in KNOWN:
-        found.append(f"{options.model} is a name of sizes: serve takes the checkpoint's directory or hub id.")
-    return found
+        sentences.append(
+            f"{options.model} is a name of sizes: serve takes the checkpoint's directory or hub id."
+        )
+    return sentences

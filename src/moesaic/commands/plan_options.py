@@ -54,17 +54,17 @@ class Plan:
     """Plan how to serve the model on these machines: a .toml file with devices, links and prices, or a short
     form such as 8xh100,2hosts; see docs/planning.md."""
     workload: Path | None = None
-    """With --cluster: the requests, as a .toml file with the tables [workload] and [routing] of `moesaic
+    """The requests for --cluster, as a .toml file with the tables [workload] and [routing] of `moesaic
     simulate`, or as a trace (.csv)."""
     slo: str | None = None
-    """With --cluster: latencies of a good request, such as ttft=2s,itl=50ms: until the first token, and the
+    """Latencies of a good request for --cluster, such as ttft=2s,itl=50ms: until the first token, and the
     mean between tokens. None: every request is good."""
     time_budget: float = 60.0
-    """With --cluster: seconds after which the search ends."""
+    """Seconds after which the search of --cluster ends."""
     top: int = 5
-    """With --cluster: number of deployments that are shown."""
+    """Number of deployments that --cluster shows."""
     seed: int = 0
-    """With --cluster: seed of requests and routing."""
+    """Seed of the requests and the routing of --cluster."""
 
     def __post_init__(self) -> None:
         if self.cluster is not None:
@@ -78,23 +78,23 @@ class Plan:
         if self.gpus < 1:
             raise ConfigError.field("--gpus", self.gpus, "an integer of at least 1")
         self.slow_memory, self.slow_bandwidth  # noqa: B018  raises ConfigError for wrong sizes
-        for flag, value, allowed in (
+        for flag, value, allowed_values in (
             ("MODEL", self.model, "a checkpoint, a config.json or a known name"),
             ("--hardware", self.hardware, "a known machine, this or a .toml file; or --cluster in its place"),
         ):
             if value is None:
-                raise ConfigError.field(flag, "nothing", allowed)
+                raise ConfigError.field(flag, "nothing", allowed_values)
         for flag, length in (("--prompt-len", self.prompt_len), ("--gen-len", self.gen_len)):
             if length is None or length < 1:
-                given = "nothing" if length is None else length
-                raise ConfigError.field(flag, given, "an integer of at least 1")
+                value_text = "nothing" if length is None else length
+                raise ConfigError.field(flag, value_text, "an integer of at least 1")
         if self.gen_len == 1:
             raise ConfigError.field("--gen-len", 1, "an integer of at least 2: prefill gives the first token")
 
     def _check_cluster(self) -> None:
         for field in fields(self):
-            known = field.name in ("model", "cluster", *OF_CLUSTERS)
-            if not known and getattr(self, field.name) != field.default:
+            is_cluster_field = field.name in ("model", "cluster", *OF_CLUSTERS)
+            if not is_cluster_field and getattr(self, field.name) != field.default:
                 flag = "--" + field.name.replace("_", "-")
                 raise ConfigError(f"{flag}: not with --cluster, which has its own machines and requests")
         if self.model is None:

@@ -23,7 +23,7 @@ CACHES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 """Type of cached numbers: label in the picture -> name in ModelSizes."""
 FACTORS = (0.5, 1, 2, 4, 8)
 """Factors of the link's and of the slow level's speed in the map of policies."""
-MAPPED = "The best plan for machines with another link and another slow level. White: 0 %, or no plan."
+MAP_CAPTION = "The best plan for machines with another link and another slow level. White: 0 %, or no plan."
 MEMORIES = (0.4, 0.55, 0.75, 1.0, 1.4, 2.0)
 """Factors of the slow level's memory in the chart of throughput by memory."""
 
@@ -38,7 +38,7 @@ def draw(report: Report) -> str:
 
 # ---- rooflines: both axes are logarithmic; x is flops per fetched byte, y is Gflops/s
 
-ACROSS, UP = "flops for each byte", "Gflops/s"
+X_LABEL, Y_LABEL = "flops for each byte", "Gflops/s"
 
 
 def _log(intensity: float, flops: float) -> Point:
@@ -49,10 +49,10 @@ def _roofs(roofs: Roofs, hardware: Hardware, low: float, high: float) -> list[Li
     """The rooflines of both levels and of the link, from `low` to `high` flops per byte."""
     span = [low * (high / low) ** (step / 60) for step in range(61)]
     fast, slow = _short(hardware.fast), _short(hardware.slow)
-    drawn = [Line(fast, [_log(x, roofs.at_i(x)) for x in span])]
+    series = [Line(fast, [_log(x, roofs.at_i(x)) for x in span])]
     if roofs.peak_j:
-        drawn.append(Line(slow, [_log(x, roofs.at_j(x)) for x in span]))
-    return [*drawn, Line("link", [_log(x, roofs.link * x) for x in span if roofs.link * x <= roofs.peak_i])]
+        series.append(Line(slow, [_log(x, roofs.at_j(x)) for x in span]))
+    return [*series, Line("link", [_log(x, roofs.link * x) for x in span if roofs.link * x <= roofs.peak_i])]
 
 
 def _short(level: Level) -> str:
@@ -70,17 +70,18 @@ def _attention(report: Report) -> Panel:
         name: ops.attention(report.model, 1, report.workload.context, report.model.cache_number(dtype))
         for name, dtype in CACHES.items()
     }
-    at = {name: one.flops / one.cache for name, one in work.items()}
-    drawn = _roofs(roofs, report.hardware, 0.1, 10 * max(*at.values(), roofs.p1, 100))
-    drawn += [
-        Line(name, [_log(x, 1e9), _log(x, max(roofs.at_j(x), roofs.link * x))]) for name, x in at.items()
+    intensities = {name: attention_work.flops / attention_work.cache for name, attention_work in work.items()}
+    series = _roofs(roofs, report.hardware, 0.1, 10 * max(*intensities.values(), roofs.p1, 100))
+    series += [
+        Line(name, [_log(x, 1e9), _log(x, max(roofs.at_j(x), roofs.link * x))])
+        for name, x in intensities.items()
     ]
     caption = "Upright lines: attention by the type of its cache. Left of P1 the slow level "
     caption += "computes it faster than the link brings it."
     title = "Attention in decode, its cache on the slow level"
-    panel = lines(title, ACROSS, UP, drawn, caption, logarithmic=True)
+    panel = lines(title, X_LABEL, Y_LABEL, series, caption, logarithmic=True)
     marks = [("P1", roofs.p1, roofs.link * roofs.p1)] if roofs.p1 else []
-    return _marked(panel, drawn, marks)
+    return _add_marks(panel, series, marks)
 
 
 def _experts(report: Report) -> Panel:
@@ -90,13 +91,13 @@ def _experts(report: Report) -> Panel:
     """
     roofs, model, policy = Roofs.of(report.hardware), report.model, report.price.policy
     fast = ops.routed(model, policy.micro_batch).intensity
-    fetched = ops.routed(model, policy.batch)
-    batch = fetched.flops / fetched.weights
+    batch_work = ops.routed(model, policy.batch)
+    batch = batch_work.flops / batch_work.weights
     p2, balance = roofs.p2(fast), roofs.balance(fast)
-    drawn = _roofs(roofs, report.hardware, 0.1, 10 * max(p2, balance, batch, roofs.p1, 100))
+    series = _roofs(roofs, report.hardware, 0.1, 10 * max(p2, balance, batch, roofs.p1, 100))
     span = (0.1, 10 * max(p2, balance, batch))
-    drawn.append(Line(f"mu {policy.micro_batch}", [_log(x, roofs.at_i(fast)) for x in span]))
-    drawn.append(Line(f"N {policy.batch}", [_log(batch, 1e9), _log(batch, roofs.fetched(fast, batch))]))
+    series.append(Line(f"mu {policy.micro_batch}", [_log(x, roofs.at_i(fast)) for x in span]))
+    series.append(Line(f"N {policy.batch}", [_log(batch, 1e9), _log(batch, roofs.fetched(fast, batch))]))
     marks = [("P2", p2, roofs.at_i(fast))]
     if balance <= p2 * 1.001:
         marks = [("P2 = balance", p2, roofs.at_i(fast))]
@@ -107,24 +108,26 @@ def _experts(report: Report) -> Panel:
     caption = "N: rows of a batch, for which experts are fetched once. mu: rows of a micro-batch. "
     caption += "Right of P2 the fast level limits, not the link."
     title = "Routed experts in decode, fetched for a batch N"
-    return _marked(lines(title, ACROSS, UP, drawn, caption, logarithmic=True), drawn, marks)
+    return _add_marks(lines(title, X_LABEL, Y_LABEL, series, caption, logarithmic=True), series, marks)
 
 
-def _marked(panel: Panel, drawn: Sequence[Line], marks: Sequence[tuple[str, float, float]]) -> Panel:
-    """`panel` with labelled dots at (label, flops per byte, flops/s). drawn: the lines that set its scale."""
-    points = [point for line in drawn for point in line.points]
+def _add_marks(panel: Panel, series: Sequence[Line], marks: Sequence[tuple[str, float, float]]) -> Panel:
+    """Label dots of a panel at (label, flops per byte, flops/s). series: the lines that set its scale."""
+    points = [point for line in series for point in line.points]
     low, high = min(x for x, _ in points), max(x for x, _ in points)
     top = 1.05 * max(y for _, y in points)
     parts = list(panel.parts)
     for label, intensity, flops in marks:
         x, y = _log(intensity, flops)
-        across, down = LEFT + (x - low) / (high - low) * WIDE, TOP + (1 - y / top) * TALL
-        parts.append(f'<circle class="c5" cx="{across:.1f}" cy="{down:.1f}" r="3.5"/>')
-        left = across > LEFT + 0.7 * WIDE
+        x_pixel, y_pixel = LEFT + (x - low) / (high - low) * WIDE, TOP + (1 - y / top) * TALL
+        parts.append(f'<circle class="c5" cx="{x_pixel:.1f}" cy="{y_pixel:.1f}" r="3.5"/>')
+        left = x_pixel > LEFT + 0.7 * WIDE
         wide, text = 7 * len(f"{label}: {intensity:,.0f}"), f"{label}: {intensity:,.0f}"
-        begin = across - 8 - wide if left else across + 8
-        parts.append(f'<rect class="behind" x="{begin:.1f}" y="{down + 5:.1f}" width="{wide}" height="16"/>')
-        parts.append(f'<text x="{begin + 3:.1f}" y="{down + 17:.1f}">{text}</text>')
+        begin = x_pixel - 8 - wide if left else x_pixel + 8
+        parts.append(
+            f'<rect class="behind" x="{begin:.1f}" y="{y_pixel + 5:.1f}" width="{wide}" height="16"/>'
+        )
+        parts.append(f'<text x="{begin + 3:.1f}" y="{y_pixel + 17:.1f}">{text}</text>')
     return Panel(panel.title, parts, panel.caption)
 
 
@@ -133,19 +136,21 @@ def _marked(panel: Panel, drawn: Sequence[Line], marks: Sequence[tuple[str, floa
 
 def _by_memory(report: Report) -> Panel:
     """Throughput of the planned policy and of FlexGen's, by the size of the slow level's memory."""
-    held = report.hardware.slow.memory
-    memories = [factor * held for factor in MEMORIES]
+    machine_memory = report.hardware.slow.memory
+    memories = [factor * machine_memory for factor in MEMORIES]
     searches: dict[str, Callable[[Hardware], Price]] = {
         "planned": lambda machine: planner.search(report.model, machine, report.workload),
         "FlexGen's policy": lambda machine: planner.by_flexgen(report.model, machine, report.workload)[0],
     }
-    drawn = []
+    series = []
     for name, search in searches.items():
-        found = ((memory / GIB, _throughput(search, report.hardware, memory)) for memory in memories)
-        drawn.append(Line(name, [(x, y) for x, y in found if y is not None]))
+        points = ((memory / GIB, _throughput(search, report.hardware, memory)) for memory in memories)
+        series.append(Line(name, [(x, y) for x, y in points if y is not None]))
     slow = report.hardware.slow.name
-    caption = f"The best plan for each amount of this memory; the machine has {held / GIB:,.0f} GiB."
-    return lines("Throughput by the slow level's memory", f"GiB ({slow})", "tokens/s", drawn, caption)
+    caption = (
+        f"The best plan for each amount of this memory; the machine has {machine_memory / GIB:,.0f} GiB."
+    )
+    return lines("Throughput by the slow level's memory", f"GiB ({slow})", "tokens/s", series, caption)
 
 
 def _throughput(search: Callable[[Hardware], Price], hardware: Hardware, memory: float) -> float | None:
@@ -163,33 +168,33 @@ def _map(report: Report) -> list[Panel]:
 
     Both vary from 1/2 to 8 times. The fastest link is at the top.
     """
-    found = [
-        [_best(report, _scaled(report.hardware, link, slow)) for slow in FACTORS]
+    prices = [
+        [_best(report, _scale_hardware(report.hardware, link, slow)) for slow in FACTORS]
         for link in reversed(FACTORS)
     ]
     experts = report.model.experts
-    shown: dict[str, Callable[[Price], float]] = {
-        "Weights on the slow level": lambda one: 1 - one.policy.static_experts / experts,
-        "Cache on the slow level": lambda one: one.policy.slow_cache,
-        "Attention computed there": lambda one: float(one.policy.slow_attention),
+    shares: dict[str, Callable[[Price], float]] = {
+        "Weights on the slow level": lambda price: 1 - price.policy.static_experts / experts,
+        "Cache on the slow level": lambda price: price.policy.slow_cache,
+        "Attention computed there": lambda price: float(price.policy.slow_attention),
     }
     panels = []
-    for title, share in shown.items():
-        rows = [[0.0 if one is None else share(one) for one in row] for row in found]
-        across, up = "speed of the slow level, times this machine's", "speed of the link, times"
+    for title, share in shares.items():
+        rows = [[0.0 if price is None else share(price) for price in row] for row in prices]
+        x_label, y_label = "speed of the slow level, times this machine's", "speed of the link, times"
         names = [f"{factor:g}" for factor in FACTORS]
-        panels.append(heat(title, across, up, rows, MAPPED, (names[::-1], names), "{:.0%}"))
+        panels.append(heat(title, x_label, y_label, rows, MAP_CAPTION, (names[::-1], names), "{:.0%}"))
     return panels
 
 
-def _scaled(hardware: Hardware, link: float, slow: float) -> Hardware:
+def _scale_hardware(hardware: Hardware, link: float, slow: float) -> Hardware:
     """`hardware` with factors for the slow level (memory, bandwidth, processor) and for the link."""
-    level, joined = hardware.slow, hardware.link
+    level, old_link = hardware.slow, hardware.link
     quick = level.processor and replace(level.processor, flops=slow * level.processor.flops)
-    there = replace(level, memory=slow * level.memory, bandwidth=slow * level.bandwidth, processor=quick)
-    staging = None if joined.staging is None else link * joined.staging
-    wider = replace(joined, down=link * joined.down, up=link * joined.up, staging=staging)
-    return replace(hardware, slow=there, link=wider)
+    new_level = replace(level, memory=slow * level.memory, bandwidth=slow * level.bandwidth, processor=quick)
+    staging = None if old_link.staging is None else link * old_link.staging
+    wider = replace(old_link, down=link * old_link.down, up=link * old_link.up, staging=staging)
+    return replace(hardware, slow=new_level, link=wider)
 
 
 def _best(report: Report, hardware: Hardware) -> Price | None:

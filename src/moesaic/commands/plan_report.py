@@ -33,7 +33,7 @@ class Report:
     batches: list[Batch] = field(default_factory=list)
     fast_only: Price | None = None
     """The best price with everything on the fast level. None if that does not fit."""
-    assumed: Sequence[str] = ()
+    assumptions: Sequence[str] = ()
     """What the prediction assumes about quantised and converted experts, one sentence each."""
 
 
@@ -43,10 +43,10 @@ WORTH = 1.1
 
 def advice(report: Report) -> list[str]:
     """Conclusions from the plan, one or two sentences each."""
-    price, notes = report.price, list(_too_much(report))
+    price, notes = report.price, list(_list_overflows(report))
     if report.fast_only is not None:
-        notes.append(_everything_fast(price.throughput, report.fast_only.throughput))
-    worthwhile = [one for one in report.helps if one.gain > 1.02]
+        notes.append(_compare_with_fast(price.throughput, report.fast_only.throughput))
+    worthwhile = [help_item for help_item in report.helps if help_item.gain > 1.02]
     if worthwhile:
         best = worthwhile[0]
         notes.append(
@@ -59,7 +59,7 @@ def advice(report: Report) -> list[str]:
     return notes
 
 
-def _too_much(report: Report) -> Iterator[str]:
+def _list_overflows(report: Report) -> Iterator[str]:
     """A sentence for each level that is too small for the policy.
 
     This only happens with FlexGen's policies, since its search counts memory by its own model.
@@ -77,15 +77,15 @@ def _levels(report: Report) -> Sequence[tuple[Level, Mapping[str, float]]]:
     return (report.hardware.fast, report.price.fast), (report.hardware.slow, report.price.slow)
 
 
-def _everything_fast(planned: float, fast: float) -> str:
-    if planned < WORTH * fast:
+def _compare_with_fast(plan_rate: float, fast_rate: float) -> str:
+    if plan_rate < WORTH * fast_rate:
         return (
             "Offloading is not worth it here: everything fits on the fast level and reaches "
-            f"{fast:.1f} tokens/s there, {fast / planned:.0%} of this plan's. Use moesaic serve."
+            f"{fast_rate:.1f} tokens/s there, {fast_rate / plan_rate:.0%} of this plan's. Use moesaic serve."
         )
     return (
-        f"Everything would fit on the fast level and reach {fast:.1f} tokens/s there. This plan reaches "
-        f"{planned / fast:.2f} times as many with a larger batch."
+        f"Everything would fit on the fast level and reach {fast_rate:.1f} tokens/s there. This plan reaches "
+        f"{plan_rate / fast_rate:.2f} times as many with a larger batch."
     )
 
 
@@ -115,7 +115,7 @@ def as_json(report: Report) -> str:
             | {
                 "batch": price.policy.batch,
                 "attention": "slow" if price.policy.slow_attention else "fast",
-                "experts": _experts_at(price.policy, "fast", "slow", "both"),
+                "experts": _name_expert_level(price.policy, "fast", "slow", "both"),
                 "weights_fast_share": price.policy.static_experts / report.model.experts,
                 "cache_fast_share": 1 - price.policy.slow_cache,
             },
@@ -124,12 +124,12 @@ def as_json(report: Report) -> str:
             "decode_step": _phase(price.step, report.model.layers, price.decode_throughput),
             "throughput": price.throughput,
             "flexgen_predicts": report.flexgen_predicts,
-            "helps": [asdict(one) for one in report.helps],
-            "by_batch": [asdict(one) for one in report.batches],
+            "helps": [asdict(item) for item in report.helps],
+            "by_batch": [asdict(item) for item in report.batches],
             "without_offloading": report.fast_only and report.fast_only.throughput,
             "pays_from": pays_from(report.batches) if report.batches else None,
             "advice": advice(report),
-            "assumed": list(report.assumed),
+            "assumed": list(report.assumptions),
         }
     )
 
@@ -146,14 +146,14 @@ def _phase(phase: Phase, layers: int, throughput: float) -> dict[str, Any]:
 def as_text(report: Report) -> str:
     """The report as tables, with the advice below them."""
     parts = [_title(report), in_text(_policy(report)), in_text(_memory(report)), in_text(_times(report))]
-    parts.append(in_text(_predicted(report)))
+    parts.append(in_text(_prediction(report)))
     if report.batches:
         parts.append(in_text(_batches(report)))
     return "\n".join(
         [
             *parts,
             *advice(report),
-            *report.assumed,
+            *report.assumptions,
             "",
             f"Source of the machine's figures: {_source(report.hardware)}",
         ]
@@ -176,7 +176,7 @@ def _policy(report: Report) -> Table:
         "schedule": policy.schedule,
         "batch": f"{policy.batch} requests = {policy.micro_batches} micro-batches of {policy.micro_batch}",
         "attention computed at": slow if policy.slow_attention else fast,
-        "experts computed at": _experts_at(
+        "experts computed at": _name_expert_level(
             policy, fast, f"{slow} (in decode)", f"{fast} and {slow} (in decode)"
         ),
         "static experts": f"{policy.static_experts} of {model.experts} per layer stay in {fast}",
@@ -189,9 +189,9 @@ def _policy(report: Report) -> Table:
     return pairs("Policy", rows)
 
 
-def _experts_at(policy: Policy, fast: str, slow: str, both: str) -> str:
+def _name_expert_level(policy: Policy, fast: str, slow: str, both_levels: str) -> str:
     """The words for the level that computes experts in decode."""
-    return slow if policy.in_place else both if policy.computes_there else fast
+    return slow if policy.in_place else both_levels if policy.computes_there else fast
 
 
 def _prompts(report: Report) -> int:
@@ -217,11 +217,11 @@ def _times(report: Report) -> Table:
     table = numbers("Busy time of each resource, ms per layer", "", "prefill", "decode step")
     layers, price = report.model.layers, report.price
     for name in price.step.busy:
-        before, step = (_milliseconds(phase.busy, name, layers) for phase in (price.prefill, price.step))
-        if before != "0.0" or step != "0.0":
-            table.add_row(name, before, step)
-    whole = [f"{1000 * phase.seconds / layers:.1f}" for phase in (price.prefill, price.step)]
-    table.add_row("whole layer", *whole)
+        prefill, step = (_milliseconds(phase.busy, name, layers) for phase in (price.prefill, price.step))
+        if prefill != "0.0" or step != "0.0":
+            table.add_row(name, prefill, step)
+    layer_times = [f"{1000 * phase.seconds / layers:.1f}" for phase in (price.prefill, price.step)]
+    table.add_row("whole layer", *layer_times)
     table.add_row("bottleneck", price.prefill.bottleneck, price.step.bottleneck)
     return table
 
@@ -230,13 +230,13 @@ def _milliseconds(busy: Mapping[str, float], name: str, layers: int) -> str:
     return f"{1000 * busy[name] / layers:.1f}"
 
 
-def _predicted(report: Report) -> Table:
+def _prediction(report: Report) -> Table:
     price = report.price
-    whole = price.prefill.seconds + price.decode_seconds
+    total_seconds = price.prefill.seconds + price.decode_seconds
     rows = {
         "prefill": f"{price.prefill_throughput:.0f} prompt tokens/s, {price.prefill.seconds:.0f} s",
         "decode": f"{price.decode_throughput:.1f} tokens/s, {price.step.seconds:.2f} s per step",
-        "end to end": f"{price.throughput:.1f} tokens/s, {whole:.0f} s",
+        "end to end": f"{price.throughput:.1f} tokens/s, {total_seconds:.0f} s",
     }
     if report.flexgen_predicts is not None:
         rows["end to end, by FlexGen's cost model"] = f"{report.flexgen_predicts:.1f} tokens/s"
@@ -245,9 +245,9 @@ def _predicted(report: Report) -> Table:
 
 def _batches(report: Report) -> Table:
     table = numbers("Tokens/s by batch size", "requests", "layers streamed", "weights left in place")
-    for one in report.batches:
-        shown = ["does not fit" if rate is None else f"{rate:.1f}" for rate in (one.streamed, one.left)]
-        table.add_row(str(one.requests), *shown)
+    for batch in report.batches:
+        rates = ["does not fit" if rate is None else f"{rate:.1f}" for rate in (batch.streamed, batch.left)]
+        table.add_row(str(batch.requests), *rates)
     return table
 
 

@@ -24,14 +24,14 @@ TRANSPORTS = {
 
 def as_lines(status: Status) -> list[str]:
     """Tables of the processes, followed by notes and warnings. Print them one below the other."""
-    tables = _servers(status), _others(status), _hosts(status), links_table(status["links"])
+    tables = _servers(status), _workers(status), _hosts(status), links_table(status["links"])
     lines = [in_text(table) for table in tables if table.row_count]
     single = sum(len(layer["single"]) for layer in status["replicas"])
     missing = sum(len(layer["missing"]) for layer in status["replicas"])
     if single:
-        how = "--min-replicas 2, or moesaic place --redundant-experts"
+        advice = "--min-replicas 2, or moesaic place --redundant-experts"
         lines.append(
-            f"{single} experts have only one copy, so their tokens wait if its server dies; see {how}"
+            f"{single} experts have only one copy, so their tokens wait if its server dies; see {advice}"
         )
     if one_host := sum(layer["one_host"] for layer in status["replicas"]):
         lines.append(
@@ -68,8 +68,12 @@ def in_text(table: Table) -> str:
 def _servers(status: Status) -> Table:
     """A table with a row for each expert server. It has the capacities if they differ."""
     servers = [process for process in status["processes"] if process["role"] == "expert server"]
-    same = len({process["capacity"] for process in servers}) < 2
-    numbers = ["experts", "layers", "threads"] if same else ["experts", "layers", "capacity", "threads"]
+    has_same_capacity = len({process["capacity"] for process in servers}) < 2
+    numbers = (
+        ["experts", "layers", "threads"]
+        if has_same_capacity
+        else ["experts", "layers", "capacity", "threads"]
+    )
     table = Table(box=None, pad_edge=False)
     gpus = ["gpu"] if any(process["devices"] for process in servers) else []
     for name in ("process", "pid", "stage", *numbers, *gpus, "kernels"):
@@ -81,7 +85,7 @@ def _servers(status: Status) -> Table:
     return table
 
 
-def _others(status: Status) -> Table:
+def _workers(status: Status) -> Table:
     """A table with a row for each attention worker."""
     table = Table(box=None, pad_edge=False)
     table.add_column("process")
@@ -92,8 +96,8 @@ def _others(status: Status) -> Table:
     if gpus:
         table.add_column("gpu")
     for process in workers:
-        more = [process["devices"]] if gpus else []
-        table.add_row(process["name"], _place(process), process["stage"], *more)
+        gpu_cells = [process["devices"]] if gpus else []
+        table.add_row(process["name"], _place(process), process["stage"], *gpu_cells)
     return table
 
 

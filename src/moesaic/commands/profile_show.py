@@ -60,11 +60,11 @@ def show(options: ShowProfile, as_json: bool = False) -> int:
 
 def report(statistics: Statistics, prediction: Prediction | None) -> dict[str, object]:
     """The object that `--json` prints: the fields of both arguments, with null for infinite values."""
-    found = asdict(statistics)
-    for layer in found["layers"]:
+    fields = asdict(statistics)
+    for layer in fields["layers"]:
         if layer["max_over_median"] == float("inf"):
             layer["max_over_median"] = None
-    return found | {"distances": DISTANCES, "prediction": prediction and asdict(prediction)}
+    return fields | {"distances": DISTANCES, "prediction": prediction and asdict(prediction)}
 
 
 def _draw(
@@ -93,8 +93,8 @@ def _write_page(
         _picture(profile, routes, statistics, prediction),
         f"<pre>{html_escape(tables.file.getvalue())}</pre>",
     ]
-    about = f"routing of {statistics.model}, drawn by moesaic profile show"
-    _write("--html", options.html, document(options.file.name, about, sections))
+    description = f"routing of {statistics.model}, drawn by moesaic profile show"
+    _write("--html", options.html, document(options.file.name, description, sections))
 
 
 def _picture(profile: Profile, routes: Routes, statistics: Statistics, prediction: Prediction | None) -> str:
@@ -133,80 +133,88 @@ def _facts(statistics: Statistics, prediction: Prediction | None) -> Table:
         "requests": f"{statistics.requests:,} examined",
     }
     if prediction is not None:
-        asked, learned = prediction.asked_requests, prediction.learned_requests
-        rows["held out"] = f"{asked:,} requests, predicted from the other {learned:,}"
-    found = statistics.requests_map
-    if found is not None and found.neighbours is not None and found.neighbours_by_chance is not None:
-        chance = f"{found.neighbours_by_chance:.1%} by chance"
-        rows["topics"] = f"the nearest request has the same topic in {found.neighbours:.1%}, {chance}"
-    shown = Table(show_header=False, box=None)
+        asked_requests, learned_requests = prediction.asked_requests, prediction.learned_requests
+        rows["held out"] = f"{asked_requests:,} requests, predicted from the other {learned_requests:,}"
+    requests_map = statistics.requests_map
+    if (
+        requests_map is not None
+        and requests_map.neighbours is not None
+        and requests_map.neighbours_by_chance is not None
+    ):
+        chance = f"{requests_map.neighbours_by_chance:.1%} by chance"
+        rows["topics"] = f"the nearest request has the same topic in {requests_map.neighbours:.1%}, {chance}"
+    table = Table(show_header=False, box=None)
     for name, value in rows.items():
-        shown.add_row(name, escape(value))
-    return shown
+        table.add_row(name, escape(value))
+    return table
 
 
 def _concentration(layers: Sequence[LayerStatistics]) -> Group:
-    shown = _table("layer", "F1", "top-k hotness", "hottest other", "kurtosis")
+    table = _table("layer", "F1", "top-k hotness", "hottest other", "kurtosis")
     for layer in layers:
-        shares = [_three(part, ".3f") for part in (layer.f1, layer.top_hotness, layer.rest_hotness)]
-        shown.add_row(str(layer.layer), *shares, _three(layer.kurtosis, ".1f"))
-    return _titled("Concentration of each token id's experts: p25/p50/p75", shown)
+        shares = [
+            _format_quartiles(part, ".3f") for part in (layer.f1, layer.top_hotness, layer.rest_hotness)
+        ]
+        table.add_row(str(layer.layer), *shares, _format_quartiles(layer.kurtosis, ".1f"))
+    return _add_title("Concentration of each token id's experts: p25/p50/p75", table)
 
 
 def _company(layers: Sequence[LayerStatistics]) -> Group:
-    shown = _table("layer", "max / mean", "max / median", "partners", "by chance")
+    table = _table("layer", "max / mean", "max / median", "partners", "by chance")
     for layer in layers:
         skew = (f"{layer.loads[0]:.2f}", f"{layer.max_over_median:.2f}")
-        shown.add_row(str(layer.layer), *skew, f"{layer.partners:.1%}", f"{layer.partners_by_chance:.1%}")
-    return _titled("Load skew, and choices together with an expert's most common partners", shown)
+        table.add_row(str(layer.layer), *skew, f"{layer.partners:.1%}", f"{layer.partners_by_chance:.1%}")
+    return _add_title("Load skew, and choices together with an expert's most common partners", table)
 
 
 def _repeats(layers: Sequence[LayerStatistics]) -> Group:
     distances = DISTANCES[: len(layers[0].repeated)]
-    shown = _table("layer", "by chance", *map(str, distances))
+    table = _table("layer", "by chance", *map(str, distances))
     rows = [(str(layer.layer), [layer.repeated_by_chance, *layer.repeated]) for layer in layers]
     title = "Experts that an earlier token also chose, by distance in tokens"
-    return _titled(title, _with_mean(shown, rows))
+    return _add_title(title, _with_mean(table, rows))
 
 
 def _experts(prediction: Prediction) -> Group:
-    shown = _table("layer", "precision", "F1", "hits", *(f"by {back}" for back in range(LAYERS_BACK + 1)))
+    table = _table(
+        "layer", "precision", "F1", "hits", *(f"by {layers_back}" for layers_back in range(LAYERS_BACK + 1))
+    )
     rows = [
         (str(part.layer), [part.static.precision, part.static.f1, part.static.hits, *part.look_back])
         for part in prediction.layers
     ]
     title = f"Experts predicted from the token id, and from 0 to {LAYERS_BACK} earlier layers"
-    return _titled(title, _with_mean(shown, rows))
+    return _add_title(title, _with_mean(table, rows))
 
 
 def _ranks(prediction: Prediction) -> Group:
-    shown = _table("layer", "busiest", "token", "2-gram", "both", "most")
+    table = _table("layer", "busiest", "token", "2-gram", "both", "most")
     rows = [(str(part.layer), list(asdict(part.ranks).values())) for part in prediction.layers]
     title = f"Local pairs on the predicted rank: {prediction.ranks} ranks, vanilla placement"
-    return _titled(title, _with_mean(shown, rows))
+    return _add_title(title, _with_mean(table, rows))
 
 
-def _with_mean(shown: Table, rows: Sequence[tuple[str, Sequence[float]]]) -> Table:
-    """`shown` with the rows as percentages, and a last row of their means over all layers with a value."""
+def _with_mean(table: Table, rows: Sequence[tuple[str, Sequence[float]]]) -> Table:
+    """`table` with the rows as percentages, and a last row of their means over all layers with a value."""
     longest = max(len(values) for _, values in rows)
     for name, values in rows:
-        shown.add_row(name, *(f"{value:.1%}" for value in values))
+        table.add_row(name, *(f"{value:.1%}" for value in values))
     columns = [[values[i] for _, values in rows if i < len(values)] for i in range(longest)]
-    shown.add_section()
-    shown.add_row("mean", *(f"{sum(column) / len(column):.1%}" for column in columns))
-    return shown
+    table.add_section()
+    table.add_row("mean", *(f"{sum(column) / len(column):.1%}" for column in columns))
+    return table
 
 
-def _three(quartiles: Quartiles, how: str) -> str:
-    return "/".join(format(value, how) for value in (quartiles.p25, quartiles.p50, quartiles.p75))
+def _format_quartiles(quartiles: Quartiles, format_spec: str) -> str:
+    return "/".join(format(value, format_spec) for value in (quartiles.p25, quartiles.p50, quartiles.p75))
 
 
 def _table(*columns: str) -> Table:
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
-        shown.add_column(name, justify="right")
-    return shown
+        table.add_column(name, justify="right")
+    return table
 
 
-def _titled(title: str, shown: Table) -> Group:
-    return Group(f"[bold]{title}[/]", shown)
+def _add_title(title: str, table: Table) -> Group:
+    return Group(f"[bold]{title}[/]", table)

@@ -14,10 +14,12 @@ def program() -> str:
 
     After `make demo` that is .venv/bin/moesaic, since nobody has activated the environment.
     """
-    own, found = Path(sys.executable).parent / NAME, shutil.which(NAME)
-    if not own.exists() or (found is not None and Path(found).resolve() == own.resolve()):
+    own_program, shell_program = Path(sys.executable).parent / NAME, shutil.which(NAME)
+    if not own_program.exists() or (
+        shell_program is not None and Path(shell_program).resolve() == own_program.resolve()
+    ):
         return NAME
-    here = Path.cwd()
-    if own.parent == here:
+    directory = Path.cwd()
+    if own_program.parent == directory:
         return f"./{NAME}"
-    return str(own.relative_to(here) if own.is_relative_to(here) else own)
+    return str(own_program.relative_to(directory) if own_program.is_relative_to(directory) else own_program)

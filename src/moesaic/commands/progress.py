@@ -31,36 +31,38 @@ def progress(console: Console, clock: Callable[[], float], unit: str = "tok/s") 
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console, refresh_per_second=4) as bars:
-        begun: dict[str, tuple[TaskID, float]] = {}
+        tasks: dict[str, tuple[TaskID, float]] = {}
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in begun:
-                begun[what] = bars.add_task(what, total=total or None, rate=""), clock()
-            task, start = begun[what]
-            bars.update(task, completed=done, total=total or None, rate=_rate(done, clock() - start, unit))
+        def show(name: str, units_done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total or None, rate=""), clock()
+            task, start = tasks[name]
+            bars.update(
+                task, completed=units_done, total=total or None, rate=_rate(units_done, clock() - start, unit)
+            )
 
         yield show
 
 
 def _log(console: Console, clock: Callable[[], float], unit: str) -> Show:
-    begun: dict[str, float] = {}
+    starts: dict[str, float] = {}
     last = clock()
 
-    def show(what: str, done: int, total: int) -> None:
+    def show(name: str, units_done: int, total: int) -> None:
         nonlocal last
         now = clock()
-        start = begun.setdefault(what, now)
-        if total and done and now - last >= LOG_SECONDS:
+        start = starts.setdefault(name, now)
+        if total and units_done and now - last >= LOG_SECONDS:
             last = now
-            left = (total - done) * (now - start) / done
-            line = f"{what}: {done}/{total}, {_rate(done, now - start, unit)}, {left:.0f} s left"
+            left = (total - units_done) * (now - start) / units_done
+            line = f"{name}: {units_done}/{total}, {_rate(units_done, now - start, unit)}, {left:.0f} s left"
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     return show
 
 
-def _rate(done: int, seconds: float, unit: str) -> str:
-    if not done or seconds <= 0:
+def _rate(units_done: int, seconds: float, unit: str) -> str:
+    if not units_done or seconds <= 0:
         return ""
-    rate = done / seconds
+    rate = units_done / seconds
     return f"{rate:.0f} {unit}" if rate >= 10 else f"{rate:.2g} {unit}"

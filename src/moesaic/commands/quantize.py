@@ -18,7 +18,7 @@ from moesaic.jobs.quantizing import run as quantizing
 from moesaic.jobs.quantizing.options import QuantizeOptions
 from moesaic.jobs.quantizing.run import Cost
 
-NAMED = 8
+MAX_NAMED = 8
 """Experts with few tokens that are named; --json has all."""
 
 
@@ -27,18 +27,18 @@ def run(options: QuantizeOptions, as_json: bool) -> int:
 
     Raises ConfigError for a checkpoint that cannot be quantised and files that cannot be read or written.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         with progress(Console(stderr=True), time.monotonic, "MB/s") as show:
             cost = quantizing.run(options, show)
     except OSError as error:
         name = error.filename or options.target
-        again = "the same command goes on where it stopped"
-        raise ConfigError(f"{name}: {error.strerror}; {again}") from error
+        advice = "the same command goes on where it stopped"
+        raise ConfigError(f"{name}: {error.strerror}; {advice}") from error
     except KeyboardInterrupt:
         print("moesaic: interrupted; the same command goes on where it stopped", file=sys.stderr)
         raise
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     if as_json:
         report = {"model": options.model, "directory": str(options.directory), **asdict(cost)}
         share = cost.bytes_after / cost.bytes_before
@@ -50,37 +50,42 @@ def run(options: QuantizeOptions, as_json: bool) -> int:
 
 def _print(options: QuantizeOptions, cost: Cost, seconds: float) -> None:
     console = Console(highlight=False)
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("")
     for name in ("original", cost.format):
-        shown.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     share = cost.bytes_after / cost.bytes_before
-    shown.add_row("size", in_bytes(cost.bytes_before), f"{in_bytes(cost.bytes_after)} ({share:.1%})")
+    table.add_row("size", in_bytes(cost.bytes_before), f"{in_bytes(cost.bytes_after)} ({share:.1%})")
     if cost.perplexity_before is not None and cost.perplexity_after is not None:
-        shown.add_row("perplexity", f"{cost.perplexity_before:.4f}", f"{cost.perplexity_after:.4f}")
+        table.add_row("perplexity", f"{cost.perplexity_before:.4f}", f"{cost.perplexity_after:.4f}")
     if cost.agreement is not None:
-        shown.add_row("same most likely token", "", f"{cost.agreement:.2%}")
-    console.print(shown)
+        table.add_row("same most likely token", "", f"{cost.agreement:.2%}")
+    console.print(table)
     for line in _lines(options, cost, seconds):
         console.print(line, soft_wrap=True, markup=False)
 
 
 def _lines(options: QuantizeOptions, cost: Cost, seconds: float) -> list[str]:
     groups = "a scale for each row" if cost.group_size is None else f"a scale for {cost.group_size} numbers"
-    how = "rounded to nearest"
+    method = "rounded to nearest"
     if cost.calibration_tokens:
-        how = f"experts calibrated with {cost.calibration_tokens} tokens"
-    measured = f", measured with {cost.evaluation_tokens} other tokens" if cost.evaluation_tokens else ""
+        method = f"experts calibrated with {cost.calibration_tokens} tokens"
+    evaluation = f", measured with {cost.evaluation_tokens} other tokens" if cost.evaluation_tokens else ""
+    duration = f"{seconds:.1f} s"
     lines = [
-        f"{options.directory}: {cost.matrices} matrices with {groups}, {how}{measured}, in {seconds:.1f} s"
+        f"{options.directory}: {cost.matrices} matrices with {groups}, {method}{evaluation}, in {duration}"
     ]
     if cost.few_tokens:
-        some = ", ".join(f"layer {one} expert {two} ({count})" for one, two, count in cost.few_tokens[:NAMED])
-        more = (
-            f" and {len(cost.few_tokens) - NAMED} more, all in --json" if len(cost.few_tokens) > NAMED else ""
+        expert_names = ", ".join(
+            f"layer {layer} expert {expert} ({count})" for layer, expert, count in cost.few_tokens[:MAX_NAMED]
+        )
+        rest_note = (
+            f" and {len(cost.few_tokens) - MAX_NAMED} more, all in --json"
+            if len(cost.few_tokens) > MAX_NAMED
+            else ""
         )
         lines.append(
             f"{len(cost.few_tokens)} experts saw fewer than {options.least_tokens} tokens and were rounded "
-            f"to nearest: {some}{more}"
+            f"to nearest: {expert_names}{rest_note}"
         )
     return lines

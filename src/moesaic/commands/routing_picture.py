@@ -8,12 +8,14 @@ from moesaic.commands.panels import Line, Panel, dots, heat, lines, page
 from moesaic.policy.placement.routing_prediction import LAYERS_BACK, LayerPrediction, Prediction
 from moesaic.policy.placement.routing_statistics import DISTANCES, LayerStatistics, Quartiles, Statistics
 
-LOADS = "How often each expert of a layer is chosen. An even load is 1 everywhere."
-TOGETHER = "How often two experts are chosen by the same token. Darker: more often."
-SINGLE = "By quartile of the tokens: a quarter lies below p25, half below p50."
-REPEATED = "Share of a token's experts that the token so many places earlier chose, mean of all layers."
-MAPPED = "Requests that choose similar experts lie close together. Colours are topics."
-LEARNED = "Learned from some requests and tested on the others."
+LOADS_CAPTION = "How often each expert of a layer is chosen. An even load is 1 everywhere."
+TOGETHER_CAPTION = "How often two experts are chosen by the same token. Darker: more often."
+SINGLE_CAPTION = "By quartile of the tokens: a quarter lies below p25, half below p50."
+REPEATS_CAPTION = (
+    "Share of a token's experts that the token so many places earlier chose, mean of all layers."
+)
+MAP_CAPTION = "Requests that choose similar experts lie close together. Colours are topics."
+LEARNED_CAPTION = "Learned from some requests and tested on the others."
 
 
 def draw(
@@ -23,12 +25,14 @@ def draw(
     layers = statistics.layers
     number = layers[middle].layer
     title = f"{statistics.model}: {statistics.tokens:,} tokens, {statistics.requests:,} requests"
-    shown = sorted({0, middle, len(layers) - 1})
-    skew = [Line(f"layer {layers[i].layer}", list(enumerate(layers[i].loads, 1))) for i in shown]
+    drawn_layers = sorted({0, middle, len(layers) - 1})
+    skew = [Line(f"layer {layers[i].layer}", list(enumerate(layers[i].loads, 1))) for i in drawn_layers]
     panels = [
-        lines("Load of the experts, busiest first", "rank of the expert", "times the mean", skew, LOADS),
-        *(_quartiles(layers, title, up, of) for title, up, of in _CONCENTRATION),
-        heat(f"Experts chosen together, layer {number}", "expert", "expert", pairs, TOGETHER),
+        lines(
+            "Load of the experts, busiest first", "rank of the expert", "times the mean", skew, LOADS_CAPTION
+        ),
+        *(_quartiles(layers, title, y_label, select) for title, y_label, select in _CONCENTRATION),
+        heat(f"Experts chosen together, layer {number}", "expert", "expert", pairs, TOGETHER_CAPTION),
         _repeats(statistics),
         _topics(statistics),
     ]
@@ -60,13 +64,16 @@ _RANKS: dict[str, Callable[[LayerPrediction], float]] = {
 
 
 def _quartiles(
-    layers: Sequence[LayerStatistics], title: str, up: str, of: Callable[[LayerStatistics], Quartiles]
+    layers: Sequence[LayerStatistics],
+    title: str,
+    y_label: str,
+    select: Callable[[LayerStatistics], Quartiles],
 ) -> Panel:
-    drawn = [
-        Line(name, [(layer.layer, getattr(of(layer), name)) for layer in layers])
+    series = [
+        Line(name, [(layer.layer, getattr(select(layer), name)) for layer in layers])
         for name in ("p25", "p50", "p75")
     ]
-    return lines(title, "layer", up, drawn, SINGLE)
+    return lines(title, "layer", y_label, series, SINGLE_CAPTION)
 
 
 def _repeats(statistics: Statistics) -> Panel:
@@ -74,50 +81,59 @@ def _repeats(statistics: Statistics) -> Panel:
     distances = DISTANCES[: len(layers[0].repeated)]
     means = [sum(layer.repeated[i] for layer in layers) / len(layers) for i in range(len(distances))]
     chance = sum(layer.repeated_by_chance for layer in layers) / len(layers)
-    drawn = [
+    series = [
         Line("as found", list(zip(distances, means, strict=True))),
         Line("by chance", [(distance, chance) for distance in distances]),
     ]
-    return lines("Experts that an earlier token chose, too", "tokens earlier", "share", drawn, REPEATED)
+    return lines(
+        "Experts that an earlier token chose, too", "tokens earlier", "share", series, REPEATS_CAPTION
+    )
 
 
 def _topics(statistics: Statistics) -> Panel:
-    found = statistics.requests_map
+    requests_map = statistics.requests_map
     groups: dict[int, list[tuple[float, float]]] = {}
-    if found is not None:
-        for point, topic in zip(found.points, found.topics, strict=True):
+    if requests_map is not None:
+        for point, topic in zip(requests_map.points, requests_map.topics, strict=True):
             groups.setdefault(topic, []).append(point)
     names = dict(enumerate(statistics.topics))
-    drawn = [Line(names.get(topic, "no topic"), groups[topic]) for topic in sorted(groups)]
-    return dots("Requests by their experts", drawn, MAPPED)
+    series = [Line(names.get(topic, "no topic"), groups[topic]) for topic in sorted(groups)]
+    return dots("Requests by their experts", series, MAP_CAPTION)
 
 
 def _static(prediction: Prediction) -> Panel:
     """The chart of predictions from the token id. hits: share of a token's experts that are predicted."""
-    return _predicted(prediction, "Experts predicted from the token id (its top k)", _STATIC)
+    return _prediction_panel(prediction, "Experts predicted from the token id (its top k)", _STATIC)
 
 
 def _look_back(prediction: Prediction) -> Panel:
     layers = prediction.layers
-    drawn = [
+    series = [
         Line(
-            f"by {back}",
-            [(layer.layer, layer.look_back[back]) for layer in layers if back < len(layer.look_back)],
+            f"by {layers_back}",
+            [
+                (layer.layer, layer.look_back[layers_back])
+                for layer in layers
+                if layers_back < len(layer.look_back)
+            ],
         )
-        for back in range(LAYERS_BACK + 1)
+        for layers_back in range(LAYERS_BACK + 1)
     ]
-    return lines("Experts predicted by looking back some layers", "layer", "share right", drawn, LEARNED)
+    return lines(
+        "Experts predicted by looking back some layers", "layer", "share right", series, LEARNED_CAPTION
+    )
 
 
 def _ranks(prediction: Prediction) -> Panel:
     title = f"Local pairs on the predicted rank ({prediction.ranks} ranks)"
-    return _predicted(prediction, title, _RANKS)
+    return _prediction_panel(prediction, title, _RANKS)
 
 
-def _predicted(
+def _prediction_panel(
     prediction: Prediction, title: str, values: dict[str, Callable[[LayerPrediction], float]]
 ) -> Panel:
-    drawn = [
-        Line(name, [(layer.layer, of(layer)) for layer in prediction.layers]) for name, of in values.items()
+    series = [
+        Line(name, [(layer.layer, select(layer)) for layer in prediction.layers])
+        for name, select in values.items()
     ]
-    return lines(title, "layer", "share", drawn, LEARNED)
+    return lines(title, "layer", "share", series, LEARNED_CAPTION)

@@ -17,7 +17,7 @@ def run(options: Scale, as_json: bool) -> int:
 
     Raises ApiError if nothing was changed.
     """
-    if not _wanted(options):
+    if not _collect_counts(options):
         flags = "--expert-servers, --attention-workers or --prefill-workers"
         raise ConfigError(f"{flags}: give at least one of them")
     status = asyncio.run(_scale(options))
@@ -25,7 +25,7 @@ def run(options: Scale, as_json: bool) -> int:
     return 0
 
 
-def _wanted(options: Scale) -> dict[str, int]:
+def _collect_counts(options: Scale) -> dict[str, int]:
     """The new numbers that were given."""
     names = ("expert_servers", "attention_workers", "prefill_workers")
     numbers = {name: getattr(options, name) for name in names}
@@ -34,4 +34,4 @@ def _wanted(options: Scale) -> dict[str, int]:
 
 async def _scale(options: Scale) -> Any:
     async with Client(options.base_url, api_key=options.admin_key or options.api_key) as client:
-        return (await client.post("/scale_elastic_ep", _wanted(options))).require_success()
+        return (await client.post("/scale_elastic_ep", _collect_counts(options))).require_success()

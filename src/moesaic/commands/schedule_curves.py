@@ -16,7 +16,7 @@ from moesaic.policy.scheduling.minimum_batch import MOST, Decisions, cpu_curves
 MODEL = "Qwen3-30B-A3B"
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 """Sizes of MODEL, which the curves are for."""
-OTHERS = 2 * HIDDEN * 4096 + 2 * HIDDEN * 512
+OTHER_WEIGHTS = 2 * HIDDEN * 4096 + 2 * HIDDEN * 512
 """Weights of a layer of MODEL besides its experts."""
 MATRICES = 8
 """Matrices of HIDDEN x HIDDEN that are measured: more than most caches hold."""
@@ -40,7 +40,7 @@ class Schedule:
     """Rows of which half go on alone, halved. None: never, while the device is busy."""
     told_rows: int
     waited_pairs: int
-    """Of a server that holds all experts of a layer."""
+    """Pairs for which a server waits that holds all experts of a layer."""
     expert_queues: bool
 
 
@@ -51,20 +51,20 @@ def find(gpu: str | None, threads: int) -> Schedule:
     """
     expert = 3.0 * HIDDEN * WIDTH
     if gpu is None:
-        return of_curves(cpu_curves(expert, OTHERS, threads, _ratio(threads)))
-    known = of_device(gpu, expert, OTHERS, 2.0)
-    return of_curves(known or replace(cpu_curves(expert, OTHERS), shared=False))
+        return derive_schedule(cpu_curves(expert, OTHER_WEIGHTS, threads, _ratio(threads)))
+    gpu_curves = of_device(gpu, expert, OTHER_WEIGHTS, 2.0)
+    return derive_schedule(gpu_curves or replace(cpu_curves(expert, OTHER_WEIGHTS), shared=False))
 
 
-def of_curves(curves: DeviceCurves) -> Schedule:
+def derive_schedule(curves: DeviceCurves) -> Schedule:
     """What the curves say about MODEL."""
     decisions = Decisions(curves, EXPERTS, TOP_K)
     separate = decisions.separate_rows
     return Schedule(
         curves.source,
         MODEL,
-        _shown(curves.attention, 0),
-        _shown(curves.experts, 1),
+        _run_milliseconds(curves.attention, 0),
+        _run_milliseconds(curves.experts, 1),
         curves.shared,
         None if separate == MOST else separate,
         decisions.told_rows,
@@ -74,7 +74,7 @@ def of_curves(curves: DeviceCurves) -> Schedule:
 
 
 def facts(schedule: Schedule) -> dict[str, str]:
-    """The same as lines for people."""
+    """The lines about a schedule for people: label -> text."""
     separate, waits = schedule.separate_rows, schedule.waited_pairs
     return {
         "curves": f"{schedule.source}, for a layer of {schedule.model}",
@@ -99,11 +99,11 @@ def _ratio(threads: int) -> float | None:
         for matrix in matrices:
             kernels.linear(states, matrix)
 
-    known = {"kernels": kernels.name, "threads": threads, "sizes": (HIDDEN, MATRICES), "type": str(dtype)}
-    return measuring.ratio(run, known)
+    cache_key = {"kernels": kernels.name, "threads": threads, "sizes": (HIDDEN, MATRICES), "type": str(dtype)}
+    return measuring.ratio(run, cache_key)
 
 
-def _shown(curve: Curve, experts: int) -> dict[int, float]:
+def _run_milliseconds(curve: Curve, experts: int) -> dict[int, float]:
     return {rows: round(1e3 * curve.seconds(rows, experts), 4) for rows in ROWS}
 
 

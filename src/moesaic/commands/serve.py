@@ -1,4 +1,7 @@
-"""`moesaic serve`: starts worker processes, and serves the HTTP API in this process."""
+"""`moesaic serve`: starts worker processes, and serves the HTTP API in this process.
+
+Question: What does SIGTERM do to `moesaic serve`?
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from moesaic.cluster.joining import standby
 from moesaic.cluster.launch import LaunchedEngine, check, launch
 from moesaic.commands.announce import Announcer
 from moesaic.commands.starting import without_plan
-from moesaic.commands.tracing import announced, announced_routing
+from moesaic.commands.tracing import announce_routing, announce_trace
 from moesaic.config import (
     ClusterConfig,
     ConnectionConfig,
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 SLOW_IMPORTS = ("moesaic.server.app", "moesaic.server.run", "moesaic.server.async_engine")
 
 
-class Observed:
+class ObservedConnection:
     """A connection that calls `observe` with each message after the engine has handled it.
 
     It calls `observe` at the next `receive`, since the engine has handled the previous message by then.
@@ -93,7 +96,7 @@ def run(
     if offload.fast_memory is None or cluster.resolve().expert_servers:
         config, processes = without_plan(config, cluster, offload)
     else:
-        config = _planned(config, cluster, offload, record)
+        config = _plan_in_child(config, cluster, offload, record)
     if processes is not None and processes.standby_for is not None:
         with _stoppable():
             stand_by(config, processes, server, record, as_json)
@@ -102,8 +105,8 @@ def run(
     with (
         _stoppable(),
         closing(bind(server.host, server.port)) as listener,
-        announced(config.trace),
-        announced_routing(record),
+        announce_trace(config.trace),
+        announce_routing(record),
         launch(
             config,
             processes,
@@ -111,36 +114,37 @@ def run(
             special_tokens_in_content=server.allow_special_tokens_in_content,
             max_waiting=server.max_queue,
             record=record,
-        ) as launched,
+        ) as launched_engine,
     ):
-        return _serve(launched, listener, names, server, limits, cors, as_json)
+        return _serve(launched_engine, listener, names, server, limits, cors, as_json)
 
 
-def _planned(
+def _plan_in_child(
     config: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
 ) -> WorkerConfig:
     """The settings of a worker with a plan for its memory.
 
     A process of its own plans, since that needs torch, which would stay in this process's memory.
     """
+    # A forked process would have this one's signal handlers and open files.
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_plan, args=(theirs, config, cluster, offload, record), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_plan, args=(sender, config, cluster, offload, record), daemon=True)
     child.start()
-    theirs.close()
+    sender.close()
     try:
-        found: WorkerConfig | MoesaicError = ours.recv()
+        result: WorkerConfig | MoesaicError = receiver.recv()
     except EOFError as error:
         child.join()
         raise EngineDeadError(f"the process that plans ended with code {child.exitcode}") from error
     child.join()
-    if isinstance(found, MoesaicError):
-        raise found
-    return found
+    if isinstance(result, MoesaicError):
+        raise result
+    return result
 
 
 def _plan(
-    to: PipeConnection,
+    pipe: PipeConnection,
     config: WorkerConfig,
     cluster: ClusterConfig,
     offload: OffloadConfig,
@@ -151,9 +155,9 @@ def _plan(
         from moesaic.commands import larger_than_memory
 
         try:
-            to.send(larger_than_memory.planned_server(config, cluster, offload, record))
+            pipe.send(larger_than_memory.plan_server_worker(config, cluster, offload, record))
         except MoesaicError as error:
-            to.send(error)
+            pipe.send(error)
 
 
 @contextmanager
@@ -166,19 +170,20 @@ def _stoppable() -> Iterator[None]:
     def stop(signum: int, frame: object) -> None:
         raise SystemExit(0)
 
+    # Only the main thread may set signal handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGTERM, signal.SIGINT)}
+    old_handlers = {signum: signal.signal(signum, stop) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for signum, handler in before.items():
+        for signum, handler in old_handlers.items():
             signal.signal(signum, handler)
 
 
 def _serve(
-    launched: LaunchedEngine,
+    launched_engine: LaunchedEngine,
     listener: socket,
     names: tuple[str, ...],
     server: ServerConfig,
@@ -186,24 +191,26 @@ def _serve(
     cors: CorsConfig,
     as_json: bool,
 ) -> int:
-    """Serve the HTTP API of `launched`. Returns the exit code."""
+    """Serve the HTTP API of `launched_engine`. Returns the exit code."""
     from moesaic.server.app import create_app  # slow imports, during which the worker already loads
     from moesaic.server.async_engine import AsyncEngine
     from moesaic.server.run import serve
 
     host, port = listener.getsockname()[:2]
-    new_key = secrets.token_hex(24) if launched.supervisor and server.admin_key is None else None
-    template = launched.engine.tokenizer.chat_template
+    new_key = secrets.token_hex(24) if launched_engine.supervisor and server.admin_key is None else None
+    template = launched_engine.engine.tokenizer.chat_template
     formats = detect_formats(template, server.tool_call_parser, server.reasoning_parser)
     with (
         _spans(server.otlp_traces_endpoint, names[0]) as spans,
-        Announcer(names[0], host, port, as_json, formats, reported(launched), new_key) as announcer,
+        Announcer(
+            names[0], host, port, as_json, formats, find_status_report(launched_engine), new_key
+        ) as announcer,
     ):
-        connection = Observed(launched.connection, announcer.observe)
-        engine = AsyncEngine(launched.engine, connection, describe_end=launched.describe_end)
+        connection = ObservedConnection(launched_engine.connection, announcer.observe)
+        engine = AsyncEngine(launched_engine.engine, connection, describe_end=launched_engine.describe_end)
         app = create_app(
-            _service(engine, launched, names, server),
-            access=_access(server, host, server.admin_key or new_key, launched),
+            _service(engine, launched_engine, names, server),
+            access=_access(server, host, server.admin_key or new_key, launched_engine),
             body_seconds=limits.timeout_body,
             cors=cors,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
@@ -211,15 +218,15 @@ def _serve(
             on_trace=None if spans is None else spans.write,
         )
         try:
-            logged = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
-            return serve(app, engine, listener, limits=limits, **logged)
+            log_settings = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
+            return serve(app, engine, listener, limits=limits, **log_settings)
         except EngineDeadError as error:
-            ended = launched.describe_end()
-            raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
+            ending = launched_engine.describe_end()
+            raise EngineDeadError(f"{ending}, and the server with it ({error})") from error
 
 
 def _service(
-    engine: AsyncEngine, launched: LaunchedEngine, names: tuple[str, ...], server: ServerConfig
+    engine: AsyncEngine, launched_engine: LaunchedEngine, names: tuple[str, ...], server: ServerConfig
 ) -> Service:
     """The served model, as the routes see it."""
     from moesaic.server.service import Service  # slow imports
@@ -228,11 +235,11 @@ def _service(
     return Service(
         engine,
         names[0],
-        launched.default_sampling,
+        launched_engine.default_sampling,
         __version__,
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,
-        cluster=launched.supervisor,
+        cluster=launched_engine.supervisor,
         fields=UnknownFields(server.strict_fields),
         other_names=names[1:],
     )
@@ -247,8 +254,8 @@ def _check_packages(endpoint: str | None) -> None:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("opentelemetry"):
             raise
-        allowed = f"to leave it out, or pip install 'moesaic[otel]' first ({error})"
-        raise ConfigError.field("--otlp-traces-endpoint", endpoint, allowed) from error
+        advice = f"to leave it out, or pip install 'moesaic[otel]' first ({error})"
+        raise ConfigError.field("--otlp-traces-endpoint", endpoint, advice) from error
 
 
 def _spans(endpoint: str | None, model: str) -> AbstractContextManager[RequestSpans | None]:
@@ -260,19 +267,21 @@ def _spans(endpoint: str | None, model: str) -> AbstractContextManager[RequestSp
     return closing(RequestSpans(endpoint, model, __version__))
 
 
-def _access(server: ServerConfig, host: str, admin_key: str | None, launched: LaunchedEngine) -> Access:
+def _access(
+    server: ServerConfig, host: str, admin_key: str | None, launched_engine: LaunchedEngine
+) -> Access:
     """Who may call what of a server that listens on `host`."""
     from moesaic.server.elastic import admin_paths  # slow imports
     from moesaic.server.guard import Access
 
-    closed = server.api_key is None and not is_loopback(host)
-    paths = admin_paths(closed) if launched.supervisor else frozenset()
+    needs_admin_key = server.api_key is None and not is_loopback(host)
+    paths = admin_paths(needs_admin_key) if launched_engine.supervisor else frozenset()
     return Access(server.api_key, admin_key, paths, Hosts.from_listener(server.host, host, server.more_hosts))
 
 
-def reported(launched: LaunchedEngine) -> Callable[[], ClusterStatus] | None:
+def find_status_report(launched_engine: LaunchedEngine) -> Callable[[], ClusterStatus] | None:
     """The function that reports the status of the processes. None if one worker process does everything."""
-    return None if launched.supervisor is None else launched.supervisor.report
+    return None if launched_engine.supervisor is None else launched_engine.supervisor.report
 
 
 def stand_by(

@@ -36,13 +36,13 @@ _INTEGER = re.compile(r"[+-]?\d+")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenSetting:
     """A setting that does not come from the command line."""
 
     flag: str
     name: str
-    """Its variable, or "FILE:LINE: KEY"."""
-    shown: str
+    """The variable of the setting, or "FILE:LINE: KEY"."""
+    display: str
     """Variable or key, with its value. Example: "port=8000"."""
     file: str | None
     """The file; None for a variable."""
@@ -60,12 +60,12 @@ class Settings:
         self._variables = variables
         self._root = root
         self._warn = warn
-        self._chosen: list[Chosen] = []
+        self._chosen_settings: list[ChosenSetting] = []
 
     def __call__(self, app: App, commands: Sequence[str], arguments: ArgumentCollection) -> None:
-        unknown = [name for name in sorted(self._variables) if not self._take_variable(name, arguments)]
-        self._warn_of(unknown, tuple(commands))
-        file = next((one for one in arguments if FILE in one.names), None)
+        unknown_names = [name for name in sorted(self._variables) if not self._take_variable(name, arguments)]
+        self._warn_of(unknown_names, tuple(commands))
+        file = next((argument for argument in arguments if FILE in argument.names), None)
         if file is not None and file.tokens:
             from moesaic.commands import yaml_settings
 
@@ -74,20 +74,20 @@ class Settings:
 
     def line(self) -> str | None:
         """What was taken, in one line. None if nothing was."""
-        files = {one.file: None for one in self._chosen if one.file}
+        files = {setting.file: None for setting in self._chosen_settings if setting.file}
         groups = [("the environment", None), *((file, file) for file in files)]
         parts = []
-        for where, file in groups:
-            shown = [one.shown for one in self._chosen if one.file == file]
-            if shown:
-                parts.append(f"from {where}: {', '.join(shown)}")
+        for origin, file in groups:
+            displays = [setting.display for setting in self._chosen_settings if setting.file == file]
+            if displays:
+                parts.append(f"from {origin}: {', '.join(displays)}")
         return "; ".join(parts) or None
 
-    def named(self, message: str) -> str:
+    def name_source(self, message: str) -> str:
         """An error's message that begins with a flag, with the variable or the file's key in its place."""
-        flag, colon, rest = message.partition(":")
-        names = {one.flag: one.name for one in self._chosen}
-        return f"{names.get(flag, flag)}{colon}{rest}"
+        flag, colon, text = message.partition(":")
+        names = {setting.flag: setting.name for setting in self._chosen_settings}
+        return f"{names.get(flag, flag)}{colon}{text}"
 
     def _take_variable(self, name: str, arguments: ArgumentCollection) -> bool:
         """Use a variable, if the command line has no such flag. False if no flag is named after it."""
@@ -98,11 +98,16 @@ class Settings:
         if not argument.tokens:
             value = self._variables[name]
             if value.startswith("tcp://"):
-                allowed = "no address: Kubernetes sets this variable for a service named moesaic; rename it"
-                raise ConfigError.field(name, value, allowed)
-            values = value.split() if _takes_several(argument) else [value]
+                allowed_values = (
+                    "no address: Kubernetes sets this variable for a service named moesaic; rename it"
+                )
+                raise ConfigError.field(name, value, allowed_values)
+            values = value.split() if _takes_list(argument) else [value]
             self._add(
-                argument, flag, values, Chosen(argument.name, name, _shown(name, argument, value), None)
+                argument,
+                flag,
+                values,
+                ChosenSetting(argument.name, name, _display(name, argument, value), None),
             )
         return True
 
@@ -112,48 +117,61 @@ class Settings:
         name, text = f"{setting.place}: {setting.key}", ", ".join(setting.values)
         argument = _argument(flag, arguments)
         if argument is None or argument.name == FILE:
-            hint = "" if argument is not None else suggestions.about(flag, commands, self._root)
-            allowed = f"flags of moesaic {' '.join(commands)}, without {FILE}. {hint}".rstrip()
+            hint = "" if argument is not None else suggestions.suggest(flag, commands, self._root)
+            allowed_values = f"flags of moesaic {' '.join(commands)}, without {FILE}. {hint}".rstrip()
             value = "a key" if "key" in flag else text  # a misspelt --api-key is not printed either
-            raise ConfigError.field(name, value, allowed)
+            raise ConfigError.field(name, value, allowed_values)
+        # The command line and the variables were read before, and they take precedence.
         if argument.tokens:
             return
-        several = _takes_several(argument)
-        values = setting.values if several or not setting.is_list else [",".join(setting.values)]
+        takes_list = _takes_list(argument)
+        values = setting.values if takes_list or not setting.is_list else [",".join(setting.values)]
         if setting.is_list and not setting.values:
             raise ConfigError.field(name, "[]", "a value, or leave the key out")
         file = setting.place.rpartition(":")[0]
         self._add(
-            argument, flag, values, Chosen(argument.name, name, _shown(setting.key, argument, text), file)
+            argument,
+            flag,
+            values,
+            ChosenSetting(argument.name, name, _display(setting.key, argument, text), file),
         )
 
-    def _add(self, argument: Argument, flag: str, values: Sequence[str], chosen: Chosen) -> None:
-        self._chosen.append(chosen)
+    def _add(self, argument: Argument, flag: str, values: Sequence[str], setting: ChosenSetting) -> None:
+        self._chosen_settings.append(setting)
         if flag in argument.negatives:
-            values = [_opposite(chosen.name, value) for value in values]
+            values = [_opposite(setting.name, value) for value in values]
         for index, value in enumerate(values):
             if _wants_integer(argument) and not _INTEGER.fullmatch(value):  # cyclopts would round 8.5
-                raise ConfigError.field(chosen.name, value, "an integer")
-            argument.append(Token(keyword=chosen.name, value=value, source=SOURCE, index=index))
+                raise ConfigError.field(setting.name, value, "an integer")
+            argument.append(Token(keyword=setting.name, value=value, source=SOURCE, index=index))
 
     def _warn_of(self, names: Sequence[str], commands: tuple[str, ...]) -> None:
         """Warn of variables that are flags of no command with variables."""
         if not names:
             return
-        known = suggestions.flags_of(COMMANDS, self._root)
-        lost = [name for name in names if _flag(name) not in known]
-        hints = [suggestions.about(_flag(name), commands, self._root) for name in lost]
-        meant = [re.sub(r"--[a-z-]+", lambda found: _variable(found[0]), hint) for hint in hints if hint]
-        if lost:
-            self._warn(" ".join([f"ignored, since no flag is named so: {', '.join(lost)}.", *meant]))
+        known_flags = suggestions.flags_of(COMMANDS, self._root)
+        ignored_names = [name for name in names if _flag(name) not in known_flags]
+        hints = [suggestions.suggest(_flag(name), commands, self._root) for name in ignored_names]
+        proposals = [re.sub(r"--[a-z-]+", lambda match: _variable(match[0]), hint) for hint in hints if hint]
+        if ignored_names:
+            self._warn(
+                " ".join([f"ignored, since no flag is named so: {', '.join(ignored_names)}.", *proposals])
+            )
 
 
 def _argument(flag: str, arguments: ArgumentCollection) -> Argument | None:
     """The argument with this flag, positive or negative. None without one."""
-    return next((one for one in arguments if one.parse and flag in (*one.names, *one.negatives)), None)
+    return next(
+        (
+            argument
+            for argument in arguments
+            if argument.parse and flag in (*argument.names, *argument.negatives)
+        ),
+        None,
+    )
 
 
-def _takes_several(argument: Argument) -> bool:
+def _takes_list(argument: Argument) -> bool:
     return bool(argument.token_count()[1])
 
 
@@ -171,7 +189,7 @@ def _variable(flag: str) -> str:
     return PREFIX + flag.removeprefix("--").upper().replace("-", "_")
 
 
-def _shown(name: str, argument: Argument, value: str) -> str:
+def _display(name: str, argument: Argument, value: str) -> str:
     return f"{name} (not shown)" if argument.name in SECRET else f"{name}={value}"
 
 

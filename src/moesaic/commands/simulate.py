@@ -47,8 +47,8 @@ def run(options: Simulate, json: bool) -> int:
 def _model(scenario: Scenario) -> str:
     """The name of the model, or its path beside the scenario's file."""
     name = scenario.model
-    beside = scenario.path(name)
-    return str(beside) if name not in KNOWN and beside.exists() else name
+    path = scenario.path(name)
+    return str(path) if name not in KNOWN and path.exists() else name
 
 
 def _write(flag: str, path: Path, text: str) -> None:

@@ -29,7 +29,7 @@ def as_text(figures: Figures) -> str:
     if figures.host_links:
         parts.append(in_text(_host_links(figures)))
     if figures.changes:
-        parts.append("\n".join(f"{time:10.3f} s  {what}" for time, what in figures.changes) + "\n")
+        parts.append("\n".join(f"{time:10.3f} s  {change}" for time, change in figures.changes) + "\n")
     return "\n".join([*parts, f"Source of the devices' figures: {figures.devices}"])
 
 
@@ -67,13 +67,13 @@ def _goodput(figures: Figures) -> Mapping[str, str]:
 
 def _latencies(figures: Figures) -> Table:
     table = numbers("Latencies, ms", "", "count", "mean", "p50", "p90", "p99")
-    shown: dict[str, Spread] = {
+    latencies: dict[str, Spread] = {
         "time to first token": figures.ttft,
         "  in the queue": figures.queue_seconds,
         "time per output token": figures.tpot,
         "inter-token latency": figures.itl,
     }
-    for name, spread in shown.items():
+    for name, spread in latencies.items():
         values = [spread.mean, *spread.percentiles.values()] if spread.count else []
         cells = [f"{1000 * value:,.2f}" for value in values] or ["-"] * 4
         table.add_row(name, f"{spread.count:,}", *cells)
@@ -88,16 +88,16 @@ def _call(figures: Figures) -> Table:
         "computed": call.compute,
         "back, until the worker looks": call.link_back,
     }
-    shown = {name: f"{1000 * seconds:,.3f}" for name, seconds in rows.items()}
-    return pairs("Mean time of a (row, expert) pair, ms", shown)
+    cells = {name: f"{1000 * seconds:,.3f}" for name, seconds in rows.items()}
+    return pairs("Mean time of a (row, expert) pair, ms", cells)
 
 
 def _host_links(figures: Figures) -> Table:
     """Each direction of the links between hosts."""
     table = numbers("Links between hosts", "", "sent", "share of the time")
-    for one, ends in figures.host_links.items():
-        for other, link in ends.items():
-            table.add_row(f"{one} to {other}", in_bytes(link.size), f"{link.utilisation:.1%}")
+    for sender, ends in figures.host_links.items():
+        for receiver, link in ends.items():
+            table.add_row(f"{sender} to {receiver}", in_bytes(link.size), f"{link.utilisation:.1%}")
     return table
 
 
@@ -109,8 +109,8 @@ def _devices(figures: Figures) -> Table:
         table.add_row(name, *_device(figures, [name]))
     if len(names) > ROWS:
         for kind in dict.fromkeys(name.rpartition(" ")[0] for name in names):
-            every = [name for name in names if name.rpartition(" ")[0] == kind]
-            table.add_row(f"{len(every)} {kind}s, mean", *_device(figures, every))
+            kind_names = [name for name in names if name.rpartition(" ")[0] == kind]
+            table.add_row(f"{len(kind_names)} {kind}s, mean", *_device(figures, kind_names))
     return table
 
 
@@ -123,10 +123,10 @@ def _device(figures: Figures, names: list[str]) -> tuple[str, str, str, str]:
         for process in processes.get(kind, ["attention worker", "expert server"]):
             for cause, share in figures.idle.get(f"{process} {number}", {}).items():
                 causes[cause] = causes.get(cause, 0.0) + share / count
-    sent = sum(sum(figures.link_bytes[name].values()) for name in names) / count
+    sent_bytes = sum(sum(figures.link_bytes[name].values()) for name in names) / count
     return (
         f"{sum(figures.utilisation[name] for name in names) / count:.1%}",
         f"{sum(figures.link_utilisation[name] for name in names) / count:.1%}",
-        in_bytes(sent),
+        in_bytes(sent_bytes),
         ", ".join(f"{cause} {share:.1%}" for cause, share in sorted(causes.items()) if share >= 0.0005),
     )

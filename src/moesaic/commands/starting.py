@@ -16,7 +16,7 @@ MOST_PER_CORE = 4
 """Processes for each core, above which a command warns."""
 
 
-def prepared(cluster: ClusterConfig, device: Device) -> ClusterConfig:
+def prepare_cluster(cluster: ClusterConfig, device: Device) -> ClusterConfig:
     """The cluster that starts on this machine. Says on stderr what differs from the flags.
 
     Raises ConfigError if the processes need more open files than this process may have.
@@ -40,37 +40,39 @@ def without_plan(
         for name, value in vars(offload).items():
             if name != "fast_memory" and value != getattr(OffloadConfig, name):
                 flag = "--" + name.replace("_", "-")
-                allowed = "nothing with --expert-servers: servers read experts as rows need them, by no plan"
-                raise ConfigError.field(flag, value, allowed)
+                allowed_values = (
+                    "nothing with --expert-servers: servers read experts as rows need them, by no plan"
+                )
+                raise ConfigError.field(flag, value, allowed_values)
         if offload.fast_memory == "auto":
             raise ConfigError.field("--fast-memory", "auto", "a size with --expert-servers, such as 2GiB")
         if cluster.devices is not None:
-            allowed = "nothing with --fast-memory and --expert-servers, which compute on the CPU"
-            raise ConfigError.field("--devices", cluster.devices, allowed)
+            allowed_values = "nothing with --fast-memory and --expert-servers, which compute on the CPU"
+            raise ConfigError.field("--devices", cluster.devices, allowed_values)
         if worker.model.device == "cuda":
             raise ConfigError.field("--device", "cuda", "cpu with --fast-memory and --expert-servers")
         worker = replace(worker, server_memory=parse_bytes("--fast-memory", offload.fast_memory))
-    return worker, prepared(cluster, worker.model.device)
+    return worker, prepare_cluster(cluster, worker.model.device)
 
 
 def on_nodes(cluster: ClusterConfig, device: Device) -> ClusterConfig:
     """`cluster` with an expert server on each NUMA node, where the CPUs of several compute."""
     nodes = numa.list_bindable_nodes(cluster.numa)
     gpu = device == "cuda" or (device == "auto" and NVIDIA.exists())
-    found = cluster if gpu else cluster.on_nodes(len(nodes))
-    if found is not cluster:
+    new_cluster = cluster if gpu else cluster.on_nodes(len(nodes))
+    if new_cluster is not cluster:
         names = ", ".join(str(node.number) for node in nodes)
-        how = "--numa off computes them in one process"
-        _say(f"an expert server on each of the NUMA nodes {names}; {how}")
-    return found
+        advice = "--numa off computes them in one process"
+        _say(f"an expert server on each of the NUMA nodes {names}; {advice}")
+    return new_cluster
 
 
 def warn_of_many(processes: int, cores: int) -> None:
     """Say before the start that so many processes have to take turns."""
     if processes > MOST_PER_CORE * cores:
-        what = f"{processes} processes for {cores} core{'s' if cores > 1 else ''}: they take turns"
-        fewer = "fewer --expert-servers or --attention-workers are faster"
-        _say(f"starts {what}, and {fewer}")
+        counts = f"{processes} processes for {cores} core{'s' if cores > 1 else ''}: they take turns"
+        advice = "fewer --expert-servers or --attention-workers are faster"
+        _say(f"starts {counts}, and {advice}")
 
 
 def _processes(cluster: ClusterConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cyclopts import App
 
-ELSEWHERE = {
+FOREIGN_FLAGS = {
     **dict.fromkeys(("--uvicorn-log-level", "--enable-log-requests"), "--access-log"),
     **dict.fromkeys(("--verbose", "--log-verbosity"), "--log-level"),
     **dict.fromkeys(("--ctx-size", "--context-length", "--max-seq-len", "--session-len"), "--max-model-len"),
@@ -27,23 +27,27 @@ ELSEWHERE = {
     **dict.fromkeys(("--cors-allow-origins", "--cors-origins"), "--allowed-origins"),
 }
 """Flags of other programs and the flags that do this here."""
-ALIKE = 0.8
+SIMILARITY = 0.8
 """Least likeness of a flag that is taken for a typing mistake. Less gives far-fetched answers."""
 
 
-def about(flag: str, command: Sequence[str], app: App) -> str:
+def suggest(flag: str, command: Sequence[str], app: App) -> str:
     """A sentence about what `flag` may have meant, or an empty text. command: such as ("bench", "serve")."""
     flags = dict(_flags(app, ()))
     name = flag.partition("=")[0]
-    here = flags.get(tuple(command), frozenset())
-    known = here.union(ELSEWHERE, *flags.values())
-    alike = difflib.get_close_matches(name, sorted(here), 1, ALIKE) or difflib.get_close_matches(
-        name, sorted(known), 1, ALIKE
-    )
-    if not alike:
+    own_flags = flags.get(tuple(command), frozenset())
+    known_flags = own_flags.union(FOREIGN_FLAGS, *flags.values())
+    similar_flags = difflib.get_close_matches(
+        name, sorted(own_flags), 1, SIMILARITY
+    ) or difflib.get_close_matches(name, sorted(known_flags), 1, SIMILARITY)
+    if not similar_flags:
         return ""
-    meant = ELSEWHERE.get(alike[0], alike[0]) if alike[0] not in here else alike[0]
-    return f"Did you mean {meant}?" if meant in here else _of_others(meant, flags)
+    proposal = (
+        FOREIGN_FLAGS.get(similar_flags[0], similar_flags[0])
+        if similar_flags[0] not in own_flags
+        else similar_flags[0]
+    )
+    return f"Did you mean {proposal}?" if proposal in own_flags else _name_other_commands(proposal, flags)
 
 
 def flags_of(commands: Sequence[str], app: App) -> frozenset[str]:
@@ -51,17 +55,17 @@ def flags_of(commands: Sequence[str], app: App) -> frozenset[str]:
     return frozenset().union(*(names for name in commands for _, names in _flags(app[name], (name,))))
 
 
-def _of_others(flag: str, flags: Mapping[tuple[str, ...], frozenset[str]]) -> str:
+def _name_other_commands(flag: str, flags: Mapping[tuple[str, ...], frozenset[str]]) -> str:
     """Which commands have `flag`."""
-    found = [" ".join(command) for command, names in flags.items() if flag in names]
-    return f"{flag} is a flag of {', '.join(found)}." if found else ""
+    command_names = [" ".join(command) for command, names in flags.items() if flag in names]
+    return f"{flag} is a flag of {', '.join(command_names)}." if command_names else ""
 
 
 def _flags(app: App, command: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], frozenset[str]]]:
     """Every command with the names of its flags."""
     if app.default_command is not None:
         arguments = app.assemble_argument_collection()
-        yield command, frozenset(name for one in arguments if one.parse for name in one.names)
+        yield command, frozenset(name for argument in arguments if argument.parse for name in argument.names)
     for name in app:
         if not name.startswith("-"):
             yield from _flags(app[name], (*command, name))

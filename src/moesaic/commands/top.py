@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from moesaic.commands.client_options import Top
-from moesaic.commands.top_view import Sample, View, draw, read_metrics, view
+from moesaic.commands.top_view import Sample, View, compare_samples, draw, read_metrics
 from moesaic.core.errors import ConnectionLost
 from moesaic.server.client import ApiError, Client
 
@@ -36,16 +36,20 @@ async def _show(options: Top, as_json: bool) -> None:
     drawing = console.is_terminal and not (as_json or options.once)
     async with Client(options.url, api_key=options.api_key, timeout=SECONDS) as client:
         with live if drawing else nullcontext():
-            async for shown in _views(client, options):
+            async for snapshot in _views(client, options):
                 if drawing:
-                    text = Text(shown, style="red") if isinstance(shown, str) else draw(shown, console.width)
+                    text = (
+                        Text(snapshot, style="red")
+                        if isinstance(snapshot, str)
+                        else draw(snapshot, console.width)
+                    )
                     live.update(text, refresh=True)
-                elif isinstance(shown, str):
-                    print(f"moesaic: {shown}", file=sys.stderr, flush=True)
+                elif isinstance(snapshot, str):
+                    print(f"moesaic: {snapshot}", file=sys.stderr, flush=True)
                 elif as_json:
-                    print(json.dumps(asdict(shown)), flush=True)
+                    print(json.dumps(asdict(snapshot)), flush=True)
                 else:
-                    console.print(draw(shown, console.width))
+                    console.print(draw(snapshot, console.width))
                 if options.once:
                     return
 
@@ -55,20 +59,20 @@ async def _views(client: Client, options: Top) -> AsyncIterator[View | str]:
 
     Raises ConnectionLost if it cannot be reached the first time, and with --once.
     """
-    before: Sample | None = await _sample(client)
+    previous: Sample | None = await _sample(client)
     while True:
         await asyncio.sleep(options.interval)
         try:
-            after = await _sample(client)
+            current = await _sample(client)
         except ConnectionLost as error:
             if options.once:
                 raise
-            before = None
+            previous = None
             yield f"{error}; trying again every {options.interval:g} s"
             continue
-        if before is not None:
-            yield view(client.base_url, before, after)
-        before = after
+        if previous is not None:
+            yield compare_samples(client.base_url, previous, current)
+        previous = current
 
 
 async def _sample(client: Client) -> Sample:
@@ -78,5 +82,5 @@ async def _sample(client: Client) -> Sample:
         raise ApiError(metrics.status, f"{client.base_url}/metrics: no metrics in Prometheus' text format")
     if status.status in (401, 403):
         status.require_success()
-    known = status.body if status.status == 200 and isinstance(status.body, dict) else None
-    return Sample(time.monotonic(), read_metrics(text), known)
+    cluster_status = status.body if status.status == 200 and isinstance(status.body, dict) else None
+    return Sample(time.monotonic(), read_metrics(text), cluster_status)

@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class ProcessView:
-    """One process. Rates and shares are those of the time between two samples."""
+    """A process. Rates and shares are those of the time between two samples."""
 
     name: str
     pid: int | None
@@ -113,37 +113,38 @@ class View:
 
 def read_metrics(text: str) -> dict[str, float]:
     """The samples of Prometheus' text format, summed over labels, by name without the prefix."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            # Buckets of a histogram are cumulative, so that their sum says nothing.
             if not sample.name.endswith("_bucket"):
                 name = sample.name.rpartition(":")[2]
-                found[name] = found.get(name, 0.0) + sample.value
-    return found
+                sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
 
 
-def view(url: str, before: Sample, after: Sample) -> View:
+def compare_samples(url: str, previous: Sample, current: Sample) -> View:
     """What happened between two samples of one server."""
-    seconds = max(after.now - before.now, 1e-9)
+    seconds = max(current.now - previous.now, 1e-9)
 
-    def grown(name: str) -> float | None:
-        if name not in after.metrics:
+    def increase(name: str) -> float | None:
+        if name not in current.metrics:
             return None
-        return max(0.0, after.metrics[name] - before.metrics.get(name, 0.0))
+        return max(0.0, current.metrics[name] - previous.metrics.get(name, 0.0))
 
     def rate(name: str) -> float | None:
-        return _over(grown(name), seconds)
+        return _divide(increase(name), seconds)
 
     def mean(name: str) -> float | None:
-        return _over(grown(f"{name}_seconds_sum"), grown(f"{name}_seconds_count"))
+        return _divide(increase(f"{name}_seconds_sum"), increase(f"{name}_seconds_count"))
 
     def gauge(name: str) -> int | None:
-        return int(after.metrics[name]) if name in after.metrics else None
+        return int(current.metrics[name]) if name in current.metrics else None
 
-    status = after.status or {}
-    sent, early = grown("kv_transfer_bytes_total"), grown("kv_transfer_early_bytes_total")
-    late = None if sent is None or early is None else sent - early
-    prefill = any(one["role"] == "prefill worker" for one in status.get("processes", ()))
+    status = current.status or {}
+    sent_bytes, early_bytes = increase("kv_transfer_bytes_total"), increase("kv_transfer_early_bytes_total")
+    late_bytes = None if sent_bytes is None or early_bytes is None else sent_bytes - early_bytes
+    prefill = any(entry["role"] == "prefill worker" for entry in status.get("processes", ()))
     return View(
         url=url,
         seconds=round(seconds, 3),
@@ -151,120 +152,126 @@ def view(url: str, before: Sample, after: Sample) -> View:
         generation_tokens_per_second=rate("generation_tokens_total"),
         running=gauge("num_requests_running"),
         waiting=gauge("num_requests_waiting"),
-        kv_cache_usage=after.metrics.get("kv_cache_usage_perc"),
-        prefix_cache_hit_rate=_over(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
+        kv_cache_usage=current.metrics.get("kv_cache_usage_perc"),
+        prefix_cache_hit_rate=_divide(
+            increase("prefix_cache_hits_total"), increase("prefix_cache_queries_total")
+        ),
         time_to_first_token=mean("time_to_first_token"),
         inter_token_latency=mean("inter_token_latency"),
         kv_transfer_rate=rate("kv_transfer_bytes_total") if prefill else None,
-        kv_transfer_speed=_over(late, grown("kv_transfer_seconds_total")),
-        partial_runs=_over(grown("partial_runs_total"), grown("runs_total")),
-        processes=_processes((before.status or {}).get("processes", ()), status, seconds),
+        kv_transfer_speed=_divide(late_bytes, increase("kv_transfer_seconds_total")),
+        partial_runs=_divide(increase("partial_runs_total"), increase("runs_total")),
+        processes=_processes((previous.status or {}).get("processes", ()), status, seconds),
         counters={name: int(status["counters"][name]) for name in COUNTERS} if status else {},
         change=status.get("change"),
-        failures=[one["what"] for one in status.get("failures", ())][-LATEST:],
+        failures=[entry["what"] for entry in status.get("failures", ())][-LATEST:],
         hosts=[host["name"] for host in status.get("hosts", ())],
         links=list(status.get("links", ())),
         watched=bool(status.get("watched", True)),
     )
 
 
-def _over(value: float | None, count: float | None) -> float | None:
+def _divide(value: float | None, count: float | None) -> float | None:
     return None if value is None or not count else value / count
 
 
 def _processes(
-    before: Sequence[Mapping[str, Any]], status: Mapping[str, Any], seconds: float
+    previous_processes: Sequence[Mapping[str, Any]], status: Mapping[str, Any], seconds: float
 ) -> list[ProcessView]:
-    """The processes of `status`, with the work of each server since `before`."""
-    after: Sequence[Mapping[str, Any]] = status.get("processes", ())
+    """The processes of `status`, with the work of each server since `previous_processes`."""
+    current_processes: Sequence[Mapping[str, Any]] = status.get("processes", ())
     hosts = {name: host["name"] for host in status.get("hosts", ()) for name in host["processes"]}
-    earlier = {(one["name"], one["incarnation"]): one["stats"] for one in before}
+    previous_stats = {(one["name"], one["incarnation"]): one["stats"] for one in previous_processes}
 
-    def done(one: Mapping[str, Any], what: str) -> float:
-        """`what` of a server since `before`. A new process has none before."""
-        stats = earlier.get((one["name"], one["incarnation"]), {})
-        return max(0.0, float(one["stats"][what]) - float(stats.get(what, 0)))
+    def work_done(process: Mapping[str, Any], counter: str) -> float:
+        """`counter` of a server since `before`. A new process has none before."""
+        stats = previous_stats.get((process["name"], process["incarnation"]), {})
+        return max(0.0, float(process["stats"][counter]) - float(stats.get(counter, 0)))
 
-    servers = [one for one in after if one["role"] == "expert server"]
-    pairs = sum(done(one, "pairs") for one in servers)
-    found = []
-    for one in after:
-        own: dict[str, Any] = {}
+    servers = [one for one in current_processes if one["role"] == "expert server"]
+    pairs = sum(work_done(one, "pairs") for one in servers)
+    views = []
+    for one in current_processes:
+        server_fields: dict[str, Any] = {}
         if one in servers:
-            own = {
+            server_fields = {
                 "experts": one["experts"],
-                "pairs_per_second": done(one, "pairs") / seconds,
-                "load": _over(done(one, "pairs"), pairs),
-                "busy": min(1.0, done(one, "busy_seconds") / seconds),
+                "pairs_per_second": work_done(one, "pairs") / seconds,
+                "load": _divide(work_done(one, "pairs"), pairs),
+                "busy": min(1.0, work_done(one, "busy_seconds") / seconds),
                 "waiting_pairs": one["stats"]["waiting_pairs"],
             }
         common = (one["name"], one["pid"], one["stage"], one["deaths"], one["silent_seconds"])
-        own |= {name: one[name] for name in ("suspected", "waiting") if name in one}
-        own["host"] = hosts.get(one["name"], one.get("host", ""))
-        found.append(ProcessView(*common, **own))
-    return found
+        server_fields |= {name: one[name] for name in ("suspected", "waiting") if name in one}
+        server_fields["host"] = hosts.get(one["name"], one.get("host", ""))
+        views.append(ProcessView(*common, **server_fields))
+    return views
 
 
-def draw(shown: View, width: int = 80) -> Group:
+def draw(view: View, width: int = 80) -> Group:
     """The view for a terminal of so many columns."""
-    parts: list[Any] = [Text(f"{shown.url}, the last {shown.seconds:.1f} s", style="bold"), _numbers(shown)]
-    if shown.processes:
-        parts += [Text(), *_tables(shown, width), Text()]
-        if shown.links:
-            parts += [*_links(shown.links), Text()]
-        parts.append(Text(", ".join(f"{name.replace('_', ' ')} {n}" for name, n in shown.counters.items())))
-    if not shown.watched:
+    parts: list[Any] = [Text(f"{view.url}, the last {view.seconds:.1f} s", style="bold"), _numbers(view)]
+    if view.processes:
+        parts += [Text(), *_tables(view, width), Text()]
+        if view.links:
+            parts += [*_links(view.links), Text()]
+        parts.append(Text(", ".join(f"{name.replace('_', ' ')} {n}" for name, n in view.counters.items())))
+    if not view.watched:
         line = "The supervisor has stopped, so processes are not restarted any more."
         parts.append(Text(line, style="red"))
-    if shown.change is not None:
-        parts.append(Text(f"in progress: {shown.change}", style="yellow"))
-    parts += [Text(f"{one.name}: {one.waiting}", style="yellow") for one in shown.processes if one.waiting]
-    parts += [Text(f"failure: {line}", style="red") for line in shown.failures]
+    if view.change is not None:
+        parts.append(Text(f"in progress: {view.change}", style="yellow"))
+    parts += [
+        Text(f"{process.name}: {process.waiting}", style="yellow")
+        for process in view.processes
+        if process.waiting
+    ]
+    parts += [Text(f"failure: {line}", style="red") for line in view.failures]
     return Group(*parts)
 
 
-def _numbers(shown: View) -> Table:
+def _numbers(view: View) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(4):
         table.add_column()
     table.add_row(
-        *("prompt tokens/s", _number(shown.prompt_tokens_per_second)),
-        *("generated tokens/s", _number(shown.generation_tokens_per_second)),
+        *("prompt tokens/s", _number(view.prompt_tokens_per_second)),
+        *("generated tokens/s", _number(view.generation_tokens_per_second)),
     )
-    table.add_row("running", _number(shown.running, 0), "waiting", _number(shown.waiting, 0))
+    table.add_row("running", _number(view.running, 0), "waiting", _number(view.waiting, 0))
     table.add_row(
-        *("KV cache usage", _share(shown.kv_cache_usage)),
-        *("prefix cache hits", _share(shown.prefix_cache_hit_rate)),
+        *("KV cache usage", _share(view.kv_cache_usage)),
+        *("prefix cache hits", _share(view.prefix_cache_hit_rate)),
     )
     table.add_row(
-        *("time to first token", _milliseconds(shown.time_to_first_token)),
-        *("between two tokens", _milliseconds(shown.inter_token_latency)),
+        *("time to first token", _milliseconds(view.time_to_first_token)),
+        *("between two tokens", _milliseconds(view.inter_token_latency)),
     )
-    if shown.kv_transfer_rate is not None:
+    if view.kv_transfer_rate is not None:
         table.add_row(
-            *("KV sent", f"{in_bytes(shown.kv_transfer_rate)}/s"),
+            *("KV sent", f"{in_bytes(view.kv_transfer_rate)}/s"),
             *(
                 "on its way",
-                "-" if shown.kv_transfer_speed is None else f"{in_bytes(shown.kv_transfer_speed)}/s",
+                "-" if view.kv_transfer_speed is None else f"{in_bytes(view.kv_transfer_speed)}/s",
             ),
         )
-    if shown.partial_runs:
-        table.add_row("partial runs", _share(shown.partial_runs))
+    if view.partial_runs:
+        table.add_row("partial runs", _share(view.partial_runs))
     return table
 
 
-def _tables(shown: View, width: int) -> list[Text | Table]:
+def _tables(view: View, width: int) -> list[Text | Table]:
     """The processes, by host if there are several. All tables have the same widths."""
-    rows = [(None if one.waiting else one.host, _row(one)) for one in shown.processes]
+    rows = [(None if process.waiting else process.host, _row(process)) for process in view.processes]
     widths = _widths([row for _, row in rows], width)
-    if len(shown.hosts) < 2:
+    if len(view.hosts) < 2:
         return [_table([row for _, row in rows], widths)]
     parts: list[Text | Table] = [_table([], widths)]
-    for name in [*shown.hosts, None]:
-        there = [row for host, row in rows if host == name]
-        if there or name is not None:
+    for name in [*view.hosts, None]:
+        host_rows = [row for host, row in rows if host == name]
+        if host_rows or name is not None:
             title = "without a host" if name is None else f"on {host_name(name)}"
-            parts += [Text(title, style="bold"), _table(there, widths, header=False)]
+            parts += [Text(title, style="bold"), _table(host_rows, widths, header=False)]
     return parts
 
 
@@ -273,6 +280,7 @@ def _widths(rows: Sequence[Sequence[str | Text]], width: int) -> dict[str, int]:
     cells = zip(COLUMNS, *rows, strict=True)
     widths = {name: max(map(cell_len, (name, *map(str, column)))) for name, *column in cells}
     stage = widths["stage"]
+    # A stage may take several lines, so it gives way before a whole column does.
     widths["stage"] = min(stage, NARROW_STAGE)
     for name in SPARE:
         if sum(widths.values()) + len(widths) - 1 <= width:
@@ -293,22 +301,25 @@ def _table(rows: Sequence[Sequence[str | Text]], widths: Mapping[str, int], head
     return table
 
 
-def _row(one: ProcessView) -> tuple[str | Text, ...]:
-    stage = "suspected" if one.suspected else one.stage
+def _row(process: ProcessView) -> tuple[str | Text, ...]:
+    stage = "suspected" if process.suspected else process.stage
     return (
-        *(one.name, "" if one.pid is None else str(one.pid)),
+        *(process.name, "" if process.pid is None else str(process.pid)),
         Text(stage, style=COLOURS.get(stage, "red")),
-        str(one.deaths),
-        *("" if one.experts is None else str(one.experts), _number(one.pairs_per_second, absent="")),
-        *(_share(one.load, ""), _share(one.busy, ""), _number(one.waiting_pairs, 0, absent="")),
+        str(process.deaths),
+        *(
+            "" if process.experts is None else str(process.experts),
+            _number(process.pairs_per_second, absent=""),
+        ),
+        *(_share(process.load, ""), _share(process.busy, ""), _number(process.waiting_pairs, 0, absent="")),
     )
 
 
 def _links(links: Sequence[Mapping[str, Any]]) -> list[Text | Table]:
     """The first links, and how many more there are."""
-    more = len(links) - MOST_LINKS
+    num_hidden = len(links) - MOST_LINKS
     parts: list[Text | Table] = [links_table(links[:MOST_LINKS])]
-    return [*parts, Text(f"and {more} more links")] if more > 0 else parts
+    return [*parts, Text(f"and {num_hidden} more links")] if num_hidden > 0 else parts
 
 
 def _number(value: float | None, digits: int = 1, absent: str = "-") -> str:

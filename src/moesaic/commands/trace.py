@@ -31,7 +31,7 @@ class Span:
     length: int
     depth: int
     """Number of spans around it."""
-    more: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read(file: Path) -> list[Row]:
     try:
         names: dict[int, str] = {}
         order: dict[int, int] = {}
-        found: dict[int, list[tuple[str, int, int, dict[str, Any]]]] = {}
+        spans_by_track: dict[int, list[tuple[str, int, int, dict[str, Any]]]] = {}
         for event in _events(file):
             match event["ph"], event["name"]:
                 case "M", "thread_name":
@@ -79,51 +79,54 @@ def read(file: Path) -> list[Row]:
                     order[event["tid"]] = event["args"]["sort_index"]
                 case "X", name:
                     span = (name, event["ts"], event["dur"], event.get("args", {}))
-                    found.setdefault(event["tid"], []).append(span)
+                    spans_by_track.setdefault(event["tid"], []).append(span)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: this is not a trace of --trace ({type(error).__name__})") from error
-    start = min((span[1] for spans in found.values() for span in spans), default=0)
-    tracks = sorted(names, key=lambda one: (order.get(one, 0), one))
-    return [Row(names[track], _nested(found.get(track, []), start)) for track in tracks]
+    start = min((span[1] for spans in spans_by_track.values() for span in spans), default=0)
+    tracks = sorted(names, key=lambda track_id: (order.get(track_id, 0), track_id))
+    return [Row(names[track], _nest(spans_by_track.get(track, []), start)) for track in tracks]
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
     """The events of the parts of a trace if it has some, otherwise those of the file."""
     text = file.read_text(encoding="utf-8")
-    unjoined = sorted(parts.parts_folder(file).glob("*.json"))
-    if unjoined:
-        return [json.loads(event) for part in unjoined for event in parts.events(part)]
-    found: list[dict[str, Any]] = json.loads(text)["traceEvents"]
-    return found
+    part_files = sorted(parts.parts_folder(file).glob("*.json"))
+    if part_files:
+        return [json.loads(event) for part in part_files for event in parts.events(part)]
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return events
 
 
-def _nested(spans: list[tuple[str, int, int, dict[str, Any]]], start: int) -> list[Span]:
+def _nest(spans: list[tuple[str, int, int, dict[str, Any]]], start: int) -> list[Span]:
     """Spans by their begin, each with its depth. Of spans that begin together, the outer one is first."""
     nested: list[Span] = []
     ends: list[int] = []
-    for name, begin, length, more in sorted(spans, key=lambda one: one[1]):
+    for name, begin, length, arguments in sorted(spans, key=lambda span: span[1]):
         while ends and ends[-1] <= begin:
             ends.pop()
-        nested.append(Span(name, round(begin - start), round(length), len(ends), more))
+        nested.append(Span(name, round(begin - start), round(length), len(ends), arguments))
         ends.append(begin + length)
     return nested
 
 
 def sums(row: Row) -> dict[str, int]:
     """Microseconds of the row's spans by name, the longest first. `layer 3` and `layer 4` are `layer`."""
-    found: Counter[str] = Counter()
+    lengths: Counter[str] = Counter()
     for span in row.spans:
-        found["layer" if span.name.startswith("layer ") else span.name] += span.length
-    return dict(found.most_common())
+        lengths["layer" if span.name.startswith("layer ") else span.name] += span.length
+    return dict(lengths.most_common())
 
 
 def page(title: str, rows: list[Row]) -> str:
     """The trace as a page."""
     names = {name: number for number, name in enumerate(dict.fromkeys(s.name for r in rows for s in r.spans))}
-    packed = [
-        {"name": row.name, "spans": [[names[s.name], s.begin, s.length, s.depth, s.more] for s in row.spans]}
+    packed_rows = [
+        {
+            "name": row.name,
+            "spans": [[names[s.name], s.begin, s.length, s.depth, s.arguments] for s in row.spans],
+        }
         for row in rows
     ]
     label = "Spans of each process over time. The arrow keys choose one."
@@ -131,19 +134,19 @@ def page(title: str, rows: list[Row]) -> str:
         f'<canvas id="trace" tabindex="0" role="img" aria-label="{label}"></canvas>',
         f'<p class="told" id="told" aria-live="polite">Point at a span.</p><p class="keys">{KEYS}</p>',
     ]
-    script = f"const TRACE = {data({'names': list(names), 'rows': packed})};{SCRIPT}"
-    about = f"{len(rows)} rows, {sum(len(row.spans) for row in rows):,} spans, drawn by moesaic trace"
-    return document(title, about, ["".join(parts)], STYLE, script)
+    script = f"const TRACE = {data({'names': list(names), 'rows': packed_rows})};{SCRIPT}"
+    description = f"{len(rows)} rows, {sum(len(row.spans) for row in rows):,} spans, drawn by moesaic trace"
+    return document(title, description, ["".join(parts)], STYLE, script)
 
 
 def _table(rows: list[Row]) -> Table:
     caption = "A span inside another one counts for both."
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     for name in ("row", "span", "seconds", "share"):
-        shown.add_column(name, justify="left" if name in ("row", "span") else "right")
+        table.add_column(name, justify="left" if name in ("row", "span") else "right")
     end = max((span.begin + span.length for row in rows for span in row.spans), default=0)
     for row in rows:
         for number, (name, total) in enumerate(sums(row).items()):
             first = "" if number else row.name
-            shown.add_row(first, name, f"{total / 1e6:.3f}", f"{total / max(1, end):.1%}")
-    return shown
+            table.add_row(first, name, f"{total / 1e6:.3f}", f"{total / max(1, end):.1%}")
+    return table

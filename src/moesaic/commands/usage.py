@@ -23,12 +23,12 @@ KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 class GroupedFlags(DefaultFormatter):
     """Formats the help of a command: flags in groups, with short flags next to the long ones."""
 
-    def __init__(self, shorts: Mapping[str, str], everything: bool = False) -> None:
-        """shorts: short flag -> long flag, as "-o" -> "--output-file". everything: explain every flag of a
+    def __init__(self, shorts: Mapping[str, str], explain_all: bool = False) -> None:
+        """shorts: short flag -> long flag, as "-o" -> "--output-file". explain_all: explain every flag of a
         command with many flags, not only the essential ones."""
         super().__init__()
         self._shorts = shorts
-        self._everything = everything
+        self._explain_all = explain_all
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         for part in self._parts(panel):
@@ -36,28 +36,35 @@ class GroupedFlags(DefaultFormatter):
 
     def _parts(self, panel: HelpPanel) -> list[HelpPanel]:
         entries = [
-            entry.copy(positive_shorts=(*entry.positive_shorts, *self._of(entry.positive_names)))
+            entry.copy(positive_shorts=(*entry.positive_shorts, *self._short_flags(entry.positive_names)))
             for entry in panel.entries
         ]
         groups = {
-            title: [one for one in entries if set(flags) & set(one.positive_names)]
+            title: [flag_entry for flag_entry in entries if set(flags) & set(flag_entry.positive_names)]
             for title, flags in flag_groups.GROUPS.items()
         }
-        found = {title: group for title, group in groups.items() if group}
-        if panel.format != "parameter" or sum(map(len, found.values())) < max(len(entries), flag_groups.MANY):
+        filled_groups = {title: group for title, group in groups.items() if group}
+        if panel.format != "parameter" or sum(map(len, filled_groups.values())) < max(
+            len(entries), flag_groups.GROUPED_FROM
+        ):
             return [panel.copy(entries=entries)]
-        if self._everything:
-            return [panel.copy(title=title, entries=group) for title, group in found.items()]
-        essential = [one for one in entries if set(flag_groups.ESSENTIAL) & set(one.positive_names)]
-        others = [
-            HelpEntry(positive_names=(title,), description=_flags_of(group)) for title, group in found.items()
+        if self._explain_all:
+            return [panel.copy(title=title, entries=group) for title, group in filled_groups.items()]
+        essential = [
+            flag_entry
+            for flag_entry in entries
+            if set(flag_groups.ESSENTIAL) & set(flag_entry.positive_names)
+        ]
+        group_entries = [
+            HelpEntry(positive_names=(title,), description=_flags_of(group))
+            for title, group in filled_groups.items()
         ]
         return [
             panel.copy(title="Essential flags", entries=essential),
-            panel.copy(title="All flags, which --help-all explains", entries=others),
+            panel.copy(title="All flags, which --help-all explains", entries=group_entries),
         ]
 
-    def _of(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _short_flags(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(short for short, long in self._shorts.items() if long in names)
 
 
@@ -70,17 +77,18 @@ def one_line(error: cyclopts.CycloptsError, app: cyclopts.App) -> str:
     """The message of a cyclopts error, in the form "flag: got value; allowed: values"."""
     match error:
         case cyclopts.CoercionError() if error.argument is not None and error.argument.tokens:
+            # A token of a variable or of a file has the place that names it as its keyword.
             token = error.argument.tokens[-1]
             flag = token.keyword if token.source == settings.SOURCE else error.argument.name
-            return f"{flag}: got {token.value!r}; allowed: {allowed(error.argument.hint)}"
+            return f"{flag}: got {token.value!r}; allowed: {describe_values(error.argument.hint)}"
         case cyclopts.MissingArgumentError() if error.argument is not None:
-            flag, value = error.argument.name, _behind(error.argument.name, error.root_input_tokens or [])
+            flag, value = error.argument.name, _word_after(error.argument.name, error.root_input_tokens or [])
             if flag == "--model" and NAMES in (error.root_input_tokens or []):
                 return f"MODEL: got nothing: all words after {NAMES} are names; write MODEL before it"
-            return f"{flag}: got {value}; allowed: {allowed(error.argument.hint)}"
+            return f"{flag}: got {value}; allowed: {describe_values(error.argument.hint)}"
         case exceptions.UnknownOptionError():
             flag = error.token.keyword or error.token.value
-            hint = suggestions.about(flag, error.command_chain or (), app)
+            hint = suggestions.suggest(flag, error.command_chain or (), app)
             return f"Unknown option: {flag}. {hint}".rstrip()
         case exceptions.UnusedCliTokensError():
             extra = " ".join(error.unused_tokens or [])
@@ -88,13 +96,13 @@ def one_line(error: cyclopts.CycloptsError, app: cyclopts.App) -> str:
     return " ".join(str(error).split())
 
 
-def _behind(flag: str, words: list[str]) -> str:
+def _word_after(flag: str, words: list[str]) -> str:
     """The word after a flag that got no value. The parser does not accept a word with a hyphen as a value."""
-    found = [after for word, after in pairwise(words) if word == flag and not after.startswith("--")]
-    return repr(found[-1]) if found else "nothing"
+    values = [value for word, value in pairwise(words) if word == flag and not value.startswith("--")]
+    return repr(values[-1]) if values else "nothing"
 
 
-def allowed(hint: object) -> str:
+def describe_values(hint: object) -> str:
     """The values that a flag of type `hint` accepts, in words."""
     choices = [choice for part in _parts(hint) for choice in _literals(part)]
     if choices:

@@ -19,12 +19,12 @@ from moesaic.models import files, registry
 from moesaic.runtime.machine import cores
 from moesaic.text.tokenizer import Tokenizer
 
-DEQUANTISED = {
+DEQUANTIZED_NOTES = {
     "moesaic": "The checkpoint is quantised, or a GGUF file. transformers computed in float32 with the "
     "numbers that moesaic read in its files, so a mistake in reading them is not found.",
     "transformers": "The checkpoint is quantised. transformers dequantised its experts itself.",
 }
-"""By who read the numbers: what is compared with what."""
+"""Who read the numbers -> a sentence about what is compared with what."""
 
 
 def run(options: Verify, as_json: bool) -> int:
@@ -37,19 +37,21 @@ def run(options: Verify, as_json: bool) -> int:
     tokens = list(options.prompt_tokens) or _tokens(path, options.prompt or PROMPT)
     kernels = table.pick("cpu", options.kernels)
     kernels.set_threads(options.threads or cores(), False)
-    begun = time.monotonic()
+    start = time.monotonic()
     with progress(Console(stderr=True), time.monotonic, "parts/s") as show:
         verdict = verify(path, kernels, tokens, options.tolerance, show)
-    seconds = time.monotonic() - begun
-    stored = registry.quantised_type(files.read_config(path))
-    dequantised = None if stored is None else options.against if stored == "mxfp4" else "moesaic"
+    seconds = time.monotonic() - start
+    quantized_type = registry.quantised_type(files.read_config(path))
+    dequantized_by = (
+        None if quantized_type is None else options.against if quantized_type == "mxfp4" else "moesaic"
+    )
     if as_json:
         record = _record(options, tokens, kernels.name, verdict, seconds)
-        print(json.dumps(record | {"dequantised_by": dequantised}))
+        print(json.dumps(record | {"dequantised_by": dequantized_by}))
     else:
         _print(options, len(tokens), kernels.name, verdict, seconds)
-        if dequantised is not None:
-            Console(highlight=False).print(DEQUANTISED[dequantised], soft_wrap=True, markup=False)
+        if dequantized_by is not None:
+            Console(highlight=False).print(DEQUANTIZED_NOTES[dequantized_by], soft_wrap=True, markup=False)
     return 0 if verdict.equal else 1
 
 
@@ -70,7 +72,7 @@ def _record(
         "kernels": kernels,
         "prompt_tokens": tokens,
         "tolerance": verdict.tolerance,
-        "parts": [asdict(one) for one in verdict.parts],
+        "parts": [asdict(part) for part in verdict.parts],
         "first_different": verdict.first,
         "argmax_equal": not verdict.argmax_differs,
         "argmax_differs": list(verdict.argmax_differs),
@@ -81,15 +83,15 @@ def _record(
 
 def _print(options: Verify, count: int, kernels: str, verdict: Verdict, seconds: float) -> None:
     console = Console(highlight=False)
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("after")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("after")
     for name in ("largest error", "relative"):
-        shown.add_column(name, justify="right")
-    shown.add_column("")
-    for one in verdict.parts:
-        mark = "[red]differs[/]" if one.different else ""
-        shown.add_row(one.part, f"{one.absolute:.1e}", f"{one.relative:.1e}", mark)
-    console.print(shown)
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for part in verdict.parts:
+        mark = "[red]differs[/]" if part.different else ""
+        table.add_row(part.part, f"{part.absolute:.1e}", f"{part.relative:.1e}", mark)
+    console.print(table)
     for line in _lines(options, count, kernels, verdict, seconds):
         console.print(line, soft_wrap=True, markup=False)
 

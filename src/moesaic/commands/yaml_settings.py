@@ -13,7 +13,7 @@ from moesaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of a file of settings."""
+    """A key of a file of settings, with its values."""
 
     place: str
     """Where the key stands. Example: "server.yaml:3"."""
@@ -31,24 +31,25 @@ def read(file: Path) -> list[Setting]:
     Raises ConfigError if `file` cannot be read, is no mapping, or has a key twice.
     """
     try:
+        # compose keeps scalars as they are written, and knows their lines.
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{file}: got {_kind(root)}; allowed: a mapping of flags, such as port: 8000")
-        found = [_setting(file, key, value) for key, value in root.value]
+        settings = [_setting(file, key, value) for key, value in root.value]
     except OSError as error:
         raise ConfigError(f"--config: got {str(file)!r}; allowed: a YAML file ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: got bytes that are not UTF-8; allowed: YAML in UTF-8") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: this is not YAML: {' '.join(str(error).split())}") from error
-    seen: dict[str, Setting] = {}
-    for setting in found:
-        first = seen.setdefault(setting.key.replace("_", "-"), setting)
+    settings_by_key: dict[str, Setting] = {}
+    for setting in settings:
+        first = settings_by_key.setdefault(setting.key.replace("_", "-"), setting)
         if first is not setting:
             raise ConfigError(f"{setting.place}: {setting.key}: {first.place} has this key already")
-    return found
+    return settings
 
 
 def _setting(file: Path, key: yaml.Node, value: yaml.Node) -> Setting:

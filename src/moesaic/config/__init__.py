@@ -1,7 +1,4 @@
-"""Every setting, frozen and documented field by field. The command line is generated from here.
-
-Question: Where is a flag defined, and how is one added?
-"""
+"""Every setting, frozen and documented field by field. The command line is generated from here."""
 
 from __future__ import annotations
 

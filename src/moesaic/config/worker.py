@@ -1,4 +1,7 @@
-"""The settings of an attention worker: model, KV cache, batching, queues and offloading."""
+"""The settings of an attention worker: model, KV cache, batching, queues and offloading.
+
+Question: Where is a flag defined, and how is one added?
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`python -m moesaic.experts`: the process of one expert server, which the supervisor starts.
 
-Question: What does SIGTERM do?
+Question: What does SIGTERM do to an expert server?
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ together. The answer is that to a request without parts: with `partial` the sums
     header | experts int32 [p] | rows int32 [p] | weights float32 [p], if partial
            | servers int32 [q] | pairs of each part int32 [q] | hidden float32 [m, h]
 
-Where the rows stay on GPUs (`transport.device_calls`), numbers of rows in the memory of the GPU, int32 [m],
+Where the rows stay on GPUs (`gpu.ipc.device_calls`), numbers of rows in the memory of the GPU, int32 [m],
 take the place of the hidden states.
 
 Question: What goes over the wire in an expert request?

@@ -23,7 +23,7 @@ class Cuda:
     def free(self) -> int:
         return int(torch.cuda.mem_get_info()[0])
 
-    def pinned(self, size: int) -> torch.Tensor:
+    def allocate_pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def wait(self) -> None:
@@ -36,7 +36,7 @@ class Cuda:
 def copies(device: Device, size: int, stopwatch: Stopwatch, show: Show) -> tuple[Copy, ...]:
     """Measure all kinds of copies, `size` bytes at a time. Staging uses as many threads as torch has."""
     there = torch.ones(size, dtype=torch.uint8, device=device.name)
-    here, pinned = torch.ones(size, dtype=torch.uint8), device.pinned(size)
+    here, pinned = torch.ones(size, dtype=torch.uint8), device.allocate_pinned(size)
     pinned.fill_(1)
     jobs: tuple[tuple[Way, bool, Callable[[], object]], ...] = (
         ("down", True, partial(there.copy_, pinned, non_blocking=True)),

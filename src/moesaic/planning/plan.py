@@ -114,8 +114,8 @@ def plan(
         least = search.find_least_cap(cap)
         if least is None:
             raise ConfigError(search.explain_misfit(cap))
-        allowed = f"at least {least}MiB for {search.model.name} and these requests"
-        raise ConfigError.field("--fast-memory", options.fast_memory, allowed)
+        allowed_values = f"at least {least}MiB for {search.model.name} and these requests"
+        raise ConfigError.field("--fast-memory", options.fast_memory, allowed_values)
     pricing, price, tokens = result
     settings = _add_padding(_settings(worker, pricing, price, tokens), job.padded_length)
     return WorkerPlan(search.model, pricing.hardware, price, settings)
@@ -142,8 +142,10 @@ def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> No
         return
     levels = "GPU memory over RAM" if gpu else "RAM over a disk, which computes nothing"
     known_gpu = "a known GPU, or " if gpu else ""
-    allowed = f"{known_gpu}a file of `moesaic hardware measure --device {'cuda' if gpu else 'cpu'}`: {levels}"
-    raise ConfigError.field("--hardware", options.hardware, allowed)
+    allowed_values = (
+        f"{known_gpu}a file of `moesaic hardware measure --device {'cuda' if gpu else 'cpu'}`: {levels}"
+    )
+    raise ConfigError.field("--hardware", options.hardware, allowed_values)
 
 
 def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
@@ -163,14 +165,14 @@ def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
 def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> None:
     """Raises ConfigError for flags that the plan sets, and for schedules that this machine or group lacks."""
     if options.offload_schedule in CPU_SCHEDULES and not gpu:
-        allowed = "auto, cgopipe, on-demand, s4, serial over a disk, which computes nothing"
-        raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
+        allowed_values = "auto, cgopipe, on-demand, s4, serial over a disk, which computes nothing"
+        raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed_values)
     if gpu and worker.cache.kv_cache_dtype == "float16":
-        allowed = "auto, bfloat16, float32, int8 with --fast-memory on a GPU: the CPU reads it, too"
-        raise ConfigError.field("--kv-cache-dtype", "float16", allowed)
+        allowed_values = "auto, bfloat16, float32, int8 with --fast-memory on a GPU: the CPU reads it, too"
+        raise ConfigError.field("--kv-cache-dtype", "float16", allowed_values)
     if worker.parallel.tensor_parallel_size > 1 and options.offload_schedule in GATE_FIRST_SCHEDULES:
-        allowed = f"auto, cgopipe, {'s2, s3, ' * gpu}s4, serial with --tensor-parallel-size"
-        raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
+        allowed_values = f"auto, cgopipe, {'s2, s3, ' * gpu}s4, serial with --tensor-parallel-size"
+        raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed_values)
     scheduler, cache = worker.scheduler, worker.cache
     for flag, value, left_out in (
         ("--max-num-seqs", scheduler.max_num_seqs, SchedulerConfig.max_num_seqs),
@@ -182,8 +184,8 @@ def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> 
         ("--kv-cache-memory", cache.kv_cache_memory, CacheConfig.kv_cache_memory),
     ):
         if value != left_out:
-            allowed = "nothing with --fast-memory, whose plan sets it (see --micro-batch-size)"
-            raise ConfigError.field(flag, value, allowed)
+            allowed_values = "nothing with --fast-memory, whose plan sets it (see --micro-batch-size)"
+            raise ConfigError.field(flag, value, allowed_values)
 
 
 def longest_request(worker: WorkerConfig) -> int:

@@ -34,7 +34,7 @@ class Job:
     """Length to which each prompt is padded. None: no padding."""
 
     @property
-    def computed_tokens(self) -> int:
+    def num_computed_tokens(self) -> int:
         """Computed tokens of each prompt, including padding."""
         return self.prompt if self.padded_length is None else self.padded_length
 
@@ -48,7 +48,7 @@ class JobSearch:
         self.model = model
         self._hardware = hardware
         self._workload = Workload(
-            job.computed_tokens, max(job.generate, 2), cache_number, unfilled=BLOCK // 2
+            job.num_computed_tokens, max(job.generate, 2), cache_number, unfilled=BLOCK // 2
         )
         self._longest = math.ceil(job.longest / BLOCK) * BLOCK
         self._limits = limits

@@ -1,6 +1,6 @@
 """`python -m moesaic.runtime`: the process of one attention worker, started by the supervisor.
 
-Question: What does SIGTERM do?
+Question: What does SIGTERM do to an attention worker?
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The server's process: handles signals and ends the server.
 
-Question: What does SIGTERM do?
+Question: What does SIGTERM do to `moesaic serve`?
 """
 
 from __future__ import annotations

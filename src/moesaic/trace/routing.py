@@ -54,7 +54,7 @@ class RowFile:
     """A RowSink that writes the files of one worker. A full disk ends the recording, not the worker."""
 
     def __init__(self, part: Path, model: RoutedModel) -> None:
-        """part: the .json file (see `parts.part_of`), in a folder made by `prepare`.
+        """part: the .json file (see `parts.part_path`), in a folder made by `prepare`.
 
         Raises ConfigError if it cannot be written, or if the memory is too small for the model's counts.
         """

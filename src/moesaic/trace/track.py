@@ -45,7 +45,7 @@ class Track:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """path: from `parts.part_of`. clock: monotonic seconds, the same clock for all processes of a host.
+        """path: from `parts.part_path`. clock: monotonic seconds, the same clock for all processes of a host.
 
         Raises ConfigError if the file cannot be written.
         """

@@ -173,7 +173,7 @@ def test_missing_bindings_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`kernels.triton.nvshmem`, which has launched nothing yet."""
+    """`gpu.triton.nvshmem`, which has launched nothing yet."""
     pytest.importorskip("triton")
     module = importlib.import_module("moesaic.gpu.triton.nvshmem")
     monkeypatch.setattr(module, "_known", set())

@@ -11,8 +11,8 @@ import pytest
 from tests.support.fake_batch_server import line
 
 from moesaic.jobs.batch import lengths
-from moesaic.jobs.batch.lengths import COMPLETION, NOTHING, UNLIMITED, survey
-from moesaic.jobs.batch.output import answered
+from moesaic.jobs.batch.lengths import COMPLETION, REFUSED_JOB, UNLIMITED_TOKENS, survey
+from moesaic.jobs.batch.output import read_answered_keys
 from moesaic.planning import Job
 from moesaic.testing import byte_tokenizer
 from moesaic.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def test_worked_example(tokenizer: Tokenizer, written: Any) -> None:
 
 def test_chats(tokenizer: Tokenizer, written: Any) -> None:
     path = written(chat("a", "x" * 10), chat("b", "x" * 10, max_completion_tokens=6, max_tokens=9))
-    assert survey(path, tokenizer, LIMIT) == Job(2, 10, (UNLIMITED + 6) // 2, 10 + UNLIMITED)
+    assert survey(path, tokenizer, LIMIT) == Job(2, 10, (UNLIMITED_TOKENS + 6) // 2, 10 + UNLIMITED_TOKENS)
     # what sets no limit gives way to the context's end
     assert survey(path, tokenizer, 100) == Job(2, 10, (90 + 6) // 2, 100)
 
@@ -99,12 +99,12 @@ def test_lines_that_will_be_refused_count_for_nothing(tokenizer: Tokenizer, writ
     good = line("good", prompt="x" * 8, max_tokens=4)
     found = survey(written(*refused, good), tokenizer, LIMIT)
     assert found == Job(requests=1, prompt=8, generate=4, longest=12)
-    assert survey(written(*refused), tokenizer, LIMIT) == NOTHING
+    assert survey(written(*refused), tokenizer, LIMIT) == REFUSED_JOB
 
 
 def test_no_template_is_no_chat(tmp_path: Path, written: Any) -> None:
     byte_tokenizer(tmp_path)
-    assert survey(written(chat("a", "hi")), Tokenizer(tmp_path), LIMIT) == NOTHING
+    assert survey(written(chat("a", "hi")), Tokenizer(tmp_path), LIMIT) == REFUSED_JOB
 
 
 def test_what_is_done_is_left_out(tokenizer: Tokenizer, written: Any, tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_what_is_done_is_left_out(tokenizer: Tokenizer, written: Any, tmp_path: 
     result: dict[str, Any] = {"id": "batch_req_1", "custom_id": "a", "response": None, "error": None}
     bad = {"id": "batch_req_2", "custom_id": None, "response": None, "error": {"line": 2}}
     out.write_text(json.dumps(result) + "\n" + json.dumps(bad) + '\n{"id": "batch_req_3", "custom_')
-    assert answered(out) == {"a", 2} and answered(tmp_path / "none") == set()
-    assert survey(path, tokenizer, LIMIT, answered(out)) == Job(1, 10, 2, 12)
+    assert read_answered_keys(out) == {"a", 2} and read_answered_keys(tmp_path / "none") == set()
+    assert survey(path, tokenizer, LIMIT, read_answered_keys(out)) == Job(1, 10, 2, 12)
     assert survey(path, tokenizer, LIMIT, {"a", "b", 2}) is None
     assert survey(written(), tokenizer, LIMIT) is None
 
@@ -123,8 +123,8 @@ def test_what_is_done_is_left_out(tokenizer: Tokenizer, written: Any, tmp_path: 
 def test_the_longest_is_found_behind_those_that_are_counted(
     tokenizer: Tokenizer, written: Any, monkeypatch: pytest.MonkeyPatch, last: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(lengths, "SAMPLED", 3)
-    monkeypatch.setattr(lengths, "LONGEST", 2)
+    monkeypatch.setattr(lengths, "SAMPLE_LINES", 3)
+    monkeypatch.setattr(lengths, "LONGEST_LINES", 2)
     short = [line(f"s{index}", prompt="x" * 10, max_tokens=1) for index in range(20)]
     path = written(*short[:12], line("last", **last), *short[12:])
     assert survey(path, tokenizer, LIMIT) == Job(21, 10, 1, 609)

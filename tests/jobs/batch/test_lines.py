@@ -9,7 +9,7 @@ from tests.support.fake_batch_server import line
 
 from moesaic.core.errors import ConfigError
 from moesaic.jobs.batch import lines
-from moesaic.jobs.batch.lines import BadLine, Job, parse, read, result_of, result_of_bad
+from moesaic.jobs.batch.lines import BadLine, Job, make_bad_line_result, make_result, parse, read
 from moesaic.server.client import Reply
 
 
@@ -63,9 +63,9 @@ def test_no_line_breaks_the_parser(raw):
 def test_every_line_gets_a_result_that_is_one_line_of_json(custom_id):
     item = parse(1, with_changes(custom_id=custom_id))
     if isinstance(item, BadLine):
-        raw = lines.encode(result_of_bad(item, "batch_req_1"))
+        raw = lines.encode(make_bad_line_result(item, "batch_req_1"))
     else:
-        raw = lines.encode(result_of(item, Reply(200, {"text": custom_id}, None, None), "batch_req_1"))
+        raw = lines.encode(make_result(item, Reply(200, {"text": custom_id}, None, None), "batch_req_1"))
     assert raw.count(b"\n") == 1
     assert json.loads(raw)["id"] == "batch_req_1"
 
@@ -92,12 +92,12 @@ def test_an_input_that_cannot_be_read(tmp_path):
 
 def test_a_result_of_a_refused_request_keeps_the_answer_and_names_the_line():
     reply = Reply(400, {"error": {"message": "temperature: got -1", "code": None}}, "r", None)
-    result = result_of(Job(7, "a", "/v1/completions", {}), reply, "batch_req_1")
+    result = make_result(Job(7, "a", "/v1/completions", {}), reply, "batch_req_1")
     assert result["response"] == {"status_code": 400, "request_id": "r", "body": reply.body}
     assert result["error"] == {"code": "http_400", "message": "line 7: temperature: got -1", "line": 7}
 
 
 @pytest.mark.parametrize("body", ["<html>", None, [], {"error": "text"}, {"error": {"code": 3}}])
 def test_an_answer_of_another_shape_is_no_surprise(body):
-    result = result_of(Job(7, "a", "/v1/completions", {}), Reply(502, body, None, None), "batch_req_1")
+    result = make_result(Job(7, "a", "/v1/completions", {}), Reply(502, body, None, None), "batch_req_1")
     assert result["error"]["code"] == "http_502"

@@ -7,14 +7,14 @@ import pytest
 from tests.support.fake_batch_server import results
 
 from moesaic.core.errors import ConfigError
-from moesaic.jobs.batch.lines import BadLine, Job, encode, result_of, result_of_bad
+from moesaic.jobs.batch.lines import BadLine, Job, encode, make_bad_line_result, make_result
 from moesaic.jobs.batch.output import Output, OutputError
 from moesaic.server.client import Reply
 
 GOOD = encode(
-    result_of(Job(1, "a", "/v1/completions", {}), Reply(200, {"model": "m"}, "r", None), "batch_req_1")
+    make_result(Job(1, "a", "/v1/completions", {}), Reply(200, {"model": "m"}, "r", None), "batch_req_1")
 )
-BAD = encode(result_of_bad(BadLine(2, "invalid_json", "not JSON"), "batch_req_2"))
+BAD = encode(make_bad_line_result(BadLine(2, "invalid_json", "not JSON"), "batch_req_2"))
 
 
 def opened(path, **settings):
@@ -26,7 +26,7 @@ def test_what_an_earlier_run_left_is_known(tmp_path):
     file.write_bytes(GOOD + BAD)
     with opened(file) as output:
         done = output.recover()
-    assert (done.keys, done.failed, done.models) == ({"a", 2}, 1, {"m"})
+    assert (done.keys, done.num_failed, done.models) == ({"a", 2}, 1, {"m"})
 
 
 def test_a_file_torn_at_any_byte_is_cut_to_its_whole_lines(tmp_path):

@@ -12,7 +12,7 @@ from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.jobs.batch.options import RunBatch
 from moesaic.jobs.batch.run import run_with
 from moesaic.jobs.batch.show import print_summary
-from moesaic.jobs.batch.window import seconds_to_wait
+from moesaic.jobs.batch.window import retry_delay
 
 
 @pytest.fixture
@@ -106,9 +106,9 @@ def test_a_busy_server_is_asked_again(files):
 
 
 def test_how_long_a_busy_server_is_left_alone():
-    assert [seconds_to_wait(n, None) for n in range(3)] == [0.1, 0.2, 0.4]
-    assert seconds_to_wait(0, 2.0) == 2.0
-    assert seconds_to_wait(50, 1.0) == 30.0
+    assert [retry_delay(n, None) for n in range(3)] == [0.1, 0.2, 0.4]
+    assert retry_delay(0, 2.0) == 2.0
+    assert retry_delay(50, 1.0) == 30.0
 
 
 def test_the_death_of_the_worker_ends_the_run_and_keeps_what_was_done(files):

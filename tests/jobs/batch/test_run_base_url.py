@@ -108,7 +108,7 @@ def test_a_connection_that_breaks_is_made_again(
     files: tuple[Path, Path], run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = write_input(files[0], 20)
-    monkeypatch.setattr(window, "seconds_to_wait", lambda attempt, asked: 0.01)
+    monkeypatch.setattr(window, "retry_delay", lambda attempt, asked: 0.01)
     with opened(Shop(cut=9)) as shop:
         assert run("--base-url", shop.url, "--max-in-flight", "4") == 0
     assert sorted(one["custom_id"] for one in results(files[1])) == sorted(ids)
@@ -121,7 +121,7 @@ def test_a_server_that_stays_away_ends_the_run_and_keeps_what_is_done(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_input(files[0], 3)
-    monkeypatch.setattr(window, "seconds_to_wait", lambda attempt, asked: 0.001)
+    monkeypatch.setattr(window, "retry_delay", lambda attempt, asked: 0.001)
     with opened(Shop(cut=1000)) as shop:
         assert run("--base-url", shop.url) == 1
     said = capsys.readouterr().err

@@ -24,11 +24,11 @@ def test_a_worked_example():
     done = [outcome(0.1, [0.02, 0.04]), outcome(0.3, [0.01]), outcome(0.2, [])]
     failed = outcome(9.0, [9.0], error="HTTP 500: no")
     summary = summarise([*done, failed], 2.0, percentiles=(50.0,), objectives={"ttft": 250.0, "tpot": 20.0})
-    assert (summary.completed, summary.failed) == (3, 1)
+    assert (summary.num_completed, summary.num_failed) == (3, 1)
     assert (summary.total_input, summary.total_output) == (30, 6)
     assert summary.request_throughput == 1.5
     assert (summary.output_throughput, summary.total_token_throughput) == (3.0, 18.0)
-    assert (summary.good, summary.request_goodput) == (1, 0.5)
+    assert (summary.num_good, summary.request_goodput) == (1, 0.5)
     assert summary.spreads["ttft"].mean == pytest.approx(200.0)
     assert summary.spreads["tpot"].mean == pytest.approx(20.0)
     assert summary.spreads["itl"].median == pytest.approx(20.0)
@@ -52,8 +52,8 @@ def test_nothing_is_all_zeros():
 
 
 def test_a_boundary_is_good_and_a_single_token_has_no_tpot_to_miss():
-    assert summarise([outcome(0.5, [])], 1.0, objectives={"ttft": 500.0, "tpot": 0.001}).good == 1
-    assert summarise([outcome(0.5, [])], 1.0, objectives={"e2el": 499.0}).good == 0
+    assert summarise([outcome(0.5, [])], 1.0, objectives={"ttft": 500.0, "tpot": 0.001}).num_good == 1
+    assert summarise([outcome(0.5, [])], 1.0, objectives={"e2el": 499.0}).num_good == 0
 
 
 def test_texts_of_options():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moesaic.core.errors import ConfigError
-from moesaic.jobs.bench.lengths import MIXES, Range, around, read_trace
+from moesaic.jobs.bench.lengths import MIXES, Range, range_around, read_trace
 from moesaic.jobs.bench.options import ServeBench, ThroughputBench
 from moesaic.jobs.bench.plan import check_lengths, plan_serve
 from moesaic.jobs.bench.workload import POOL_TEXT, read_prompts, token_pool
@@ -40,8 +40,8 @@ def test_the_mixes_of_the_papers(mix):
 
 def test_a_range_has_both_ends():
     assert set(Range(1, 3).draw(100, np.random.default_rng(0)).tolist()) == {1, 2, 3}
-    assert around(100, 0.5) == Range(50, 150)
-    assert around(1, 1.0) == Range(1, 2)
+    assert range_around(100, 0.5) == Range(50, 150)
+    assert range_around(1, 1.0) == Range(1, 2)
 
 
 def test_a_seed_fixes_the_plan():

@@ -82,7 +82,7 @@ def test_random_tokens_come_from_the_servers_tokenizer_or_below_the_given_size()
 def test_requests_are_sent_at_their_times():
     with FakeServer() as server:
         report = bench(server, arrivals="fixed", request_rate=20.0, num_warmups=0)
-        starts = [outcome.started for outcome in report.outcomes]
+        starts = [outcome.send_time for outcome in report.outcomes]
     assert (starts[-1] - starts[0]) / 5 == pytest.approx(0.05, abs=0.02)
 
 
@@ -101,11 +101,11 @@ def test_objectives_from_a_light_load():
     with FakeServer(first=0.05, step=0.01) as server:
         report = bench(server, console, slo="5x-light", light_requests=3)
         assert len(server.bodies) == 1 + 3 + 6
-    assert report.light.completed == 3
+    assert report.light.num_completed == 3
     assert report.objectives["ttft"] == pytest.approx(5 * report.light.spreads["ttft"].mean)
     assert report.objectives["ttft"] >= 250
     good = sum(is_good(outcome, report.objectives) for outcome in report.outcomes)
-    assert 0 < good == report.summary.good
+    assert 0 < good == report.summary.num_good
     assert report.to_dict()["request_goodput"] == good / report.summary.duration
     assert "light load, 3 requests one at a time: mean ttft" in console.file.getvalue()
 
@@ -113,7 +113,7 @@ def test_objectives_from_a_light_load():
 def test_objectives_that_are_given():
     with FakeServer(first=0.05) as server:
         report = bench(server, goodput=("ttft:10", "e2el:10000"))
-    assert (report.summary.good, report.summary.request_goodput) == (0, 0.0)
+    assert (report.summary.num_good, report.summary.request_goodput) == (0, 0.0)
     assert report.to_dict()["slo_ms"] == {"ttft": 10.0, "e2el": 10000.0}
 
 
@@ -131,7 +131,7 @@ def test_failures_are_counted_and_told(settings, said):
         report = bench(server, num_warmups=0)
         with pytest.raises(BenchError, match="warm-up: .*" + said):
             bench(server)
-    assert (report.summary.completed, report.summary.failed) == (0, 6)
+    assert (report.summary.num_completed, report.summary.num_failed) == (0, 6)
     assert report.errors()[0][1] == 6
     assert said in report.errors()[0][0]
     console = quiet()
@@ -156,7 +156,7 @@ def test_requests_that_are_too_long_are_refused_before_any_is_sent():
             bench(server)
         assert server.bodies == []
         server.max_model_len = None
-        assert bench(server).summary.completed == 6
+        assert bench(server).summary.num_completed == 6
 
 
 def test_bad_texts_are_refused_before_the_server_is_asked():
@@ -169,7 +169,7 @@ def test_results_are_saved(tmp_path):
     with FakeServer() as server:
         report = bench(server, result_dir=tmp_path / "deep", result_filename="r.json", save_detailed=True)
         saved = json.loads((tmp_path / "deep" / "r.json").read_text())
-        assert saved == json.loads(report.to_json(detailed=True))
+        assert saved == json.loads(report.to_json(with_details=True))
         assert [len(gaps) for gaps in saved["itls"]] == [4] * 6
         bench(server, result_dir=tmp_path, save_result=True)
         assert len(list(tmp_path.glob("bench-serve-fake-*.json"))) == 1

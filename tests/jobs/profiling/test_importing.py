@@ -26,7 +26,7 @@ from moesaic.core.profile import Profile
 from moesaic.core.routing import RoutedModel
 from moesaic.core.tables import Tables
 from moesaic.jobs.profiling import sglang_files, vllm_answers
-from moesaic.jobs.profiling.recorded import profile_of
+from moesaic.jobs.profiling.routing_records import make_profile
 from moesaic.models import files
 from moesaic.models.registry import routed_model
 from moesaic.policy.placement import balance
@@ -103,7 +103,7 @@ def test_tokens_of_sglang_with_redundant_experts(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]
     parts = sglang_files.read(files_, MODEL)
-    made = profile_of(MODEL, parts)
+    made = make_profile(MODEL, parts)
     assert [part.left_out for part in parts] == [1, 0] and made.tokens == 8 and made.token_ids
     assert np.diff(made.routes.starts).tolist() == [4, 2] == made.routes.prompts.tolist()
     assert made.routes.tokens.tolist() == tokens[:6]
@@ -139,7 +139,7 @@ def test_loads_of_sglang(mode: str, tmp_path: Path) -> None:
             for i, one in enumerate(counts)
         ]
         dump(file, records, places)
-    made = profile_of(MODEL, sglang_files.read([file], MODEL))
+    made = make_profile(MODEL, sglang_files.read([file], MODEL))
     assert (made.loads == expected).all() and not made.token_ids and not made.routes.requests
     made.save(tmp_path / "p.npz")
     assert not Profile.load(tmp_path / "p.npz").token_ids
@@ -173,7 +173,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_wrong_files_of_sglang(contents: Any, message: str, tmp_path: Path) -> None:
     torch.save(contents, tmp_path / "x.pt")
     with pytest.raises(ConfigError, match=message) as refused:
-        profile_of(MODEL, sglang_files.read([tmp_path / "x.pt"], MODEL))
+        make_profile(MODEL, sglang_files.read([tmp_path / "x.pt"], MODEL))
     assert "\n" not in str(refused.value)
 
 
@@ -197,7 +197,7 @@ def test_loads_and_tokens_do_not_mix(tmp_path: Path) -> None:
     one = dump(tmp_path / "a.pt", [sglang_pass(1, [3, 4], ids, [2])], places)
     torch.save({"rank": 0, "logical_count": torch.ones(1, 3, 6, dtype=torch.int32)}, tmp_path / "b.pt")
     with pytest.raises(ConfigError, match="FILES: got 'loads and tokens'; allowed: files of one"):
-        profile_of(MODEL, sglang_files.read([one, tmp_path / "b.pt"], MODEL))
+        make_profile(MODEL, sglang_files.read([one, tmp_path / "b.pt"], MODEL))
 
 
 # ---- vLLM
@@ -229,7 +229,7 @@ def test_answers_of_vllm(chat: bool, every_layer: bool, tmp_path: Path) -> None:
     plain, lines = tmp_path / "one.json", tmp_path / "out.jsonl"
     plain.write_text(json.dumps(one))
     lines.write_text(json.dumps(line) + "\n\n" + json.dumps(one) + "\n")
-    made = profile_of(MODEL, vllm_answers.read([plain, lines], MODEL))
+    made = make_profile(MODEL, vllm_answers.read([plain, lines], MODEL))
     assert made.routes.requests == 3 and made.tokens == 18
     assert made.routes.prompts.tolist() == [3, 3, 3]
     assert made.routes.tokens.tolist() == 3 * [3, 4, 5, 6, 7, 8], "the last token never ran"
@@ -245,7 +245,7 @@ def test_answers_of_vllm_0_21(tmp_path: Path) -> None:
     found = {"choices": [choice], "prompt_token_ids": [3, 4, 5], "prompt_routed_experts": prompt.tolist()}
     (tmp_path / "a.json").write_text(json.dumps(found))
     [part] = vllm_answers.read([tmp_path / "a.json"], MODEL)
-    made = profile_of(MODEL, [part])
+    made = make_profile(MODEL, [part])
     assert part.left_out == 2 and made.routes.tokens.tolist() == [5, 6, 7, 8]
     assert made.routes.prompts.tolist() == [1] and (made.routes.experts == chosen[2:]).all()
 

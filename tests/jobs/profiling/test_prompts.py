@@ -36,7 +36,7 @@ def test_of_several_files_each_is_a_topic(tmp_path: Path) -> None:
     one = lines(tmp_path / "one.jsonl", *({"prompt": str(i), "topic": "t"} for i in range(5)))
     two = tmp_path / "two.txt"
     two.write_text('first\n\n  {"prompt": "second"}  \n')
-    assert read([one, two], most=2) == [
+    assert read([one, two], max_prompts=2) == [
         Prompt("0", "one"),
         Prompt("1", "one"),
         Prompt("first", "two"),

@@ -29,11 +29,11 @@ def test_it_is_a_checkpoint_when_all_is_written(tmp_path: Path) -> None:
             file.put("b", b"\1\0\0\0")
             with pytest.raises(CheckpointError, match=r"no config\.json"):
                 files.resolve(str(path))
-            assert not directory.has("x.safetensors")
+            assert not directory.has_file("x.safetensors")
             assert list(file.copy("a", source / "numbers", 4, 6)) == [6, 2]
-        assert directory.has("x.safetensors") and not directory.finished
+        assert directory.has_file("x.safetensors") and not directory.is_finished
         directory.finish(source, {"model_type": "x"}, {"x.safetensors": TENSORS})
-        assert directory.finished
+        assert directory.is_finished
     assert files.resolve(str(path)) == path
     assert sorted(file.name for file in path.iterdir()) == [
         "config.json", "model.safetensors.index.json", RECORD, "tokenizer.json", "x.safetensors",
@@ -50,10 +50,10 @@ def test_a_file_that_fails_in_the_middle_has_no_name(tmp_path: Path) -> None:
     with Directory(tmp_path / "out", SETTINGS) as directory:
         with pytest.raises(ZeroDivisionError), directory.writing("x.safetensors", TENSORS):
             raise ZeroDivisionError
-        assert not directory.has("x.safetensors")
+        assert not directory.has_file("x.safetensors")
         with pytest.raises(AssertionError, match="not written"), directory.writing("y.safetensors", TENSORS):
             pass
-        assert not directory.has("y.safetensors")
+        assert not directory.has_file("y.safetensors")
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [RECORD, WORK]
 
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from tests.support import golden_formats, quantizers
 
 from moesaic.core.errors import ConfigError
-from moesaic.jobs.quantizing.formats import Coded, Format, as_stored, chosen
+from moesaic.jobs.quantizing.formats import Format, QuantizedMatrix, choose_format, round_scales
 from moesaic.models.config import Fields
 from moesaic.models.quantization import compressed_tensors
 from moesaic.models.quantization.scheme import unpacked
@@ -25,7 +25,7 @@ def test_the_library_writes_the_same_bytes(bits: int, group: int | None) -> None
         )
     form = Format(bits, group)
     codes = np.ascontiguousarray(unpacked(packed.numpy(), bits, columns))
-    written = form.stored(Coded(codes, scales.float().numpy()), "BF16")
+    written = form.encode(QuantizedMatrix(codes, scales.float().numpy()), "BF16")
     assert written[0] == packed.numpy().tobytes()
     assert written[1] == scales.view(torch.uint16).numpy().tobytes()
     assert written[2] == shape.to(torch.int64).numpy().tobytes()
@@ -37,7 +37,7 @@ def test_the_library_writes_the_same_bytes(bits: int, group: int | None) -> None
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_that_fill_no_word_are_padded_with_zeros(bits: int) -> None:
     codes = np.random.default_rng(0).integers(0, 2**bits, (5, 27), dtype=np.uint8)
-    written = Format(bits, None).stored(Coded(codes, np.ones((5, 1), np.float32)), "F32")[0]
+    written = Format(bits, None).encode(QuantizedMatrix(codes, np.ones((5, 1), np.float32)), "F32")[0]
     assert written == quantizers.words(torch.from_numpy(codes).long(), bits).numpy().tobytes()
     assert len(written) == Format(bits, None).tensors("x", 5, 27, "F32")[0].size
 
@@ -55,9 +55,9 @@ def test_scales_are_rounded_as_torch_does(kind: str, dtype: torch.dtype) -> None
     scales = torch.rand(4, 50, generator=torch.Generator().manual_seed(1)) * 2.0 ** torch.arange(
         -9, 41
     ).remainder(14)
-    assert np.array_equal(as_stored(scales.numpy(), kind), scales.to(dtype).float().numpy())
-    assert as_stored(np.array([[0.0]], np.float32), kind) == 1
-    assert np.array_equal(as_stored(scales.numpy(), "F32"), scales.numpy())
+    assert np.array_equal(round_scales(scales.numpy(), kind), scales.to(dtype).float().numpy())
+    assert round_scales(np.array([[0.0]], np.float32), kind) == 1
+    assert np.array_equal(round_scales(scales.numpy(), "F32"), scales.numpy())
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_scales_are_rounded_as_torch_does(kind: str, dtype: torch.dtype) -> None
     ],
 )
 def test_group_sizes(name: str, group: int | None, columns: tuple[int, ...], form: Format) -> None:
-    assert chosen(name, group, columns) == form
+    assert choose_format(name, group, columns) == form
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_groups_that_do_not_divide_are_refused(
     group: int | None, columns: tuple[int, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        chosen("int4", group, columns)
+        choose_format("int4", group, columns)
     assert str(refused.value).startswith(f"--group-size: {says}")

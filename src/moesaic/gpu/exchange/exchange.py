@@ -1,9 +1,9 @@
 """The routed experts of steps that are one CUDA graph, though they are on servers.
 
 The graph holds launches that write requests into mailboxes, wait for the answers and collect them
-(`kernels.exchange`). So the host has nothing to do in a layer. Between steps it writes the table from experts
-to servers, and during a step it watches the servers. `RemoteExperts` decides who is asked and who is given
-up, and this follows it: a server has a mailbox as long as it has a connection there.
+(`gpu.exchange.exchange_launches`). So the host has nothing to do in a layer. Between steps it writes the
+table from experts to servers, and during a step it watches the servers. `RemoteExperts` decides who is asked
+and who is given up, and this follows it: a server has a mailbox as long as it has a connection there.
 
 A step whose server is gone or late is ended by the host, and then computed once more by `RemoteExperts`. So
 is a step with answers that are NaN or infinite: only `RemoteExperts` can tell whether they should be. The

@@ -1,7 +1,7 @@
 """What launches on a device need to ask expert servers and to take their answers, without the host.
 
-There are two sets of launches. Those of `kernels.triton.exchange` write into memory that servers of the same
-host see. Those of `kernels.triton.nvshmem_exchange` send to servers of any host. Addresses are all that both
+There are two sets of launches. Those of `gpu.triton.exchange` write into memory that servers of the same
+host see. Those of `gpu.triton.nvshmem_exchange` send to servers of any host. Addresses are all that both
 know of a server.
 """
 

@@ -1,6 +1,6 @@
 """Places in memory of the own GPU that other processes open: the heap of calls whose rows stay on devices.
 
-This room knows no GPU: `kernels.device_sharing` makes the memory.
+This room knows no GPU: `gpu.ipc.device_sharing` makes the memory.
 """
 
 from __future__ import annotations

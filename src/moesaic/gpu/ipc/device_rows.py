@@ -2,7 +2,7 @@
 
 A worker copies the hidden states of a request into memory that it exports, before it waits for the gate's
 choice: that is the one wait of a layer, and the copy is done then. Servers read rows there, and write answers
-into memory of their connection. No row goes to a host. See `transport.device_calls`.
+into memory of their connection. No row goes to a host. See `gpu.ipc.device_calls`.
 
 Question: Do rows between workers and expert servers leave the GPUs (`--transport cuda_ipc`)?
 """

@@ -1,4 +1,4 @@
-"""The server's end of channels to workers, by NVSHMEM. See `nvshmem_job` for the memory.
+"""The server's end of channels to workers, by NVSHMEM. See `gpu.nvshmem.job` for the memory.
 
 Requests arrive in the memory of the server's GPU, and nothing wakes the host. So the host reads all words of
 requests at once, as long as graphs may ask: workers wake the server by their lifelines meanwhile.

@@ -1,6 +1,6 @@
-"""The worker's end of a channel to an expert server, by NVSHMEM. See `nvshmem_job` for the memory.
+"""The worker's end of a channel to an expert server, by NVSHMEM. See `gpu.nvshmem.job` for the memory.
 
-Kernels write the requests and wait for the answers (`kernels.triton.nvshmem_exchange`), and tell the host in
+Kernels write the requests and wait for the answers (`gpu.triton.nvshmem_exchange`), and tell the host in
 a page of its memory. A lifeline shows whether the server is there. A channel is used again after its lifeline
 was lost only when both ends have all that was sent before: then the server sends the last word that it wrote.
 """

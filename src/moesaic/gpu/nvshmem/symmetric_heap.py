@@ -7,7 +7,7 @@ a signal: a word of 8 bytes at the receiver, which changes once the bytes before
 A job is formed once: all of its processes call `join` together. NVSHMEM has no way to leave a job, or to take
 the place of a process that died. The others go on, as long as they write nothing to it.
 
-`kernels.triton.nvshmem` has the calls of kernels.
+`gpu.triton.nvshmem` has the calls of kernels.
 """
 
 from __future__ import annotations

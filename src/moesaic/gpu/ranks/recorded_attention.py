@@ -1,6 +1,6 @@
 """Shared attention in decode steps that are recorded as CUDA graphs.
 
-The first rank records a step as a single process does (`step/graphs.py`). Each of its recordings has a
+The first rank records a step as a single process does (`gpu/graphs/graphs.py`). Each of its recordings has a
 number. The other ranks have a recording of the same number: graphs of its layers' attention, for as many
 rows. Before the first rank replays a part of a step it announces whose attention is in it, and once the step.
 

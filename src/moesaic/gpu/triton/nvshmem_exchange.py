@@ -12,7 +12,7 @@ rows that it needs and no others.
 A server's answer word is twice the number of the request, plus one if it has doubts about its numbers. The
 host is told meanwhile what was asked and answered, in memory of its own.
 
-See `kernels.triton.exchange` for what holds there too: launches of one stream are ordered, nothing is read
+See `gpu.triton.exchange` for what holds there too: launches of one stream are ordered, nothing is read
 back, and no launch has an argument that changes.
 
 Question: How does a CUDA graph ask servers of other hosts (`--transport nvshmem`)?

@@ -57,18 +57,20 @@ def read(path: Path) -> Iterator[Job | BadLine]:
 
     The ids seen so far stay in memory, to find duplicates.
     """
-    seen: dict[str, int] = {}
+    line_by_id: dict[str, int] = {}
     try:
         with path.open("rb") as file:
             for number, raw in _raw_lines(file):
                 item = parse(number, raw)
                 if item.custom_id is None:
                     yield item
-                elif item.custom_id in seen:
-                    reason = f"custom_id: got {item.custom_id!r}; line {seen[item.custom_id]} has it already"
+                elif item.custom_id in line_by_id:
+                    reason = (
+                        f"custom_id: got {item.custom_id!r}; line {line_by_id[item.custom_id]} has it already"
+                    )
                     yield BadLine(number, "duplicate_custom_id", reason)
                 else:
-                    seen[item.custom_id] = number
+                    line_by_id[item.custom_id] = number
                     yield item
     except OSError as error:
         raise ConfigError(f"--input-file: {path}: {error.strerror}") from error
@@ -83,11 +85,12 @@ def parse(number: int, raw: bytes | None) -> Job | BadLine:
     if raw is None:
         return BadLine(number, "line_too_long", f"longer than {MAX_LINE_BYTES} bytes")
     try:
+        # Some editors begin a file with a byte order mark.
         value = json.loads(raw.removeprefix(b"\xef\xbb\xbf"))
     except (ValueError, RecursionError) as error:
         return BadLine(number, "invalid_json", f"not JSON: {error}")
     if not isinstance(value, dict):
-        return BadLine(number, "invalid_line", f"got {_shown(value)}; allowed: a JSON object")
+        return BadLine(number, "invalid_line", f"got {_shorten(value)}; allowed: a JSON object")
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not _is_id(custom_id):
         return BadLine(number, "invalid_custom_id", _field("custom_id", value, "a text, unique in the file"))
@@ -104,22 +107,22 @@ def _job(number: int, custom_id: str, value: dict[str, Any]) -> Job | BadLine:
         return bad("invalid_method", _field("method", value, "'POST'"))
     url, body = value.get("url"), value.get("body")
     if url not in URLS:
-        return bad("invalid_url", _field("url", value, " or ".join(repr(known) for known in URLS)))
+        return bad("invalid_url", _field("url", value, " or ".join(repr(path) for path in URLS)))
     if not isinstance(body, dict):
         return bad("invalid_body", _field("body", value, "a JSON object"))
     if body.get("stream"):
-        return bad("invalid_body", f"body.stream: got {_shown(body['stream'])}; allowed: false in a batch")
+        return bad("invalid_body", f"body.stream: got {_shorten(body['stream'])}; allowed: false in a batch")
     return Job(number, custom_id, url, body)
 
 
-def result_of(job: Job, reply: Reply, result_id: str) -> dict[str, Any]:
+def make_result(job: Job, reply: Reply, result_id: str) -> dict[str, Any]:
     """The output line of an answered job; the answer may be an error."""
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
     error = None if reply.status == 200 else _error(job.line, *_error_of(reply))
     return {"id": result_id, "custom_id": job.custom_id, "response": response, "error": error}
 
 
-def result_of_bad(bad: BadLine, result_id: str) -> dict[str, Any]:
+def make_bad_line_result(bad: BadLine, result_id: str) -> dict[str, Any]:
     """The output line of a line without a valid request."""
     error = _error(bad.line, bad.code, bad.reason)
     return {"id": result_id, "custom_id": bad.custom_id, "response": None, "error": error}
@@ -133,7 +136,7 @@ def error_code(reply: Reply) -> str | None:
 
 
 def encode(result: dict[str, Any]) -> bytes:
-    """One line of the output file."""
+    """Encode a result as a line of the output file."""
     return json.dumps(result, ensure_ascii=False).encode() + b"\n"
 
 
@@ -142,10 +145,10 @@ def _raw_lines(file: Any) -> Iterator[tuple[int, bytes | None]]:
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        whole = len(raw) <= MAX_LINE_BYTES or raw.endswith(b"\n")
+        is_complete = len(raw) <= MAX_LINE_BYTES or raw.endswith(b"\n")
         while not raw.endswith(b"\n") and len(raw) > MAX_LINE_BYTES:
             raw = file.readline(MAX_LINE_BYTES + 1)
-        if not whole:
+        if not is_complete:
             yield number, None
         elif raw.strip():
             yield number, raw
@@ -162,9 +165,9 @@ def _error(line: int, code: str, reason: str) -> dict[str, Any]:
     return {"code": code, "message": f"line {line}: {reason}", "line": line}
 
 
-def _field(name: str, value: dict[str, Any], allowed: str) -> str:
-    got = _shown(value[name]) if name in value else "nothing"
-    return f"{name}: got {got}; allowed: {allowed}"
+def _field(name: str, value: dict[str, Any], allowed_values: str) -> str:
+    got = _shorten(value[name]) if name in value else "nothing"
+    return f"{name}: got {got}; allowed: {allowed_values}"
 
 
 def _is_id(value: str) -> bool:
@@ -172,6 +175,6 @@ def _is_id(value: str) -> bool:
     return value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."

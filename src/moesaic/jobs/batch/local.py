@@ -23,13 +23,13 @@ from moesaic.trace.options import RecordConfig
 
 
 @dataclass(frozen=True)
-class Served:
+class ModelService:
     """A model that accepts requests."""
 
     client: Client
     """The client that asks for the answers. It is not open yet."""
     description: str | None = None
-    """One line about what serves, for people."""
+    """A line about what serves, for people."""
     stats: Callable[[], WorkerStats] | None = None
     """Returns the statistics of the workers so far. None: the workers are not this process's own."""
 
@@ -46,7 +46,7 @@ async def serving(
     strict_fields: bool = False,
     seed: int | None = None,
     record: RecordConfig = RecordConfig(),
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[ModelService]:
     """Serve `config`'s model under `names` until the end of the block. Answers have the first one.
 
     cluster: the processes that serve; None: one worker.
@@ -63,12 +63,14 @@ async def serving(
         special_tokens_in_content=special_tokens_in_content,
         seed=seed,
         record=record,
-    ) as launched:
-        engine = AsyncEngine(launched.engine, launched.connection, describe_end=launched.describe_end)
+    ) as launched_engine:
+        engine = AsyncEngine(
+            launched_engine.engine, launched_engine.connection, describe_end=launched_engine.describe_end
+        )
         service = Service(
             engine,
             names[0],
-            launched.default_sampling,
+            launched_engine.default_sampling,
             __version__,
             tool_call_parser=parsers[0],
             reasoning_parser=parsers[1],
@@ -76,19 +78,22 @@ async def serving(
             other_names=names[1:],
         )
         engine.start()
-        app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.describe_end)
-        yield Served(Client(app=app), _described(info), lambda: launched.engine.stats().worker)
+        app, info = (
+            create_app(service, max_body_bytes=2**62),
+            await _wait_loaded(engine, launched_engine.describe_end),
+        )
+        yield ModelService(Client(app=app), _describe(info), lambda: launched_engine.engine.stats().worker)
 
 
-def _described(info: WorkerInfo) -> str:
+def _describe(info: WorkerInfo) -> str:
     threads = f"{info.threads} thread{'s' if info.threads > 1 else ''}"
     if info.ranks > 1:
         threads += f" on each of {info.ranks} ranks, {info.collectives}"
-    chosen = f"{info.model_type} on {info.device}, {info.kernels}, {info.dtype}, {threads}"
-    return f"{chosen}, KV cache of {info.kv_tokens} tokens in {info.kv_dtype}"
+    settings = f"{info.model_type} on {info.device}, {info.kernels}, {info.dtype}, {threads}"
+    return f"{settings}, KV cache of {info.kv_tokens} tokens in {info.kv_dtype}"
 
 
-async def _loaded(engine: AsyncEngine, how_it_ended: Callable[[], str]) -> WorkerInfo:
+async def _wait_loaded(engine: AsyncEngine, describe_end: Callable[[], str]) -> WorkerInfo:
     """Wait until the model is loaded. Raises ConfigError for a wrong setting or checkpoint."""
     try:
         await engine.wait_ready()
@@ -97,5 +102,5 @@ async def _loaded(engine: AsyncEngine, how_it_ended: Callable[[], str]) -> Worke
             raise ConfigError(engine.failure.error) from error
         if engine.failure is not None:
             raise EngineDeadError(engine.failure.error) from error
-        raise EngineDeadError(how_it_ended()) from error
+        raise EngineDeadError(describe_end()) from error
     return engine.require_serving()

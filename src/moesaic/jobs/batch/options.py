@@ -44,14 +44,14 @@ class RunBatch:
     base_url: str | None = None
     """URL of an OpenAI-compatible server that runs already and answers the lines, in place of --model."""
     api_key: str | None = None
-    """With --base-url: key that is sent as `Authorization: Bearer KEY`. None: the value of
+    """Key of the server of --base-url, sent as `Authorization: Bearer KEY`. None: the value of
     MOESAIC_API_KEY."""
 
     def __post_init__(self) -> None:
         check_names(self.served_model_name)
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            allowed = "a URL such as http://127.0.0.1:8000"
-            raise ConfigError.field("--base-url", self.base_url, allowed)
+            allowed_values = "a URL such as http://127.0.0.1:8000"
+            raise ConfigError.field("--base-url", self.base_url, allowed_values)
         if self.max_in_flight is not None and self.max_in_flight < 1:
             raise ConfigError.field("--max-in-flight", self.max_in_flight, "an integer of at least 1")
         check_parsers(self.tool_call_parser, self.reasoning_parser)

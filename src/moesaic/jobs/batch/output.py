@@ -32,11 +32,11 @@ class OutputError(MoesaicError):
 
 
 @dataclass
-class Done:
+class ExistingResults:
     """The results that an output file holds already."""
 
     keys: set[Key] = field(default_factory=set)
-    failed: int = 0
+    num_failed: int = 0
     """Number of results that are errors."""
     models: set[str] = field(default_factory=set)
     """Models that answered."""
@@ -55,7 +55,7 @@ class Output:
         self._sync_seconds = sync_seconds
         self._fd = _open_locked(path)
         self._size = os.fstat(self._fd).st_size
-        self._synced = clock()
+        self._sync_time = clock()
 
     def __enter__(self) -> Self:
         return self
@@ -72,19 +72,19 @@ class Output:
         finally:
             os.close(self._fd)
 
-    def recover(self) -> Done:
+    def recover(self) -> ExistingResults:
         """Read the existing results and cut off a partial last line. Raises ConfigError for another kind of
         file."""
-        done = Done()
-        whole = 0
+        results = ExistingResults()
+        num_bytes = 0
         for number, raw in enumerate(self._read(), start=1):
             if not raw.endswith(b"\n"):
-                self._cut_torn(number, raw, whole)
+                self._cut_torn(number, raw, num_bytes)
                 break
-            whole += len(raw)
-            _take(done, raw, f"{_FLAG}: {self.path} line {number}")
-        self._size = whole
-        return done
+            num_bytes += len(raw)
+            _take(results, raw, f"{_FLAG}: {self.path} line {number}")
+        self._size = num_bytes
+        return results
 
     def append(self, line: bytes) -> None:
         """Write one line, completely or not at all. Raises OutputError if the disk is full or fails."""
@@ -92,9 +92,9 @@ class Output:
             self._write(line)
         except OSError as error:
             self._cut_back()
-            raise self._failed(error) from error
+            raise self._make_error(error) from error
         self._size += len(line)
-        if self._clock() - self._synced >= self._sync_seconds:
+        if self._clock() - self._sync_time >= self._sync_seconds:
             self.sync()
 
     def sync(self) -> None:
@@ -102,14 +102,14 @@ class Output:
         try:
             os.fsync(self._fd)
         except OSError as error:
-            raise self._failed(error) from error
-        self._synced = self._clock()
+            raise self._make_error(error) from error
+        self._sync_time = self._clock()
 
     def _write(self, line: bytes) -> None:
         """Write the whole line. A full disk accepts a part first and reports the error at the next write."""
-        left = memoryview(line)
-        while left:
-            left = left[os.write(self._fd, left) :]
+        remaining = memoryview(line)
+        while remaining:
+            remaining = remaining[os.write(self._fd, remaining) :]
 
     def _cut_back(self) -> None:
         try:
@@ -122,24 +122,24 @@ class Output:
         with os.fdopen(os.dup(self._fd), "rb") as file:
             yield from file
 
-    def _cut_torn(self, number: int, raw: bytes, whole: int) -> None:
-        ours = _START.startswith(raw[: len(_START)]) or not raw.strip(b"\0")
-        if not ours:
+    def _cut_torn(self, number: int, raw: bytes, num_bytes: int) -> None:
+        is_own = _START.startswith(raw[: len(_START)]) or not raw.strip(b"\0")
+        if not is_own:
             raise ConfigError(f"{_FLAG}: {self.path} line {number} is no result of run-batch")
-        os.ftruncate(self._fd, whole)
+        os.ftruncate(self._fd, num_bytes)
 
-    def _failed(self, error: OSError) -> OutputError:
-        how = "run the same command again to continue"
-        return OutputError(f"{_FLAG}: {self.path}: {error.strerror}; {how}")
+    def _make_error(self, error: OSError) -> OutputError:
+        advice = "run the same command again to continue"
+        return OutputError(f"{_FLAG}: {self.path}: {error.strerror}; {advice}")
 
 
-def answered(path: Path) -> set[Key]:
+def read_answered_keys(path: Path) -> set[Key]:
     """The lines that an output file has results of, without changing the file. Other content is ignored."""
     try:
         raw = path.read_bytes() if path.is_file() else b""
     except OSError:
         return set()
-    results = (_parsed(line) for line in raw.splitlines())
+    results = (_parse(line) for line in raw.splitlines())
     return {key for key in map(_key, filter(None, results)) if key is not None}
 
 
@@ -177,22 +177,22 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _take(done: Done, raw: bytes, place: str) -> None:
+def _take(results: ExistingResults, raw: bytes, place: str) -> None:
     """Count one complete line of an earlier run."""
-    result = _parsed(raw)
+    result = _parse(raw)
     key = None if result is None else _key(result)
     if result is None or key is None:
         raise ConfigError(f"{place} is no result of run-batch")
-    if key in done.keys:
+    if key in results.keys:
         raise ConfigError(f"{place} is a second result of {key!r}")
-    done.keys.add(key)
-    done.failed += result.get("error") is not None
+    results.keys.add(key)
+    results.num_failed += result.get("error") is not None
     match result:
         case {"response": {"body": {"model": str(model)}}}:
-            done.models.add(model)
+            results.models.add(model)
 
 
-def _parsed(raw: bytes) -> dict[str, Any] | None:
+def _parse(raw: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(raw)
     except ValueError:

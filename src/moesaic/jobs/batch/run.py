@@ -1,4 +1,4 @@
-"""One run of `moesaic run-batch`: compares the two files, then answers what is missing."""
+"""Runs `moesaic run-batch`: compares the two files, then answers what is missing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.metrics import PassStats
 from moesaic.jobs.batch.lines import ID_PREFIX, BadLine, Job, Key, read
-from moesaic.jobs.batch.local import Served, serving
+from moesaic.jobs.batch.local import ModelService, serving
 from moesaic.jobs.batch.options import RunBatch
-from moesaic.jobs.batch.output import Done, Output
+from moesaic.jobs.batch.output import ExistingResults, Output
 from moesaic.jobs.batch.show import Summary, progress
 from moesaic.jobs.batch.window import GaveUp, Tally, Window
 from moesaic.server.client import Client
@@ -29,7 +29,7 @@ IDLE_SECONDS, IDLE_LOOKS = 0.01, 50
 """Seconds between two checks whether the worker is idle, and the maximum number of checks."""
 REMOTE_WINDOW = 128
 """Requests in flight to a server that runs already, unless the options say."""
-Service = AbstractAsyncContextManager[Served]
+Service = AbstractAsyncContextManager[ModelService]
 """The service that answers. It is entered only if a result is missing."""
 
 
@@ -84,49 +84,49 @@ def run_with(
 
     model_name: name in every answer. None: the lines name their models.
     """
-    shown = console or Console(stderr=True)
+    terminal = console or Console(stderr=True)
     with Output(options.output_file, time.monotonic) as output:
-        done = output.recover()
-        total = _survey(options, model_name, done)
-        tally, seconds, stopped_by = Tally(), 0.0, None
+        results = output.recover()
+        total = _survey(options, model_name, results)
+        tally, seconds, stop_signal = Tally(), 0.0, None
         passes: tuple[PassStats, ...] = ()
-        if total > len(done.keys):
-            batch_run = _BatchRun(options, output, done.keys, total, tally, shown)
-            seconds, stopped_by = asyncio.run(
+        if total > len(results.keys):
+            batch_run = _BatchRun(options, output, results.keys, total, tally, terminal)
+            seconds, stop_signal = asyncio.run(
                 batch_run.until_signal(service, options.max_in_flight or window)
             )
             passes = batch_run.passes
         return Summary(
             output=str(options.output_file),
             total=total,
-            done_before=len(done.keys),
-            failed_before=done.failed,
-            completed=tally.completed,
-            failed=tally.failed,
-            unfinished=total - len(done.keys) - tally.completed - tally.failed,
+            done_before=len(results.keys),
+            failed_before=results.num_failed,
+            completed=tally.num_completed,
+            failed=tally.num_failed,
+            unfinished=total - len(results.keys) - tally.num_completed - tally.num_failed,
             prompt_tokens=tally.prompt_tokens,
             completion_tokens=tally.completion_tokens,
             seconds=seconds,
-            interrupted_by=stopped_by,
+            interrupted_by=stop_signal,
             passes=passes,
         )
 
 
-def _survey(options: RunBatch, model_name: str | None, done: Done) -> int:
+def _survey(options: RunBatch, model_name: str | None, results: ExistingResults) -> int:
     """The number of lines. Raises ConfigError if the output belongs to other lines or another model."""
-    total, known = 0, set[Key]()
+    total, found_keys = 0, set[Key]()
     for item in read(options.input_file):
         total += 1
-        if item.key in done.keys:
-            known.add(item.key)
-    unknown = done.keys - known
-    if unknown:
-        what = f"a result of {next(iter(unknown))!r}, which {options.input_file} does not have"
-        raise ConfigError(f"--output-file: {options.output_file} holds {what}")
-    others = set() if model_name is None else done.models - {model_name}
-    if others:
-        what = f"answers of model {min(others)!r}, not of {model_name!r}"
-        raise ConfigError(f"--output-file: {options.output_file} holds {what}")
+        if item.key in results.keys:
+            found_keys.add(item.key)
+    unknown_keys = results.keys - found_keys
+    if unknown_keys:
+        contents = f"a result of {next(iter(unknown_keys))!r}, which {options.input_file} does not have"
+        raise ConfigError(f"--output-file: {options.output_file} holds {contents}")
+    other_models = set() if model_name is None else results.models - {model_name}
+    if other_models:
+        contents = f"answers of model {min(other_models)!r}, not of {model_name!r}"
+        raise ConfigError(f"--output-file: {options.output_file} holds {contents}")
     return total
 
 
@@ -136,7 +136,7 @@ class _BatchRun:
 
     options: RunBatch
     output: Output
-    done: set[Key]
+    answered_keys: set[Key]
     total: int
     tally: Tally
     console: Console
@@ -148,61 +148,61 @@ class _BatchRun:
 
         Returns the seconds of work, and the signal that stopped it or None.
         """
-        with _caught_signals() as caught:
+        with _catch_signals() as signals:
             try:
                 await self._work(service, window)
             except asyncio.CancelledError:
-                if not caught:
+                if not signals:
                     raise
             except (EngineDeadError, GaveUp) as error:
-                have = len(self.done) + self.tally.completed + self.tally.failed
-                where = f"{have} of {self.total} results are in {self.options.output_file}"
-                how = "run the same command again to continue"
-                raise type(error)(f"{error}; {where}; {how}") from error
-        return self.seconds, caught[0] if caught else None
+                num_results = len(self.answered_keys) + self.tally.num_completed + self.tally.num_failed
+                count_text = f"{num_results} of {self.total} results are in {self.options.output_file}"
+                advice = "run the same command again to continue"
+                raise type(error)(f"{error}; {count_text}; {advice}") from error
+        return self.seconds, signals[0] if signals else None
 
     async def _work(self, service: Service, window: int) -> None:
-        name, done = self.options.input_file, len(self.done)
-        async with service as served, served.client as client:
-            if served.description is not None:
-                self.console.print(served.description, soft_wrap=True, highlight=False)
-            started = time.monotonic()
+        name, num_answered = self.options.input_file, len(self.answered_keys)
+        async with service as model_service, model_service.client as client:
+            if model_service.description is not None:
+                self.console.print(model_service.description, soft_wrap=True, highlight=False)
+            start = time.monotonic()
             try:
-                with progress(self.console, name, self.total, done, time.monotonic) as show:
+                with progress(self.console, name, self.total, num_answered, time.monotonic) as show:
                     lanes = Window(client, self.output, asyncio.sleep, _new_id, show, self.tally)
-                    await lanes.run(self._missing(), min(window, self.total - done))
-                self.seconds = time.monotonic() - started
-                await _idle(served)
+                    await lanes.run(self._missing(), min(window, self.total - num_answered))
+                self.seconds = time.monotonic() - start
+                await _wait_idle(model_service)
             finally:
-                self.seconds = self.seconds or time.monotonic() - started
-                self.passes = served.stats().experts.passes if served.stats else ()
+                self.seconds = self.seconds or time.monotonic() - start
+                self.passes = model_service.stats().experts.passes if model_service.stats else ()
 
     def _missing(self) -> Iterator[Job | BadLine]:
-        return (item for item in read(self.options.input_file) if item.key not in self.done)
+        return (item for item in read(self.options.input_file) if item.key not in self.answered_keys)
 
 
-async def _idle(served: Served) -> None:
+async def _wait_idle(service: ModelService) -> None:
     """Wait until the worker has reported its last step, which it does after that step's tokens."""
-    if served.stats is None:
+    if service.stats is None:
         return
     for _ in range(IDLE_LOOKS):
-        stats = served.stats()
+        stats = service.stats()
         if stats.steps and not stats.running and not stats.waiting:
             return
         await asyncio.sleep(IDLE_SECONDS)
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[int]]:
+def _catch_signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM cancel the running task and are listed in order of arrival."""
-    caught: list[int] = []
+    arrived_signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield caught  # only the main thread can handle signals
+        yield arrived_signals  # only the main thread can handle signals
         return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
     def on_signal(signum: int) -> None:
-        caught.append(signum)
+        arrived_signals.append(signum)
         if task is not None:
             task.cancel()
 
@@ -210,7 +210,7 @@ def _caught_signals() -> Iterator[list[int]]:
     for signum in signals:
         loop.add_signal_handler(signum, on_signal, signum)
     try:
-        yield caught
+        yield arrived_signals
     finally:
         for signum in signals:
             loop.remove_signal_handler(signum)
@@ -221,11 +221,11 @@ def _new_id() -> str:
 
 
 @asynccontextmanager
-async def remote(base_url: str, api_key: str | None) -> AsyncIterator[Served]:
+async def remote(base_url: str, api_key: str | None) -> AsyncIterator[ModelService]:
     """The OpenAI-compatible server at `base_url`, asked for its models first.
 
     Raises ConnectionLost if nothing answers there, and ApiError if the server refuses, as for a wrong key.
     """
     async with Client(base_url, api_key=api_key) as client:
         names = [str(model.get("id")) for model in await client.models()]
-    yield Served(Client(base_url, api_key=api_key), f"{base_url} serves {', '.join(names)}")
+    yield ModelService(Client(base_url, api_key=api_key), f"{base_url} serves {', '.join(names)}")

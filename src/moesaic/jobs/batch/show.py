@@ -65,9 +65,9 @@ class Summary:
 
 def print_summary(summary: Summary, console: Console) -> None:
     """Print one line, and what to do about missing results."""
-    earlier = f", {summary.done_before} were done before" if summary.done_before else ""
+    before_text = f", {summary.done_before} were done before" if summary.done_before else ""
     console.print(
-        f"{summary.output}: {summary.completed} completed, {summary.failed} failed{earlier}; "
+        f"{summary.output}: {summary.completed} completed, {summary.failed} failed{before_text}; "
         f"{summary.completion_tokens} tokens in {summary.seconds:.1f} s, "
         f"{summary.output_throughput:.1f} tokens/s",
         soft_wrap=True,
@@ -86,12 +86,12 @@ def print_summary(summary: Summary, console: Console) -> None:
 
 @contextmanager
 def progress(
-    console: Console, path: Path, total: int, done: int, clock: Callable[[], float]
+    console: Console, path: Path, total: int, num_answered: int, clock: Callable[[], float]
 ) -> Iterator[Callable[[Tally], None]]:
     """A bar on a terminal; otherwise a line every `_LOG_SECONDS`. Yields the function to call after each
     result."""
     if not console.is_terminal:
-        yield _log(console, path, total, done, clock)
+        yield _log(console, path, total, num_answered, clock)
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -101,21 +101,21 @@ def progress(
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console, refresh_per_second=4) as bar:
-        task = bar.add_task(path.name, total=total, completed=done, rate=0.0, failed=0)
-        started = clock()
+        task = bar.add_task(path.name, total=total, completed=num_answered, rate=0.0, failed=0)
+        start = clock()
 
         def show(tally: Tally) -> None:
-            rate = _rate(tally, clock() - started)
-            finished = done + tally.completed + tally.failed
-            bar.update(task, completed=finished, rate=rate, failed=tally.failed)
+            rate = _rate(tally, clock() - start)
+            num_finished = num_answered + tally.num_completed + tally.num_failed
+            bar.update(task, completed=num_finished, rate=rate, failed=tally.num_failed)
 
         yield show
 
 
 def _log(
-    console: Console, path: Path, total: int, done: int, clock: Callable[[], float]
+    console: Console, path: Path, total: int, num_answered: int, clock: Callable[[], float]
 ) -> Callable[[Tally], None]:
-    started = last = clock()
+    start = last = clock()
 
     def show(tally: Tally) -> None:
         nonlocal last
@@ -123,11 +123,11 @@ def _log(
         if now - last < _LOG_SECONDS:
             return
         last = now
-        here = tally.completed + tally.failed
-        left = (total - done - here) * (now - started) / here
+        num_new = tally.num_completed + tally.num_failed
+        left = (total - num_answered - num_new) * (now - start) / num_new
         console.print(
-            f"{path.name}: {done + here}/{total}, {tally.failed} failed, "
-            f"{_rate(tally, now - started):.1f} tok/s, {left:.0f} s left",
+            f"{path.name}: {num_answered + num_new}/{total}, {tally.num_failed} failed, "
+            f"{_rate(tally, now - start):.1f} tok/s, {left:.0f} s left",
             soft_wrap=True,
             highlight=False,
             markup=False,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from moesaic.core.errors import ConnectionLost, EngineDeadError, MoesaicError
-from moesaic.jobs.batch.lines import BadLine, Job, encode, error_code, result_of, result_of_bad
+from moesaic.jobs.batch.lines import BadLine, Job, encode, error_code, make_bad_line_result, make_result
 from moesaic.jobs.batch.output import Output
 from moesaic.server.client import Client, Reply
 
@@ -24,8 +24,8 @@ class GaveUp(MoesaicError):
 class Tally:
     """Counts of this run."""
 
-    completed: int = 0
-    failed: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     retries: int = 0
@@ -60,8 +60,8 @@ class Window:
         """Run one job after another. All lanes share the iterator."""
         for item in items:
             if isinstance(item, BadLine):
-                self.output.append(encode(result_of_bad(item, self.new_id())))
-                self.tally.failed += 1
+                self.output.append(encode(make_bad_line_result(item, self.new_id())))
+                self.tally.num_failed += 1
             else:
                 self._finish(item, await self._answer(item))
             self.on_result(self.tally)
@@ -70,41 +70,42 @@ class Window:
         """The final answer of a job. A server that is busy or away is asked again; a dead engine ends the
         run."""
         for attempt in range(_MAX_ATTEMPTS):
-            asked = None
+            requested_seconds = None
             try:
                 reply = await self.client.post(job.url, job.body)
-            except ConnectionLost as lost:  # a server that is restarted
-                why = str(lost)
+            except ConnectionLost as error:  # a server that is restarted
+                reason = str(error)
             else:
                 if reply.status not in _BUSY:
                     return reply
+                # The server answers 503 also when its engine has died, and then no attempt can succeed.
                 if error_code(reply) == "engine_dead":
                     raise EngineDeadError(str(reply.body["error"]["message"]))
-                why, asked = f"HTTP {reply.status}", reply.retry_after
+                reason, requested_seconds = f"HTTP {reply.status}", reply.retry_after
             self.tally.retries += 1
-            await self.sleep(seconds_to_wait(attempt, asked))
-        raise GaveUp(f"line {job.line}: {why} at the last of {_MAX_ATTEMPTS} attempts")
+            await self.sleep(retry_delay(attempt, requested_seconds))
+        raise GaveUp(f"line {job.line}: {reason} at the last of {_MAX_ATTEMPTS} attempts")
 
     def _finish(self, job: Job, reply: Reply) -> None:
-        self.output.append(encode(result_of(job, reply, self.new_id())))
+        self.output.append(encode(make_result(job, reply, self.new_id())))
         if reply.status != 200:
-            self.tally.failed += 1
+            self.tally.num_failed += 1
             return
-        self.tally.completed += 1
+        self.tally.num_completed += 1
         match reply.body:
             case {"usage": {"prompt_tokens": int(prompt), "completion_tokens": int(completion)}}:
                 self.tally.prompt_tokens += prompt
                 self.tally.completion_tokens += completion
 
 
-def seconds_to_wait(attempt: int, asked: float | None) -> float:
+def retry_delay(attempt: int, requested_seconds: float | None) -> float:
     """Seconds to wait before attempt + 1: what the server asks for; at least 0.1 s, doubled with each
     attempt, at most 30 s.
 
     Example: attempts 0, 1, 2 without a request of the server -> 0.1, 0.2, 0.4; with 1 s requested -> 1, 1,
     1.
     """
-    return min(_MAX_WAIT, max(0.1 * 2.0**attempt, asked or 0.0))
+    return min(_MAX_WAIT, max(0.1 * 2.0**attempt, requested_seconds or 0.0))
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

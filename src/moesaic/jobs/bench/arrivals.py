@@ -29,5 +29,5 @@ def arrival_times(
     times = np.cumsum(gaps)
     if not count or times[-1] == 0.0:  # with extreme burstiness the gaps are too small for a float
         return np.arange(1, count + 1) / rate
-    scaled: Seconds = times / times[-1] * (count / rate)
-    return scaled
+    scaled_times: Seconds = times / times[-1] * (count / rate)
+    return scaled_times

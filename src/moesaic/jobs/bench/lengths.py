@@ -37,14 +37,14 @@ MIXES: dict[Mix, tuple[Range, Range]] = {
 """Lengths of prompts and answers in the evaluation of asynchronous expert parallelism."""
 
 
-def around(length: int, ratio: float) -> Range:
+def range_around(length: int, ratio: float) -> Range:
     """`length` plus or minus its share `ratio`, at least 1. Example: (100, 0.5) -> 50 to 150."""
     return Range(max(1, round(length * (1 - ratio))), max(1, round(length * (1 + ratio))))
 
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One request of a recorded workload."""
+    """A request of a recorded workload."""
 
     arrival: float
     input_tokens: int
@@ -85,8 +85,8 @@ def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[TraceRow]:
         raise ConfigError(f"--trace: {path} lacks the column {missing[0]}; needed: {', '.join(COLUMNS)}")
     for row in reader:
         try:
-            arrival, given, wanted = (float(row[name]) for name in COLUMNS)
-            yield TraceRow(arrival, int(given), int(wanted))
+            arrival, input_tokens, output_tokens = (float(row[name]) for name in COLUMNS)
+            yield TraceRow(arrival, int(input_tokens), int(output_tokens))
         except (TypeError, ValueError, OverflowError) as error:
             place = f"{path} line {reader.line_num}"
             raise ConfigError(f"--trace: {place}: got {list(row.values())}; allowed: numbers") from error

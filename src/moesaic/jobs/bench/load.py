@@ -20,7 +20,7 @@ Body = Callable[[Item], dict[str, object]]
 class Outcome:
     """The result of one request. Times are in seconds."""
 
-    started: float = 0.0
+    send_time: float = 0.0
     """Time at which it was sent, on the clock."""
     ttft: float = 0.0
     """Time to the first text."""
@@ -31,7 +31,7 @@ class Outcome:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
-    """One line if the request failed, else None. After a failure only `started` is valid."""
+    """A line about the failure of the request, or None. After a failure only `send_time` is valid."""
 
     @property
     def tpot(self) -> float:
@@ -41,7 +41,7 @@ class Outcome:
 
 async def send(client: Client, path: str, body: dict[str, object], clock: Clock) -> Outcome:
     """Send one streamed request. Its errors are part of the outcome."""
-    outcome = Outcome(started=clock())
+    outcome = Outcome(send_time=clock())
     recorder = _LatencyRecorder(outcome)
     try:
         async for chunk in client.stream(path, body):
@@ -62,20 +62,20 @@ class _LatencyRecorder:
         """Time of the last text."""
         self._texts = 0
         self._usage = False
-        self._ended = False
+        self._has_ended = False
 
     def take(self, chunk: Chunk) -> None:
         outcome = self._outcome
         if chunk.text:
             self._texts += 1
             if self._last is None:
-                outcome.ttft = chunk.arrival_time - outcome.started
+                outcome.ttft = chunk.arrival_time - outcome.send_time
             else:
                 outcome.gaps.append(chunk.arrival_time - self._last)
             self._last = chunk.arrival_time
         if chunk.text or chunk.finish_reason:
-            outcome.latency = chunk.arrival_time - outcome.started
-        self._ended = self._ended or chunk.finish_reason is not None
+            outcome.latency = chunk.arrival_time - outcome.send_time
+        self._has_ended = self._has_ended or chunk.finish_reason is not None
         if chunk.usage is not None:
             self._usage = True
             outcome.prompt_tokens = chunk.usage.prompt_tokens
@@ -83,8 +83,9 @@ class _LatencyRecorder:
 
     def finish(self) -> None:
         """The stream ended without an error. The answer may still be incomplete."""
-        if not self._ended and self._last is None:
+        if not self._has_ended and self._last is None:
             self._outcome.error = "the stream ended without an answer"
+        # Without counts the number of tokens is not known: an event may bring several.
         elif not self._usage:
             self._outcome.error = "the server sends no token counts (stream_options.include_usage)"
         elif self._last is None:  # tokens without text, such as a lone end-of-sequence token
@@ -111,17 +112,17 @@ class Load:
     async def run(self, items: Sequence[Item], max_concurrency: int | None = None) -> list[Outcome]:
         """Send all items. Returns their outcomes in the order of the items, which is that of arrival."""
         limit = asyncio.Semaphore(max_concurrency or max(1, len(items)))
-        begun = self.clock()
+        start = self.clock()
         tasks: list[asyncio.Task[Outcome]] = []
         async with asyncio.TaskGroup() as group:
             for item in items:
-                wait = begun + item.arrival - self.clock()
+                wait = start + item.arrival - self.clock()
                 if wait > 0:
                     await self.sleep(wait)
-                tasks.append(group.create_task(self._one(item, limit)))
+                tasks.append(group.create_task(self._send_item(item, limit)))
         return [task.result() for task in tasks]
 
-    async def _one(self, item: Item, limit: asyncio.Semaphore) -> Outcome:
+    async def _send_item(self, item: Item, limit: asyncio.Semaphore) -> Outcome:
         async with limit:
             self._flying += 1
             self.peak = max(self.peak, self._flying)

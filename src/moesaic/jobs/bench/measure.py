@@ -39,25 +39,25 @@ class Summary:
 
     duration: float
     """Seconds from the first request to the last answer."""
-    completed: int
-    failed: int
+    num_completed: int
+    num_failed: int
     total_input: int
     """Prompt tokens of the completed requests."""
     total_output: int
     """Generated tokens of the completed requests."""
-    good: int | None
+    num_good: int | None
     """Completed requests that met every objective; None without objectives."""
     spreads: dict[str, Spread] = field(default_factory=dict)
 
     @property
     def request_throughput(self) -> float:
         """Completed requests per second."""
-        return self._per_second(self.completed)
+        return self._per_second(self.num_completed)
 
     @property
     def request_goodput(self) -> float | None:
         """Requests per second that met every objective."""
-        return None if self.good is None else self._per_second(self.good)
+        return None if self.num_good is None else self._per_second(self.num_good)
 
     @property
     def output_throughput(self) -> float:
@@ -81,16 +81,16 @@ def summarise(
     objectives: Mapping[str, float] | None = None,
 ) -> Summary:
     """The figures of `outcomes`. objectives: metric -> maximum milliseconds of a good request."""
-    done = [outcome for outcome in outcomes if outcome.error is None]
+    completed_outcomes = [outcome for outcome in outcomes if outcome.error is None]
     goals = objectives or {}
     return Summary(
         duration=duration,
-        completed=len(done),
-        failed=len(outcomes) - len(done),
-        total_input=sum(outcome.prompt_tokens for outcome in done),
-        total_output=sum(outcome.output_tokens for outcome in done),
-        good=sum(is_good(outcome, goals) for outcome in done) if goals else None,
-        spreads={name: spread(samples(name, done), percentiles) for name in metrics},
+        num_completed=len(completed_outcomes),
+        num_failed=len(outcomes) - len(completed_outcomes),
+        total_input=sum(outcome.prompt_tokens for outcome in completed_outcomes),
+        total_output=sum(outcome.output_tokens for outcome in completed_outcomes),
+        num_good=sum(is_good(outcome, goals) for outcome in completed_outcomes) if goals else None,
+        spreads={name: spread(samples(name, completed_outcomes), percentiles) for name in metrics},
     )
 
 
@@ -100,6 +100,7 @@ def samples(metric: str, outcomes: Sequence[Outcome]) -> list[float]:
         case "ttft":
             values = [outcome.ttft for outcome in outcomes]
         case "tpot":
+            # A request of one token has no time between tokens.
             values = [outcome.tpot for outcome in outcomes if outcome.output_tokens > 1]
         case "itl":
             values = [gap for outcome in outcomes for gap in outcome.gaps]
@@ -111,20 +112,20 @@ def samples(metric: str, outcomes: Sequence[Outcome]) -> list[float]:
 def spread(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
     """Mean, deviation and percentiles of the values."""
     numbers = np.asarray(values or [0.0])
-    at = np.percentile(numbers, percentiles) if percentiles else []
+    points = np.percentile(numbers, percentiles) if percentiles else []
     return Spread(
         len(values),
         float(numbers.mean()),
         float(np.median(numbers)),
         float(numbers.std()),
-        {p: float(value) for p, value in zip(percentiles, at, strict=True)},
+        {p: float(value) for p, value in zip(percentiles, points, strict=True)},
     )
 
 
 def is_good(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
     """True if the request met every objective. A request of one token has no tpot and cannot miss it."""
-    own = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}
-    return all(own[name] * 1000 <= most for name, most in objectives.items())
+    latencies = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}
+    return all(latencies[name] * 1000 <= limit for name, limit in objectives.items())
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
@@ -138,13 +139,13 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
     """The percentiles in the text. Example: '50,99.9' -> (50.0, 99.9)."""
-    allowed = "numbers from 0 to 100, separated by commas"
+    allowed_values = "numbers from 0 to 100, separated by commas"
     try:
         values = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise ConfigError.field("--metric-percentiles", text, allowed) from error
+        raise ConfigError.field("--metric-percentiles", text, allowed_values) from error
     if not all(0 <= value <= 100 for value in values):
-        raise ConfigError.field("--metric-percentiles", text, allowed)
+        raise ConfigError.field("--metric-percentiles", text, allowed_values)
     return values
 
 
@@ -159,8 +160,8 @@ def parse_goodput(entries: Sequence[str]) -> dict[str, float]:
             continue
         match = re.fullmatch(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)", entry)
         if match is None or match[1] in goals:
-            allowed = "ttft:MS, tpot:MS and e2el:MS, each at most once"
-            raise ConfigError.field("--goodput", entry, allowed)
+            allowed_values = "ttft:MS, tpot:MS and e2el:MS, each at most once"
+            raise ConfigError.field("--goodput", entry, allowed_values)
         goals[match[1]] = float(match[2])
     return goals
 

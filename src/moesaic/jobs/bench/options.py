@@ -105,19 +105,19 @@ class ServeBench:
 
     def _refuse_contradictions(self) -> None:
         sources = {"--mix": self.mix, "--trace": self.trace, "--dataset-path": self.dataset_path}
-        given = [flag for flag, value in sources.items() if value is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]}: give only one of them")
+        given_flags = [flag for flag, value in sources.items() if value is not None]
+        if len(given_flags) > 1:
+            raise ConfigError(f"{given_flags[0]} and {given_flags[1]}: give only one of them")
         lengths = {
             "--random-input-len": self.random_input_len != ServeBench.random_input_len,
             "--random-output-len": self.random_output_len != ServeBench.random_output_len,
             "--random-range-ratio": self.random_range_ratio != ServeBench.random_range_ratio,
         }
-        for flag in (flag for flag, changed in lengths.items() if changed and given):
-            raise ConfigError(f"{flag} and {given[0]}: {given[0]} has its own lengths")
+        for flag in (flag for flag, is_changed in lengths.items() if is_changed and given_flags):
+            raise ConfigError(f"{flag} and {given_flags[0]}: {given_flags[0]} has its own lengths")
         if self.dataset_path is None and self.endpoint != "/v1/completions":
-            allowed = "/v1/completions, or a --dataset-path: random prompts are token ids"
-            raise ConfigError.field("--endpoint", self.endpoint, allowed)
+            allowed_values = "/v1/completions, or a --dataset-path: random prompts are token ids"
+            raise ConfigError.field("--endpoint", self.endpoint, allowed_values)
         if self.trace is not None and not math.isinf(self.request_rate):
             raise ConfigError("--request-rate and --trace: the trace has its own arrivals; see --trace-scale")
         if self.arrivals == "fixed" and self.burstiness != 1.0:

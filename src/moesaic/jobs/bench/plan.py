@@ -9,9 +9,9 @@ import numpy as np
 
 from moesaic.core.errors import ConfigError
 from moesaic.jobs.bench.arrivals import arrival_times
-from moesaic.jobs.bench.lengths import MIXES, Range, around, read_trace
+from moesaic.jobs.bench.lengths import MIXES, Range, range_around, read_trace
 from moesaic.jobs.bench.options import ServeBench
-from moesaic.jobs.bench.workload import Item, cycled, random_prompts, read_prompts
+from moesaic.jobs.bench.workload import Item, cycle_rows, random_prompts, read_prompts
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def plan_serve(options: ServeBench, pool: Sequence[int] | range) -> Plan:
         items = _from_trace(options, spare, pool, rng)
     else:
         items = _random(options, spare, pool, rng)
-    load, rest = items[: len(items) - spare], items[len(items) - spare :]
-    return Plan(rest[: options.num_warmups], rest[options.num_warmups :], load)
+    load, extra_items = items[: len(items) - spare], items[len(items) - spare :]
+    return Plan(extra_items[: options.num_warmups], extra_items[options.num_warmups :], load)
 
 
 def check_lengths(items: Sequence[Item], max_model_len: int) -> None:
@@ -53,9 +53,11 @@ def check_lengths(items: Sequence[Item], max_model_len: int) -> None:
 
 def _from_dataset(options: ServeBench, spare: int, rng: np.random.Generator) -> list[Item]:
     assert options.dataset_path is not None
-    rows = cycled(read_prompts(options.dataset_path), options.num_prompts + spare, options.custom_output_len)
+    rows = cycle_rows(
+        read_prompts(options.dataset_path), options.num_prompts + spare, options.custom_output_len
+    )
     times = _times(options, options.num_prompts, rng) + [0.0] * spare
-    return [Item(text, length, at) for (text, length), at in zip(rows, times, strict=True)]
+    return [Item(text, length, time) for (text, length), time in zip(rows, times, strict=True)]
 
 
 def _from_trace(
@@ -63,41 +65,43 @@ def _from_trace(
 ) -> list[Item]:
     assert options.trace is not None
     rows = read_trace(options.trace, options.num_prompts, options.trace_scale, options.trace_length_scale)
-    both = rows + [rows[index % len(rows)] for index in range(spare)]
-    prompts = random_prompts([row.input_tokens for row in both], pool, rng)
-    return [Item(prompt, row.output_tokens, row.arrival) for prompt, row in zip(prompts, both, strict=True)]
+    all_rows = rows + [rows[index % len(rows)] for index in range(spare)]
+    prompts = random_prompts([row.input_tokens for row in all_rows], pool, rng)
+    return [
+        Item(prompt, row.output_tokens, row.arrival) for prompt, row in zip(prompts, all_rows, strict=True)
+    ]
 
 
 def _random(
     options: ServeBench, spare: int, pool: Sequence[int] | range, rng: np.random.Generator
 ) -> list[Item]:
     ratio = options.random_range_ratio
-    given, wanted = (
+    input_lengths, output_lengths = (
         MIXES[options.mix]
         if options.mix is not None
-        else (around(options.random_input_len, ratio), around(options.random_output_len, ratio))
+        else (range_around(options.random_input_len, ratio), range_around(options.random_output_len, ratio))
     )
-    items = random_items(options.num_prompts + spare, given, wanted, pool, rng)
+    items = random_items(options.num_prompts + spare, input_lengths, output_lengths, pool, rng)
     times = _times(options, options.num_prompts, rng) + [0.0] * spare
-    return [Item(item.prompt, item.output_len, at) for item, at in zip(items, times, strict=True)]
+    return [Item(item.prompt, item.output_len, time) for item, time in zip(items, times, strict=True)]
 
 
 def random_items(
     count: int,
-    given: Range,
-    wanted: Range,
+    input_lengths: Range,
+    output_lengths: Range,
     pool: Sequence[int] | range,
     rng: np.random.Generator,
     token_rng: np.random.Generator | None = None,
 ) -> list[Item]:
-    """Random prompts with lengths from `given`, and answers with lengths from `wanted`.
+    """Random prompts with lengths from `input_lengths`, and answers with lengths from `output_lengths`.
 
     token_rng: draws the tokens in place of `rng`, so that other tokens can have the same lengths.
     """
-    prompts = random_prompts(given.draw(count, rng).tolist(), pool, token_rng or rng)
-    return [Item(p, int(n)) for p, n in zip(prompts, wanted.draw(count, rng), strict=True)]
+    prompts = random_prompts(input_lengths.draw(count, rng).tolist(), pool, token_rng or rng)
+    return [Item(p, int(n)) for p, n in zip(prompts, output_lengths.draw(count, rng), strict=True)]
 
 
 def _times(options: ServeBench, count: int, rng: np.random.Generator) -> list[float]:
     times = arrival_times(count, options.request_rate, rng, options.arrivals, options.burstiness)
-    return [float(at) for at in times]
+    return [float(time) for time in times]

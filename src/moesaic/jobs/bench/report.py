@@ -39,10 +39,10 @@ class Report:
     """The light load from which the objectives were derived."""
     outcomes: Sequence[Outcome]
 
-    def to_dict(self, detailed: bool = False) -> dict[str, Any]:
-        """The report with vLLM's names. detailed: include the measurements of each request."""
+    def to_dict(self, with_details: bool = False) -> dict[str, Any]:
+        """The report with vLLM's names. with_details: include the measurements of each request."""
         summary = self.summary
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "date": self.date,
             "backend": "openai-chat" if "chat" in self.endpoint else "openai",
             "endpoint": self.endpoint,
@@ -54,8 +54,8 @@ class Report:
             "max_concurrency": self.max_concurrency,
             "seed": self.seed,
             "duration": summary.duration,
-            "completed": summary.completed,
-            "failed": summary.failed,
+            "completed": summary.num_completed,
+            "failed": summary.num_failed,
             "total_input_tokens": summary.total_input,
             "total_output_tokens": summary.total_output,
             "request_throughput": summary.request_throughput,
@@ -67,21 +67,21 @@ class Report:
             "light_load": None if self.light is None else dict(_flat(self.light)),
             "errors": dict(self.errors()),
         }
-        found |= dict(_flat(summary))
-        return found | (self._details() if detailed else {})
+        fields |= dict(_flat(summary))
+        return fields | (self._details() if with_details else {})
 
-    def to_json(self, detailed: bool = False) -> str:
-        return json.dumps(self.to_dict(detailed))
+    def to_json(self, with_details: bool = False) -> str:
+        return json.dumps(self.to_dict(with_details))
 
     def errors(self) -> list[tuple[str, int]]:
         """The most frequent errors, each with its count."""
-        found = Counter(outcome.error for outcome in self.outcomes if outcome.error is not None)
-        return [(message, count) for message, count in found.most_common(5)]
+        error_counts = Counter(outcome.error for outcome in self.outcomes if outcome.error is not None)
+        return [(message, count) for message, count in error_counts.most_common(5)]
 
     def _details(self) -> dict[str, Any]:
         """Parallel lists with one entry for each request in order of arrival; times in seconds."""
         return {
-            "start_times": [outcome.started for outcome in self.outcomes],
+            "start_times": [outcome.send_time for outcome in self.outcomes],
             "input_lens": [outcome.prompt_tokens for outcome in self.outcomes],
             "output_lens": [outcome.output_tokens for outcome in self.outcomes],
             "ttfts": [outcome.ttft for outcome in self.outcomes],
@@ -100,10 +100,10 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def describe_light(light: Summary, objectives: Mapping[str, float]) -> str:
-    """One line: the latencies at light load and the objectives derived from them."""
-    measured = ", ".join(f"{name} {light.spreads[name].mean:.2f} ms" for name in objectives)
-    wanted = ", ".join(f"{name} <= {most:.2f} ms" for name, most in objectives.items())
-    return f"light load, {light.completed} requests one at a time: mean {measured}; good is {wanted}"
+    """Describe the latencies at light load, and the objectives derived from them, in a line."""
+    latencies = ", ".join(f"{name} {light.spreads[name].mean:.2f} ms" for name in objectives)
+    goals = ", ".join(f"{name} <= {limit:.2f} ms" for name, limit in objectives.items())
+    return f"light load, {light.num_completed} requests one at a time: mean {latencies}; good is {goals}"
 
 
 def _totals(report: Report) -> Table:
@@ -111,14 +111,16 @@ def _totals(report: Report) -> Table:
     table = Table(title=f"{report.model} at {report.base_url}{report.endpoint}", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    table.add_row("completed / failed", f"{summary.completed} / {summary.failed}")
+    table.add_row("completed / failed", f"{summary.num_completed} / {summary.num_failed}")
     table.add_row("duration (s)", f"{summary.duration:.2f}")
     table.add_row("input / output tokens", f"{summary.total_input} / {summary.total_output}")
     table.add_row("request throughput (req/s)", f"{summary.request_throughput:.2f}")
     if summary.request_goodput is not None:
-        share = summary.good or 0
+        share = summary.num_good or 0
         table.add_row("request goodput (req/s)", f"{summary.request_goodput:.2f}")
-        table.add_row("requests within objectives", f"{share} of {summary.completed + summary.failed}")
+        table.add_row(
+            "requests within objectives", f"{share} of {summary.num_completed + summary.num_failed}"
+        )
     table.add_row("output throughput (tok/s)", f"{summary.output_throughput:.2f}")
     table.add_row("total token throughput (tok/s)", f"{summary.total_token_throughput:.2f}")
     table.add_row("peak concurrent requests", str(report.max_concurrent_requests))

@@ -44,7 +44,7 @@ class BenchError(MoesaicError):
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _ParsedOptions:
     """The options that are texts, parsed before anything is sent."""
 
     metrics: tuple[str, ...]
@@ -67,16 +67,16 @@ def run(options: ServeBench, console: Console | None = None, clock: Clock = time
 
 
 async def _run(options: ServeBench, console: Console, clock: Clock) -> Report:
-    wanted = _understood(options)
+    parsed_options = _parse_options(options)
     async with Client(
         options.base_url, api_key=options.api_key, timeout=options.request_timeout, clock=clock
     ) as client:
-        model, limit = await _served(client, options.model)
+        model, limit = await _choose_model(client, options.model)
         plan = plan_serve(options, await _alphabet(client, model, options))
         if limit is not None:
             check_lengths([*plan.warmup, *plan.light, *plan.load], limit)
-        body = _body_of(options, model, wanted.extra)
-        bench = _Bench(options, client, body, clock, console, wanted)
+        body = _make_body(options, model, parsed_options.extra)
+        bench = _Bench(options, client, body, clock, console, parsed_options)
         await bench.warm_up(plan.warmup)
         light, objectives = await bench.objectives(plan.light)
         return await bench.measure(model, plan, light, objectives)
@@ -91,7 +91,7 @@ class _Bench:
     body: Callable[[Item], dict[str, object]]
     clock: Clock
     console: Console
-    wanted: _Wanted
+    parsed_options: _ParsedOptions
 
     async def warm_up(self, items: Sequence[Item]) -> None:
         outcomes = await self._load().run(items, max_concurrency=1)
@@ -99,15 +99,15 @@ class _Bench:
 
     async def objectives(self, items: Sequence[Item]) -> tuple[Summary | None, dict[str, float]]:
         """The light load's figures, and the objectives in milliseconds."""
-        if self.wanted.slo is None:
-            return None, self.wanted.goodput
-        begun = self.clock()
+        if self.parsed_options.slo is None:
+            return None, self.parsed_options.goodput
+        start = self.clock()
         outcomes = await self._load().run(items, max_concurrency=1)
         _require_success("light load", outcomes)
-        light = summarise(outcomes, self.clock() - begun, METRICS, self.wanted.percentiles)
-        goals = {name: self.wanted.slo * light.spreads[name].mean for name in LIGHT_METRICS}
+        light = summarise(outcomes, self.clock() - start, METRICS, self.parsed_options.percentiles)
+        goals = {name: self.parsed_options.slo * light.spreads[name].mean for name in LIGHT_METRICS}
         # answers of one token have no tpot, so it gets no objective
-        goals = {name: most for name, most in goals.items() if most > 0}
+        goals = {name: limit for name, limit in goals.items() if limit > 0}
         self._say(describe_light(light, goals))
         return light, goals
 
@@ -117,9 +117,9 @@ class _Bench:
         options = self.options
         with _progress(self.console, len(plan.load), self.clock) as show:
             load = self._load(show)
-            begun = self.clock()
+            start = self.clock()
             outcomes = await load.run(plan.load, options.max_concurrency)
-            duration = self.clock() - begun
+            duration = self.clock() - start
         return Report(
             model=model,
             base_url=self.client.base_url,
@@ -130,7 +130,9 @@ class _Bench:
             burstiness=options.burstiness,
             max_concurrency=options.max_concurrency,
             seed=options.seed,
-            summary=summarise(outcomes, duration, self.wanted.metrics, self.wanted.percentiles, objectives),
+            summary=summarise(
+                outcomes, duration, self.parsed_options.metrics, self.parsed_options.percentiles, objectives
+            ),
             max_concurrent_requests=load.peak,
             objectives=objectives,
             light=light,
@@ -144,8 +146,8 @@ class _Bench:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _understood(options: ServeBench) -> _Wanted:
-    return _Wanted(
+def _parse_options(options: ServeBench) -> _ParsedOptions:
+    return _ParsedOptions(
         metrics=parse_metrics(options.percentile_metrics),
         percentiles=parse_percentiles(options.metric_percentiles),
         goodput=parse_goodput(options.goodput),
@@ -164,14 +166,14 @@ def _json_object(flag: str, text: str | None) -> dict[str, object]:
     return value
 
 
-async def _served(client: Client, name: str | None) -> tuple[str, int | None]:
+async def _choose_model(client: Client, name: str | None) -> tuple[str, int | None]:
     """The model, and the maximum length of a request if the server states one."""
     cards = {str(card.get("id")): card for card in await client.models()}
     if name is None and not cards:
         raise BenchError(f"{client.base_url} serves no model")
-    chosen = next(iter(cards)) if name is None else name
-    limit = cards.get(chosen, {}).get("max_model_len")
-    return chosen, limit if isinstance(limit, int) else None
+    model = next(iter(cards)) if name is None else name
+    limit = cards.get(model, {}).get("max_model_len")
+    return model, limit if isinstance(limit, int) else None
 
 
 async def _alphabet(client: Client, model: str, options: ServeBench) -> Sequence[int] | range:
@@ -184,28 +186,32 @@ async def _alphabet(client: Client, model: str, options: ServeBench) -> Sequence
     match reply.body:
         case {"tokens": [int(), *_] as tokens} if reply.status == 200:
             return token_pool(tokens)
-    said = f"{reply.status} {json.dumps(reply.body)[:_SHOWN]}"
+    answer = f"{reply.status} {json.dumps(reply.body)[:_SHOWN]}"
     raise ConfigError(
-        f"--vocab-size: needed for random prompts, since {client.base_url}/tokenize answers {said}"
+        f"--vocab-size: needed for random prompts, since {client.base_url}/tokenize answers {answer}"
     )
 
 
-def _body_of(
+def _make_body(
     options: ServeBench, model: str, extra: dict[str, object]
 ) -> Callable[[Item], dict[str, object]]:
     """Makes the body of an item. Fields that not every server knows are sent only if they were asked for."""
-    fixed: dict[str, object] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    common_fields: dict[str, object] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     if options.temperature is not None:
-        fixed["temperature"] = options.temperature
+        common_fields["temperature"] = options.temperature
     if options.ignore_eos:
-        fixed["ignore_eos"] = True
+        common_fields["ignore_eos"] = True
 
     def body(item: Item) -> dict[str, object]:
         if options.endpoint == "/v1/completions":
-            asked: dict[str, object] = {"prompt": item.prompt}
+            prompt_fields: dict[str, object] = {"prompt": item.prompt}
         else:
-            asked = {"messages": [{"role": "user", "content": item.prompt}]}
-        return {**fixed, **asked, "max_tokens": item.output_len, **extra}
+            prompt_fields = {"messages": [{"role": "user", "content": item.prompt}]}
+        return {**common_fields, **prompt_fields, "max_tokens": item.output_len, **extra}
 
     return body
 
@@ -228,13 +234,13 @@ def _progress(console: Console, total: int, clock: Clock) -> Iterator[Callable[[
     )
     with Progress(*columns, console=console, refresh_per_second=4, transient=True) as bar:
         task = bar.add_task("", total=total, rate=0.0, failed=0)
-        begun, tokens, failed = clock(), 0, 0
+        start, tokens, failed = clock(), 0, 0
 
         def show(outcome: Outcome) -> None:
             nonlocal tokens, failed
             tokens += outcome.output_tokens
             failed += outcome.error is not None
-            bar.update(task, advance=1, rate=tokens / max(clock() - begun, 1e-9), failed=failed)
+            bar.update(task, advance=1, rate=tokens / max(clock() - start, 1e-9), failed=failed)
 
         yield show
 
@@ -243,9 +249,9 @@ def _save(report: Report, options: ServeBench) -> None:
     stamp = report.date.replace(":", "").replace("+", "-")
     name = f"bench-serve-{report.model.replace('/', '-')}-{stamp}.json"
     path: Path = options.result_dir / (options.result_filename or name)
-    found: dict[str, Any] = report.to_dict(options.save_detailed)
+    fields: dict[str, Any] = report.to_dict(options.save_detailed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(fields) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--result-filename: {path}: {error.strerror}") from error

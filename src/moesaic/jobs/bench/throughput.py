@@ -15,7 +15,7 @@ from rich.table import Table
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import SamplingParams
-from moesaic.jobs.bench.lengths import MIXES, Range, around
+from moesaic.jobs.bench.lengths import MIXES, Range, range_around
 from moesaic.jobs.bench.options import ThroughputBench
 from moesaic.jobs.bench.plan import random_items
 from moesaic.jobs.bench.workload import Item
@@ -84,13 +84,13 @@ def run(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Throughput:
     """Load the model and measure. Progress goes to `console` (stderr). A trace contains all runs."""
-    shown, name = console or Console(stderr=True), worker.model.model
+    terminal, name = console or Console(stderr=True), worker.model.model
     with collecting(worker.trace):
-        with shown.status(f"loading {name}"):
+        with terminal.status(f"loading {name}"):
             trace = part_path(worker.trace, "attention worker 0")
             llm = LLM(name, seed=options.seed, trace=trace, **_settings(worker))
         check_fits(options, llm.info.max_model_len)
-        return measure(llm, options, name, llm.info.vocab_size, shown, clock)
+        return measure(llm, options, name, llm.info.vocab_size, terminal, clock)
 
 
 def measure(
@@ -102,24 +102,26 @@ def measure(
     clock: Callable[[], float],
 ) -> Throughput:
     """Run a warm-up, then the prefill run, then the measured run."""
-    warmup, prefill, whole = (_items(options, vocab_size, seed) for seed in (2, 1, 0))
+    warmup, prefill, items = (_items(options, vocab_size, seed) for seed in (2, 1, 0))
     with console.status("warm-up"):
         _generate(llm, warmup[:8], 2)
     with console.status(f"prefill, {len(prefill)} requests"):
-        begun = clock()
+        prefill_start = clock()
         _generate(llm, prefill, 1)
-        prefilled = clock()
-    with console.status(f"generating, {len(whole)} requests"):
-        started = clock()
-        done = _generate(llm, whole, None)
-        ended = clock()
+        prefill_end = clock()
+    with console.status(f"generating, {len(items)} requests"):
+        start = clock()
+        completions = _generate(llm, items, None)
+        end = clock()
     return Throughput(
         model=model,
-        num_prompts=len(done),
-        prompt_tokens=sum(len(completion.prompt_token_ids) for completion in done),
-        output_tokens=sum(len(output.token_ids) for completion in done for output in completion.outputs),
-        prefill_seconds=prefilled - begun,
-        elapsed_time=ended - started,
+        num_prompts=len(completions),
+        prompt_tokens=sum(len(completion.prompt_token_ids) for completion in completions),
+        output_tokens=sum(
+            len(output.token_ids) for completion in completions for output in completion.outputs
+        ),
+        prefill_seconds=prefill_end - prefill_start,
+        elapsed_time=end - start,
     )
 
 
@@ -143,15 +145,15 @@ def check_fits(options: ThroughputBench, max_model_len: int) -> None:
     """Raise ConfigError if the longest request would exceed the context."""
     longest = sum(length.high for length in _ranges(options))
     if longest > max_model_len:
-        allowed = f"{max_model_len} together, the model's context length"
-        raise ConfigError.field("--input-len and --output-len", f"up to {longest} tokens", allowed)
+        allowed_values = f"{max_model_len} together, the model's context length"
+        raise ConfigError.field("--input-len and --output-len", f"up to {longest} tokens", allowed_values)
 
 
 def _ranges(options: ThroughputBench) -> tuple[Range, Range]:
     if options.mix is not None:
         return MIXES[options.mix]
     ratio = options.random_range_ratio
-    return around(options.input_len, ratio), around(options.output_len, ratio)
+    return range_around(options.input_len, ratio), range_around(options.output_len, ratio)
 
 
 def _items(options: ThroughputBench, vocab_size: int, number: int) -> list[Item]:
@@ -159,11 +161,11 @@ def _items(options: ThroughputBench, vocab_size: int, number: int) -> list[Item]
 
     Different tokens keep the prefix cache of one run from helping the next one.
     """
-    given, wanted = _ranges(options)
+    input_lengths, output_lengths = _ranges(options)
     return random_items(
         options.num_prompts,
-        given,
-        wanted,
+        input_lengths,
+        output_lengths,
         range(vocab_size),
         np.random.default_rng(options.seed),
         np.random.default_rng((options.seed, number)),

@@ -17,7 +17,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Item:
-    """One request."""
+    """A request of a benchmark: its prompt, the length of its answer, and when it is sent."""
 
     prompt: Prompt
     output_len: int
@@ -72,13 +72,13 @@ def read_prompts(path: Path) -> list[tuple[str, int | None]]:
     return rows
 
 
-def cycled(rows: Sequence[tuple[str, int | None]], count: int, output_len: int) -> list[tuple[str, int]]:
+def cycle_rows(rows: Sequence[tuple[str, int | None]], count: int, output_len: int) -> list[tuple[str, int]]:
     """The first `count` rows; starts again at the first row if there are too few.
 
     output_len: output tokens of a row without a number of its own.
     """
-    wanted = (rows[index % len(rows)] for index in range(count))
-    return [(text, own or output_len) for text, own in wanted]
+    cycled_rows = (rows[index % len(rows)] for index in range(count))
+    return [(text, row_length or output_len) for text, row_length in cycled_rows]
 
 
 def _row(path: Path, number: int, line: str) -> tuple[str, int | None]:
@@ -94,5 +94,6 @@ def _row(path: Path, number: int, line: str) -> tuple[str, int | None]:
             pass
         case _:
             raise ConfigError(f"{place}: no text; allowed: the field prompt, question, text or turns")
+    # A number that is no positive integer counts as missing, so the default applies.
     tokens = row.get("output_tokens")
     return text, tokens if isinstance(tokens, int) and tokens > 0 else None

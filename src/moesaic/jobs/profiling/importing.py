@@ -12,7 +12,7 @@ import numpy as np
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
 from moesaic.jobs.profiling import sglang_files, vllm_answers
-from moesaic.jobs.profiling.recorded import profile_of
+from moesaic.jobs.profiling.routing_records import make_profile
 from moesaic.jobs.profiling.run import Show
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
@@ -46,37 +46,39 @@ class Report:
         return json.dumps(asdict(self))
 
 
-def run(recorded: Sequence[Path], source: str, model: str, output: Path, show: Show) -> Report:
-    """Read the files `recorded`, write the profile `output`, and say what is in it.
+def run(recording: Sequence[Path], source: str, model: str, output: Path, show: Show) -> Report:
+    """Read the files `recording`, write the profile `output`, and say what is in it.
 
     source: a name in READERS. model: as on a command line. Raises ConfigError for files that cannot be read,
     that are of another model, or that have no token.
     """
     path = files.resolve(model, None)
-    routed = routed_model(path)
-    if not routed.layers:
+    spec = routed_model(path)
+    if not spec.layers:
         raise ConfigError.field("--model", model, "one with routed experts")
-    parts = READERS[source](list(recorded), routed)
-    profile = profile_of(routed, parts)
+    parts = READERS[source](list(recording), spec)
+    profile = make_profile(spec, parts)
     if not profile.tokens:
         raise ConfigError.field("FILES", "no token", "files with at least one token and its experts")
     if profile.token_ids:
-        known = profile.counts[0].known.astype(np.int32)
-        near = nearest_known(path, known, lambda done, all_: show("nearest tokens", done, all_))
-        profile = replace(profile, nearest=near)
+        known_ids = profile.counts[0].known.astype(np.int32)
+        nearest_ids = nearest_known(
+            path, known_ids, lambda num_done, total: show("nearest tokens", num_done, total)
+        )
+        profile = replace(profile, nearest=nearest_ids)
     try:
         profile.save(output)
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(output), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(output), allowed_values) from error
     return Report(
         model=model,
         output=str(output),
         source=source,
-        files=len(recorded),
-        layers=len(routed.layers),
-        num_experts=routed.num_experts,
-        top_k=routed.top_k,
+        files=len(recording),
+        layers=len(spec.layers),
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
         tokens=profile.tokens,
         requests=profile.routes.requests,
         token_ids=profile.token_ids,
@@ -95,5 +97,5 @@ def with_nearest(
     """
     path = files.resolve(model)
     profile.check(routed_model(path).model, str(file))
-    known = profile.counts[0].known.astype(np.int32)
-    return replace(profile, nearest=nearest_known(path, known, show))
+    known_ids = profile.counts[0].known.astype(np.int32)
+    return replace(profile, nearest=nearest_known(path, known_ids, show))

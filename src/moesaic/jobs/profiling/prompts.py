@@ -23,24 +23,25 @@ class Prompt:
     text: str | list[int]
     """The prompt's text, or its token ids."""
     topic: str
-    where: str = field(default="", compare=False)
+    location: str = field(default="", compare=False)
     """File and line of the prompt, for messages."""
 
 
-def read(files: Sequence[Path], most: int | None = None, flag: str = "--prompts") -> list[Prompt]:
-    """Read the first `most` prompts of each file. Raises ConfigError naming a line that is not a prompt.
+def read(files: Sequence[Path], max_prompts: int | None = None, flag: str = "--prompts") -> list[Prompt]:
+    """Read the first `max_prompts` prompts of each file.
 
+    Raises ConfigError naming a line that is not a prompt.
     flag: that of the files, for messages.
 
     Example: a.jsonl with {"question": "1 + 1?"} -> Prompt("1 + 1?", "a").
     """
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for file in files:
-        mine = list(islice(_prompts(file, len(files) == 1, flag), most))
-        if not mine:
+        file_prompts = list(islice(_prompts(file, len(files) == 1, flag), max_prompts))
+        if not file_prompts:
             raise ConfigError.field(flag, str(file), "a file with at least one prompt")
-        found += mine
-    return found
+        prompts += file_prompts
+    return prompts
 
 
 def _prompts(file: Path, own_topics: bool, flag: str) -> Iterator[Prompt]:
@@ -49,37 +50,37 @@ def _prompts(file: Path, own_topics: bool, flag: str) -> Iterator[Prompt]:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                where = f"{flag}: {file}, line {number}"
+                location = f"{flag}: {file}, line {number}"
                 if file.suffix == ".jsonl":
-                    yield _of_json(line, where, file.stem, own_topics)
+                    yield _parse_line(line, location, file.stem, own_topics)
                 else:
-                    yield Prompt(line.rstrip("\r\n"), file.stem, where)
+                    yield Prompt(line.rstrip("\r\n"), file.stem, location)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag}: {file}: not UTF-8: {error}") from error
     except OSError as error:
         raise ConfigError(f"{flag}: {file}: {error.strerror}") from error
 
 
-def _of_json(line: str, where: str, stem: str, own_topics: bool) -> Prompt:
+def _parse_line(line: str, location: str, stem: str, own_topics: bool) -> Prompt:
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: got {type(found).__name__}; allowed: an object")
-    topic = next((str(found[name]) for name in TOPICS if found.get(name)), stem) if own_topics else stem
-    return Prompt(_text(found, where), topic, where)
+        raise ConfigError(f"{location}: not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{location}: got {type(fields).__name__}; allowed: an object")
+    topic = next((str(fields[name]) for name in TOPICS if fields.get(name)), stem) if own_topics else stem
+    return Prompt(_text(fields, location), topic, location)
 
 
-def _text(found: dict[str, Any], where: str) -> str | list[int]:
-    name = next((name for name in TEXTS if name in found), None)
+def _text(fields: dict[str, Any], location: str) -> str | list[int]:
+    name = next((name for name in TEXTS if name in fields), None)
     if name is None:
-        raise ConfigError(f"{where}: has none of {', '.join(TEXTS)}")
-    text = found[name]
+        raise ConfigError(f"{location}: has none of {', '.join(TEXTS)}")
+    text = fields[name]
     if name == "turns" and isinstance(text, list) and text:
         text = text[0]
     if isinstance(text, str) and text:
         return text
     if name == "prompt" and isinstance(text, list) and text and all(type(token) is int for token in text):
         return text
-    raise ConfigError(f"{where}: {name}: got {str(text)[:40]!r}; allowed: text that is not empty")
+    raise ConfigError(f"{location}: {name}: got {str(text)[:40]!r}; allowed: text that is not empty")

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from moesaic.models.embedding import nearest_known
 from moesaic.models.registry import routed_model
 from moesaic.text.tokenizer import Tokenizer
 
-AT_ONCE = 256
+BATCH_PROMPTS = 256
 """Number of prompts that are submitted to the engine together."""
 OPEN_SHARE = 0.25
 """Share of the memory for rows of prompts that have not ended."""
@@ -79,8 +80,8 @@ class Gatherer:
         waiting = int(OPEN_SHARE * options.most_bytes)
         self.tally = Tally(model, options.most_bytes - waiting, options.seed)
         if self.tally.full:
-            allowed = "more: the empty counts of this model need it"
-            raise ConfigError.field("--max-memory", options.max_memory, allowed)
+            allowed_values = "more: the empty counts of this model need it"
+            raise ConfigError.field("--max-memory", options.max_memory, allowed_values)
         self.assembly = Assembly(model, waiting)
         self.prompt_tokens = 0
         self._topics = np.array(topics, dtype=np.int16)
@@ -110,29 +111,29 @@ def run(
     """Load the model, run the prompts, and write the profile."""
     prompts = read(options.prompts, options.max_prompts)
     path = files.resolve(model.model, model.revision)
-    routed = routed_model(path)
-    if not routed.layers:
+    spec = routed_model(path)
+    if not spec.layers:
         raise ConfigError.field("model", model.model, "one with routed experts")
     tokenizer = Tokenizer(path)
-    encoded = [_encoded(prompt, tokenizer, routed.vocab_size) for prompt in prompts]
+    encoded_prompts = [_encode(prompt, tokenizer, spec.vocab_size) for prompt in prompts]
     names = list(dict.fromkeys(prompt.topic for prompt in prompts))
     total = 0
     gatherer = Gatherer(
-        routed,
+        spec,
         options,
         [names.index(prompt.topic) for prompt in prompts],
-        lambda done: show("tokens", min(done, total), total),
+        lambda num_done: show("tokens", min(num_done, total), total),
     )
     show("loading", 0, 0)
     llm = LLM(model.model, seed=options.seed, routing=gatherer, **_settings(model))
-    tokens, shortened = _cut(encoded, options.max_tokens, llm.info.max_model_len)
+    tokens, num_shortened = _cut(encoded_prompts, options.max_tokens, llm.info.max_model_len)
     total = sum(map(len, tokens)) + len(tokens) * options.max_tokens
-    begun = clock()
+    start = clock()
     _feed(llm, tokens, options.max_tokens, gatherer)
-    seconds = clock() - begun
+    seconds = clock() - start
     tally = gatherer.tally
-    near = nearest_known(path, tally.known, lambda done, all_: show("nearest tokens", done, all_))
-    profile = tally.profile(names, near)
+    nearest_ids = nearest_known(path, tally.known, partial(show, "nearest tokens"))
+    profile = tally.profile(names, nearest_ids)
     show("writing", 0, 0)
     _save(profile, options)
     return Report(
@@ -140,19 +141,19 @@ def run(
         output=str(options.output_file),
         prompts=len(prompts),
         topics=len(names),
-        layers=len(routed.layers),
-        num_experts=routed.num_experts,
-        top_k=routed.top_k,
+        layers=len(spec.layers),
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
         prompt_tokens=gatherer.prompt_tokens,
         generated_tokens=tally.tokens - gatherer.prompt_tokens,
         seconds=seconds,
-        shortened=shortened,
+        shortened=num_shortened,
         routes_kept=profile.routes.requests,
         not_counted=len(prompts) - tally.requests,
     )
 
 
-def _encoded(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+def _encode(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """The token ids of a prompt.
 
     Raises ConfigError, with file and line, for a prompt that the engine would refuse.
@@ -160,29 +161,29 @@ def _encoded(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]
     try:
         tokens = tokenizer.encode(prompt.text) if isinstance(prompt.text, str) else prompt.text
     except RequestError as error:
-        raise ConfigError(f"{prompt.where}: {error}") from error
+        raise ConfigError(f"{prompt.location}: {error}") from error
     if not tokens:
-        raise ConfigError(f"{prompt.where}: prompt: got no token; allowed: at least one")
+        raise ConfigError(f"{prompt.location}: prompt: got no token; allowed: at least one")
     bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if bad is not None:
-        raise ConfigError(f"{prompt.where}: prompt: got token id {bad}; allowed: 0 to {vocab_size - 1}")
+        raise ConfigError(f"{prompt.location}: prompt: got token id {bad}; allowed: 0 to {vocab_size - 1}")
     return tokens
 
 
 def _cut(prompts: list[list[int]], max_tokens: int, max_model_len: int) -> tuple[list[list[int]], int]:
     """The prompts' tokens, cut to the context length, and the number of prompts that were cut."""
-    most = max_model_len - max_tokens - 1
-    if most < 1:
+    max_prompt = max_model_len - max_tokens - 1
+    if max_prompt < 1:
         raise ConfigError.field("--max-tokens", max_tokens, f"at most {max_model_len - 2}")
-    return [tokens[:most] for tokens in prompts], sum(len(tokens) > most for tokens in prompts)
+    return [tokens[:max_prompt] for tokens in prompts], sum(len(tokens) > max_prompt for tokens in prompts)
 
 
 def _feed(llm: LLM, tokens: list[list[int]], max_tokens: int, gatherer: Gatherer) -> None:
     """Run all prompts through the engine."""
     # One more than asked for: the last generated token is not computed.
     params = replace(llm.default_sampling, max_tokens=max_tokens + 1)
-    for start in range(0, len(tokens), AT_ONCE):
-        llm.generate(tokens[start : start + AT_ONCE], params)
+    for start in range(0, len(tokens), BATCH_PROMPTS):
+        llm.generate(tokens[start : start + BATCH_PROMPTS], params)
         gatherer.fold()
 
 
@@ -191,13 +192,13 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
     They disable the prefix cache, since tokens from the cache are not recorded.
     """
-    chosen = {name: value for name, value in asdict(model).items() if name != "model"}
-    return chosen | {"enable_prefix_caching": False}
+    settings = {name: value for name, value in asdict(model).items() if name != "model"}
+    return settings | {"enable_prefix_caching": False}
 
 
 def _save(profile: Profile, options: ProfileOptions) -> None:
     try:
         profile.save(options.output_file)
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(options.output_file), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(options.output_file), allowed_values) from error

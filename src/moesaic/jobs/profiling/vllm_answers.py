@@ -28,80 +28,92 @@ from moesaic.core.archive import DAMAGED
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Routes
 from moesaic.core.routing import RoutedModel
-from moesaic.jobs.profiling.recorded import AnyArray, Recorded, check_ids, request, routed_rows
+from moesaic.jobs.profiling.routing_records import (
+    AnyArray,
+    RoutingRecord,
+    check_ids,
+    make_request_routes,
+    select_routed_layers,
+)
 
 
-def read(paths: list[Path], model: RoutedModel) -> list[Recorded]:
+def read(paths: list[Path], model: RoutedModel) -> list[RoutingRecord]:
     """Read all files. Raises ConfigError naming the file and line of an answer that cannot be used."""
     return [_read(path, model) for path in paths]
 
 
-def _read(path: Path, model: RoutedModel) -> Recorded:
+def _read(path: Path, model: RoutedModel) -> RoutingRecord:
     routes: list[Routes] = []
     left_out = 0
-    for where, answer in _answers(path):
-        for number, choice in enumerate(_list(answer.get("choices"), f"{where}: choices")):
-            what = f"{where}: choices[{number}]"
+    for location, answer in _answers(path):
+        for number, choice in enumerate(_list(answer.get("choices"), f"{location}: choices")):
+            label = f"{location}: choices[{number}]"
             prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
-            prompt_ids = _ids(prompt, f"{what}: prompt_token_ids")
-            ids = _ids(choice.get("token_ids"), f"{what}: token_ids")
-            experts = _experts(choice, answer, len(prompt_ids) + len(ids), what)
+            prompt_ids = _ids(prompt, f"{label}: prompt_token_ids")
+            ids = _ids(choice.get("token_ids"), f"{label}: token_ids")
+            experts = _experts(choice, answer, len(prompt_ids) + len(ids), label)
             tokens = np.array(prompt_ids + ids, dtype=np.int64)[: len(experts)]
-            experts = routed_rows(experts, model, 1, what)
-            whole = np.asarray((experts >= 0).all(axis=(1, 2)))
-            check_ids(tokens[whole], experts[whole], model, what)
-            left_out += int((~whole).sum())
-            if whole.any():
-                known = int(whole[: len(prompt_ids)].sum())
-                routes.append(request(tokens[whole], experts[whole], known))
-    return Recorded(routes, left_out=left_out)
+            experts = select_routed_layers(experts, model, 1, label)
+            is_complete = np.asarray((experts >= 0).all(axis=(1, 2)))
+            check_ids(tokens[is_complete], experts[is_complete], model, label)
+            left_out += int((~is_complete).sum())
+            if is_complete.any():
+                num_prompt = int(is_complete[: len(prompt_ids)].sum())
+                routes.append(make_request_routes(tokens[is_complete], experts[is_complete], num_prompt))
+    return RoutingRecord(routes, left_out=left_out)
 
 
-def _experts(choice: dict[str, Any], answer: dict[str, Any], tokens: int, what: str) -> AnyArray:
+def _experts(choice: dict[str, Any], answer: dict[str, Any], tokens: int, label: str) -> AnyArray:
     """[t, layers, k] of the first t of `tokens` tokens: those of the prompt, then those of the answer."""
-    given = choice.get("routed_experts")
-    if given is None:
-        raise ConfigError(f"{what}: it has no routed_experts; start vLLM with --enable-return-routed-experts")
-    if isinstance(given, str):
-        found = _decoded(given, what)
+    answer_experts = choice.get("routed_experts")
+    if answer_experts is None:
+        raise ConfigError(
+            f"{label}: it has no routed_experts; start vLLM with --enable-return-routed-experts"
+        )
+    if isinstance(answer_experts, str):
+        experts = _decode(answer_experts, label)
     else:
-        parts = [_nested(answer.get("prompt_routed_experts"), f"{what}: prompt_routed_experts")]
-        found = np.concatenate(parts + ([_nested(given, f"{what}: routed_experts")] if given else []))
-    if found.ndim != 3 or found.dtype.kind not in "iu" or not tokens - 1 <= len(found) <= tokens:
-        allowed = f"whole numbers [{tokens - 1} or {tokens} tokens, layers, k]"
-        raise ConfigError.field(f"{what}: routed_experts", f"{found.dtype} {list(found.shape)}", allowed)
-    return found.astype(np.int64)
+        parts = [_parse_lists(answer.get("prompt_routed_experts"), f"{label}: prompt_routed_experts")]
+        experts = np.concatenate(
+            parts + ([_parse_lists(answer_experts, f"{label}: routed_experts")] if answer_experts else [])
+        )
+    if experts.ndim != 3 or experts.dtype.kind not in "iu" or not tokens - 1 <= len(experts) <= tokens:
+        allowed_values = f"whole numbers [{tokens - 1} or {tokens} tokens, layers, k]"
+        raise ConfigError.field(
+            f"{label}: routed_experts", f"{experts.dtype} {list(experts.shape)}", allowed_values
+        )
+    return experts.astype(np.int64)
 
 
-def _decoded(text: str, what: str) -> AnyArray:
+def _decode(text: str, label: str) -> AnyArray:
     try:
-        found: AnyArray = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        array: AnyArray = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     except (binascii.Error, *DAMAGED) as error:
-        raise ConfigError(f"{what}: routed_experts: not the base64 text of a .npy file: {error}") from error
-    return found
+        raise ConfigError(f"{label}: routed_experts: not the base64 text of a .npy file: {error}") from error
+    return array
 
 
-def _nested(value: Any, what: str) -> AnyArray:
+def _parse_lists(value: Any, label: str) -> AnyArray:
     try:
-        found: AnyArray = np.array(value)
+        array: AnyArray = np.array(value)
     except ValueError as error:
-        raise ConfigError(f"{what}: not lists of equal lengths: {error}") from error
-    if found.ndim != 3:
-        raise ConfigError.field(what, f"{found.ndim} dimensions", "[tokens, layers, k]")
-    return found
+        raise ConfigError(f"{label}: not lists of equal lengths: {error}") from error
+    if array.ndim != 3:
+        raise ConfigError.field(label, f"{array.ndim} dimensions", "[tokens, layers, k]")
+    return array
 
 
-def _ids(value: Any, what: str) -> list[int]:
+def _ids(value: Any, label: str) -> list[int]:
     if value is None:
-        raise ConfigError(f'{what}: missing; send requests to vLLM with "return_token_ids": true')
-    if not isinstance(value, list) or any(type(one) is not int for one in value):
-        raise ConfigError.field(what, str(value)[:40], "a list of token ids")
+        raise ConfigError(f'{label}: missing; send requests to vLLM with "return_token_ids": true')
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise ConfigError.field(label, str(value)[:40], "a list of token ids")
     return value
 
 
-def _list(value: Any, what: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or any(not isinstance(one, dict) for one in value):
-        raise ConfigError.field(what, str(value)[:40], "a list of objects, as in an answer of vLLM")
+def _list(value: Any, label: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or any(not isinstance(item, dict) for item in value):
+        raise ConfigError.field(label, str(value)[:40], "a list of objects, as in an answer of vLLM")
     return value
 
 
@@ -115,15 +127,15 @@ def _answers(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(f"{path}: {error.strerror}") from error
     lines = path.suffix == ".jsonl"
     for number, part in enumerate(text.splitlines() if lines else [text], 1):
-        where = f"{path}, line {number}" if lines else str(path)
+        location = f"{path}, line {number}" if lines else str(path)
         if not part.strip():
             continue
         try:
-            found = json.loads(part)
+            answer = json.loads(part)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: not JSON: {error}") from error
-        if isinstance(found, dict) and isinstance(found.get("response"), dict):
-            found = found["response"].get("body")  # a line that `vllm run-batch` wrote
-        if not isinstance(found, dict):
-            raise ConfigError.field(where, type(found).__name__, "an answer of vLLM, a JSON object")
-        yield where, found
+            raise ConfigError(f"{location}: not JSON: {error}") from error
+        if isinstance(answer, dict) and isinstance(answer.get("response"), dict):
+            answer = answer["response"].get("body")  # a line that `vllm run-batch` wrote
+        if not isinstance(answer, dict):
+            raise ConfigError.field(location, type(answer).__name__, "an answer of vLLM, a JSON object")
+        yield location, answer

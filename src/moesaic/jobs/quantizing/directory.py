@@ -25,7 +25,7 @@ RECORD = "quantize.json"
 WORK = "quantize.work"
 """Folder of what is needed to continue."""
 CONFIG = "config.json"
-ALIGNED = 64
+ALIGNMENT = 64
 """Tensors begin at a multiple of this many bytes in their file."""
 Settings = Mapping[str, Any]
 
@@ -35,42 +35,49 @@ class ShardFile:
 
     def __init__(self, file: IO[bytes], tensors: Sequence[Tensor]) -> None:
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for one in tensors:
-            entries[one.name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [at, at + one.size]}
-            at += one.size
+        offset = 0
+        for tensor in tensors:
+            entries[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "data_offsets": [offset, offset + tensor.size],
+            }
+            offset += tensor.size
         header = json.dumps(entries, separators=(",", ":")).encode()
-        header += b" " * (-(8 + len(header)) % ALIGNED)
+        # Eight bytes with the header's length come before the header.
+        header += b" " * (-(8 + len(header)) % ALIGNMENT)
         file.write(len(header).to_bytes(8, "little") + header)
         self._file, self._begin = file, file.tell()
-        self._left = {one.name: (entries[one.name]["data_offsets"][0], one.size) for one in tensors}
-        file.truncate(self._begin + at)
+        self._left = {
+            tensor.name: (entries[tensor.name]["data_offsets"][0], tensor.size) for tensor in tensors
+        }
+        file.truncate(self._begin + offset)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a whole tensor."""
-        at, size = self._left.pop(name)
+        offset, size = self._left.pop(name)
         assert len(data) == size, name
-        self._write(at, data)
+        self._write(offset, data)
 
     def copy(self, name: str, file: Path, begin: int, piece: int = 1 << 22) -> Generator[int]:
         """Copy a tensor from another file, where it begins at `begin`. Yields bytes copied."""
-        at, left = self._left.pop(name)
+        offset, left = self._left.pop(name)
         with file.open("rb") as source:
             source.seek(begin)
             while left:
                 data = source.read(min(left, piece))
                 if not data:
                     raise ConfigError(f"{file}: tensor {name}: the file ends within it")
-                self._write(at, data)
-                at, left = at + len(data), left - len(data)
+                self._write(offset, data)
+                offset, left = offset + len(data), left - len(data)
                 yield len(data)
 
     def check_complete(self) -> None:
         """That every tensor was written."""
         assert not self._left, f"not written: {sorted(self._left)[:3]}"
 
-    def _write(self, at: int, data: bytes) -> None:
-        self._file.seek(self._begin + at)
+    def _write(self, offset: int, data: bytes) -> None:
+        self._file.seek(self._begin + offset)
         self._file.write(data)
 
 
@@ -89,8 +96,8 @@ class Directory:
         if self._record.is_file():
             self._check(read_json(self._record).get("settings"))
         elif path.exists() and not (path.is_dir() and _is_empty(path)):
-            allowed = "a directory that does not exist yet, is empty, or was begun by the same command"
-            raise ConfigError.field("DIRECTORY", str(path), allowed)
+            allowed_values = "a directory that does not exist yet, is empty, or was begun by the same command"
+            raise ConfigError.field("DIRECTORY", str(path), allowed_values)
 
     def __enter__(self) -> Directory:
         """Raises ConfigError if another process writes here now."""
@@ -111,7 +118,7 @@ class Directory:
         os.close(self._lock)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the checkpoint is complete."""
         return (self.path / CONFIG).is_file()
 
@@ -122,7 +129,7 @@ class Directory:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def has(self, shard: str) -> bool:
+    def has_file(self, shard: str) -> bool:
         """Whether a file is complete."""
         return (self.path / shard).is_file()
 
@@ -130,11 +137,11 @@ class Directory:
     def writing(self, shard: str, tensors: Sequence[Tensor]) -> Generator[ShardFile]:
         """A context in which a file is written. It gets its name at the end."""
         temporary = self.work / shard
-        with temporary.open("wb") as opened:
-            file = ShardFile(opened, tensors)
+        with temporary.open("wb") as raw_file:
+            file = ShardFile(raw_file, tensors)
             yield file
             file.check_complete()
-            _flush(opened)
+            _flush(raw_file)
         temporary.rename(self.path / shard)
 
     def finish(self, source: Path, config: Mapping[str, Any], shards: Mapping[str, Sequence[Tensor]]) -> None:
@@ -143,12 +150,12 @@ class Directory:
         source: the checkpoint that it was made from. shards: file -> its tensors.
         """
         kinds = [pattern for pattern in PATTERNS if not pattern.endswith(".safetensors")]
-        left_out = (CONFIG, INDEX, RECORD)
+        own_files = (CONFIG, INDEX, RECORD)
         for file in sorted({file for kind in kinds for file in source.glob(kind) if file.is_file()}):
-            if file.name not in left_out:
+            if file.name not in own_files:
                 shutil.copyfile(file, self.path / file.name)
-        total = sum(one.size for tensors in shards.values() for one in tensors)
-        names = {one.name: shard for shard, tensors in shards.items() for one in tensors}
+        total = sum(tensor.size for tensors in shards.values() for tensor in tensors)
+        names = {tensor.name: shard for shard, tensors in shards.items() for tensor in tensors}
         self._write(INDEX, {"metadata": {"total_size": total}, "weight_map": names})
         self._write(CONFIG, config)
         self.clear()
@@ -157,11 +164,11 @@ class Directory:
         """Remove what was needed to continue."""
         shutil.rmtree(self.path / WORK, ignore_errors=True)
 
-    def note(self, found: Mapping[str, Any]) -> None:
+    def note(self, findings: Mapping[str, Any]) -> None:
         """Write the record anew: the settings, and what was found out."""
-        self._write(RECORD, {"settings": self._settings, **found})
+        self._write(RECORD, {"settings": self._settings, **findings})
 
-    def noted(self, name: str, default: Any) -> Any:
+    def read_note(self, name: str, default: Any) -> Any:
         """What the record has under a name."""
         return read_json(self._record).get(name, default)
 
@@ -172,14 +179,16 @@ class Directory:
             _flush(file)
         temporary.rename(self.path / name)
 
-    def _check(self, begun: Any) -> None:
+    def _check(self, recorded_settings: Any) -> None:
         """Raises ConfigError naming the first setting that differs."""
-        begun = begun if isinstance(begun, dict) else {}
+        recorded_settings = recorded_settings if isinstance(recorded_settings, dict) else {}
         for name, value in self._settings.items():
-            if begun.get(name) != value:
-                now = f"{begun.get(name)!r}, now {value!r}"
-                allowed = "the same settings, or another directory"
-                raise ConfigError(f"DIRECTORY: {self.path} was begun with {name} {now}; allowed: {allowed}")
+            if recorded_settings.get(name) != value:
+                now = f"{recorded_settings.get(name)!r}, now {value!r}"
+                allowed_values = "the same settings, or another directory"
+                raise ConfigError(
+                    f"DIRECTORY: {self.path} was begun with {name} {now}; allowed: {allowed_values}"
+                )
 
 
 def _is_empty(path: Path) -> bool:

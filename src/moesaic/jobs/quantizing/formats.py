@@ -23,7 +23,7 @@ GROUP = 128
 
 
 @dataclass(frozen=True)
-class Coded:
+class QuantizedMatrix:
     """A quantised matrix."""
 
     codes: npt.NDArray[np.uint8]
@@ -38,7 +38,7 @@ class Tensor:
 
     name: str
     dtype: str
-    """As safetensors calls it."""
+    """Type of the numbers, as safetensors calls it."""
     shape: tuple[int, ...]
     size: int
     """Size in bytes."""
@@ -73,13 +73,13 @@ class Format:
             Tensor(f"{module}.weight_shape", "I64", (2,), 16),
         )
 
-    def stored(self, coded: Coded, scales: str) -> tuple[bytes, bytes, bytes]:
+    def encode(self, matrix: QuantizedMatrix, scales: str) -> tuple[bytes, bytes, bytes]:
         """The bytes of the three tensors."""
-        shape = np.array(coded.codes.shape, dtype="<i8")
-        return self._words(coded.codes), as_bytes(coded.scales, scales), shape.tobytes()
+        shape = np.array(matrix.codes.shape, dtype="<i8")
+        return self._words(matrix.codes), as_bytes(matrix.scales, scales), shape.tobytes()
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """The quantization_config of config.json. ignored: modules with a matrix that stays as it was."""
+    def config(self, ignored_modules: Sequence[str]) -> dict[str, Any]:
+        """The quantization_config of config.json. ignored_modules: those whose matrix stays as it was."""
         weights = {
             "num_bits": self.bits,
             "type": "int",
@@ -101,19 +101,19 @@ class Format:
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": list(ignored),
+            "ignore": list(ignored_modules),
             "kv_cache_scheme": None,
         }
 
     def _words(self, codes: npt.NDArray[np.uint8]) -> bytes:
         """Words of 32 bits, the first code in the lowest bits. A row's last word is padded with zeros."""
-        padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (32 // self.bits))))
+        padded_codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (32 // self.bits))))
         if self.bits == 4:
-            padded = padded[:, 0::2] | padded[:, 1::2] << np.uint8(4)
-        return padded.tobytes()
+            padded_codes = padded_codes[:, 0::2] | padded_codes[:, 1::2] << np.uint8(4)
+        return padded_codes.tobytes()
 
 
-def chosen(name: str, group: int | None, columns: Iterable[int]) -> Format:
+def choose_format(name: str, group: int | None, columns: Iterable[int]) -> Format:
     """The format of --format and --group-size for matrices with rows of these numbers of columns.
 
     Raises ConfigError for groups that do not divide them.
@@ -125,22 +125,28 @@ def chosen(name: str, group: int | None, columns: Iterable[int]) -> Format:
     widths = sorted(set(columns))
     if size % UNIT == 0 and all(width % size == 0 for width in widths):
         return Format(bits, size)
-    fitting = [one for one in range(UNIT, min(widths) + 1, UNIT) if not any(each % one for each in widths)]
+    fitting = [
+        candidate
+        for candidate in range(UNIT, min(widths) + 1, UNIT)
+        if not any(columns_per_row % candidate for columns_per_row in widths)
+    ]
     rows = f"rows of {', '.join(map(str, widths))} numbers"
-    allowed = f"{', '.join(map(str, fitting))}, which divide {rows}"
+    allowed_values = f"{', '.join(map(str, fitting))}, which divide {rows}"
     if not fitting:
-        allowed = f"none: no multiple of {UNIT} divides {rows}; --format int8 needs no groups"
-    given = f"{size} by default" if group is None else str(size)
-    raise ConfigError(f"--group-size: got {given}; allowed: {allowed}")
+        allowed_values = f"none: no multiple of {UNIT} divides {rows}; --format int8 needs no groups"
+    given_text = f"{size} by default" if group is None else str(size)
+    raise ConfigError(f"--group-size: got {given_text}; allowed: {allowed_values}")
 
 
-def as_stored(scales: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float32]:
+def round_scales(scales: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float32]:
     """Scales rounded to a type of the file. One that would be zero is 1."""
-    rounded = np.frombuffer(as_bytes(scales, kind), dtype={"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[kind])
+    rounded_scales = np.frombuffer(
+        as_bytes(scales, kind), dtype={"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[kind]
+    )
     if kind == "BF16":
-        rounded = (rounded.astype(np.uint32) << 16).view(np.float32)
-    found = rounded.astype(np.float32).reshape(scales.shape)
-    return np.where(found == 0, np.float32(1), found)
+        rounded_scales = (rounded_scales.astype(np.uint32) << 16).view(np.float32)
+    values = rounded_scales.astype(np.float32).reshape(scales.shape)
+    return np.where(values == 0, np.float32(1), values)
 
 
 def as_bytes(numbers: npt.NDArray[np.float32], kind: str) -> bytes:
@@ -150,5 +156,5 @@ def as_bytes(numbers: npt.NDArray[np.float32], kind: str) -> bytes:
     if kind == "F16":
         return numbers.astype("<f2").tobytes()
     bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    return rounded.astype("<u2").tobytes()
+    rounded_bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return rounded_bits.astype("<u2").tobytes()

@@ -81,7 +81,7 @@ class QuantizeOptions:
 
     def _refuse_unused(self) -> None:
         """Raises ConfigError for flags that would have no effect."""
-        defaults: dict[str, Any] = {one.name: one.default for one in fields(self)}
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
         for name in ("calibration_tokens", "least_tokens"):
             if not self.calibrate and getattr(self, name) != defaults[name]:
                 raise ConfigError(f"{_flag(name)}: allowed only with --calibrate")

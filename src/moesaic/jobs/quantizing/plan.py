@@ -37,7 +37,7 @@ Modules = Literal["experts", "attention", "mlp"]
 """Routed experts, the projections of attention, and dense MLPs with shared experts."""
 LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 FP8 = "F8_E4M3"
-MOST = {"I64": 8, "I32": 4, "F32": 4, "F16": 2, "BF16": 2}
+MAX_ALIGNMENTS = {"I64": 8, "I32": 4, "F32": 4, "F16": 2, "BF16": 2}
 """Types that the new files can begin with: the tensors with the widest numbers come first."""
 
 
@@ -59,9 +59,9 @@ class Weight:
     """A matrix that is quantised."""
 
     module: str
-    """Its name in the files, without ".weight"."""
+    """Name of the matrix in the files, without ".weight"."""
     place: Place
-    """Of its numbers, or of its codes if the files have it in FP8."""
+    """Where its numbers are in the files, or its codes if the files have it in FP8."""
     rows: int
     columns: int
     fp8: Fp8Matrix | None = None
@@ -84,17 +84,17 @@ Expert = tuple[Weight, Weight, Weight]
 
 @dataclass
 class Shard:
-    """One of the new files."""
+    """The tensors of one new file, by what becomes of them."""
 
     layer: int | None
     """None: the tensors outside the layers."""
-    copied: dict[str, Place] = field(default_factory=dict)
+    copied_tensors: dict[str, Place] = field(default_factory=dict)
     """Tensors that stay as they are."""
-    converted: dict[str, Weight] = field(default_factory=dict)
+    converted_matrices: dict[str, Weight] = field(default_factory=dict)
     """Matrices in FP8 that become bf16."""
     experts: dict[int, Expert] = field(default_factory=dict)
     """Routed experts that are quantised."""
-    others: list[Weight] = field(default_factory=list)
+    other_matrices: list[Weight] = field(default_factory=list)
     """Other matrices that are quantised."""
 
     @property
@@ -102,26 +102,28 @@ class Shard:
         """All matrices that are quantised."""
         for expert in self.experts.values():
             yield from expert
-        yield from self.others
+        yield from self.other_matrices
 
     def tensors(self, form: Format) -> list[Tensor]:
         """The tensors in the order of the file, so that each begins at a multiple of the size of its
         numbers."""
-        found = [Tensor(n, p.dtype, p.shape, p.size) for n, p in self.copied.items()]
-        for name, one in self.converted.items():
-            found.append(Tensor(name, one.kind, (one.rows, one.columns), 2 * one.rows * one.columns))
-        for one in self.weights:
-            found += form.tensors(one.module, one.rows, one.columns, one.kind)
-        return sorted(found, key=lambda one: (-_width(one), one.name))
+        all_tensors = [Tensor(n, p.dtype, p.shape, p.size) for n, p in self.copied_tensors.items()]
+        for name, weight in self.converted_matrices.items():
+            all_tensors.append(
+                Tensor(name, weight.kind, (weight.rows, weight.columns), 2 * weight.rows * weight.columns)
+            )
+        for weight in self.weights:
+            all_tensors += form.tensors(weight.module, weight.rows, weight.columns, weight.kind)
+        return sorted(all_tensors, key=lambda weight: (-_width(weight), weight.name))
 
     @property
     def bytes_before(self) -> int:
         """Bytes of these tensors in the old files."""
-        weights = [*self.weights, *self.converted.values()]
-        return sum(p.size for p in self.copied.values()) + sum(one.size for one in weights)
+        weights = [*self.weights, *self.converted_matrices.values()]
+        return sum(p.size for p in self.copied_tensors.values()) + sum(weight.size for weight in weights)
 
     def bytes_after(self, form: Format) -> int:
-        return sum(one.size for one in self.tensors(form))
+        return sum(tensor.size for tensor in self.tensors(form))
 
 
 @dataclass(frozen=True)
@@ -133,18 +135,22 @@ class Plan:
     @property
     def columns(self) -> set[int]:
         """Numbers of a row, of every quantised matrix."""
-        return {one.columns for shard in self.shards for one in shard.weights}
+        return {weight.columns for shard in self.shards for weight in shard.weights}
 
     @property
-    def ignored(self) -> list[str]:
+    def modules_to_ignore(self) -> list[str]:
         """Modules whose matrix stays as it is, for `Format.config`. An LM head can be tied to the
         embedding."""
         names = {"lm_head"}
         for shard in self.shards:
-            for name, place in shard.copied.items():
+            for name, place in shard.copied_tensors.items():
                 if len(place.shape) == 2 and name.endswith(".weight") and "embed_tokens" not in name:
                     names.add(name.removesuffix(".weight"))
-            names |= {one.module for one in shard.converted.values() if "embed_tokens" not in one.module}
+            names |= {
+                weight.module
+                for weight in shard.converted_matrices.values()
+                if "embed_tokens" not in weight.module
+            }
         return sorted(names)
 
 
@@ -156,31 +162,31 @@ def make(path: Path, modules: Collection[Modules]) -> Plan:
     """
     _refuse_quantised(path)
     headers = Headers(path)
-    every = headers.every()
-    plain = {stored: name for name, stored in plain_names(every).items()}
-    fp8 = _fp8(headers, every)
+    places = headers.every()
+    plain = {stored_name: name for name, stored_name in plain_names(places).items()}
+    fp8 = _fp8(headers, places)
     experts = _experts(path, headers) if "experts" in modules else {}
-    others = _others(path, modules)
-    inside = {part.tensor for one in fp8.values() for part in one.matrix.parts[1:]}
+    other_names = _list_other_matrices(path, modules)
+    expert_tensors = {part.tensor for fp8_matrix in fp8.values() for part in fp8_matrix.matrix.parts[1:]}
     shards: dict[int | None, Shard] = {None: Shard(None)}
-    for (number, expert), (found, tensors) in experts.items():
-        shards.setdefault(number, Shard(number)).experts[expert] = found
-        inside |= tensors
-    skipped = skipped_in(path)
-    for name, place in every.items():
-        if name in inside or any(re.fullmatch(pattern, name) for pattern in skipped):
+    for (number, expert), (expert_matrices, tensors) in experts.items():
+        shards.setdefault(number, Shard(number)).experts[expert] = expert_matrices
+        expert_tensors |= tensors
+    skipped_patterns = skipped_in(path)
+    for name, place in places.items():
+        if name in expert_tensors or any(re.fullmatch(pattern, name) for pattern in skipped_patterns):
             continue
         match = LAYER.fullmatch(plain[name])
         layer = int(match[1]) if match else None
         shard = shards.setdefault(layer, Shard(layer))
-        if plain[name] in others:
-            shard.others.append(_weight(name, place, fp8.get(name)))
+        if plain[name] in other_names:
+            shard.other_matrices.append(_weight(name, place, fp8.get(name)))
         elif name in fp8:
-            shard.converted[name] = _weight(name, place, fp8[name])
+            shard.converted_matrices[name] = _weight(name, place, fp8[name])
         else:
-            shard.copied[name] = place
-    ordered = sorted(shards.values(), key=lambda shard: -1 if shard.layer is None else shard.layer)
-    plan = Plan(tuple(shard for shard in ordered if shard.copied or any(shard.weights)))
+            shard.copied_tensors[name] = place
+    sorted_shards = sorted(shards.values(), key=lambda shard: -1 if shard.layer is None else shard.layer)
+    plan = Plan(tuple(shard for shard in sorted_shards if shard.copied_tensors or any(shard.weights)))
     if not plan.columns:
         raise CheckpointError(f"{path}: this model has no {' or '.join(modules)} to quantise")
     return plan
@@ -188,8 +194,8 @@ def make(path: Path, modules: Collection[Modules]) -> Plan:
 
 def _refuse_quantised(path: Path) -> None:
     config = read_config(path)
-    told = config.get("quantization_config")
-    if isinstance(told, dict) and told.get("quant_method") == QUANT_METHOD:
+    quantization_config = config.get("quantization_config")
+    if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == QUANT_METHOD:
         raise CheckpointError(f"{path}: the experts of this model are compressed; quantise the original")
     scheme = quantization.parse(config)
     if scheme is not None and not isinstance(scheme, Fp8):
@@ -199,16 +205,16 @@ def _refuse_quantised(path: Path) -> None:
         )
 
 
-def _fp8(headers: Headers, every: Mapping[str, Place]) -> dict[str, Fp8Matrix]:
+def _fp8(headers: Headers, places: Mapping[str, Place]) -> dict[str, Fp8Matrix]:
     """The matrices in FP8 by the names of their codes."""
-    found = {}
-    for name, place in every.items():
+    matrices = {}
+    for name, place in places.items():
         if place.dtype == FP8:
             matrix = headers.quantized(name, *place.shape)
             if matrix is None:
                 raise CheckpointError(f"{place.file}: tensor {name}: got {FP8}; allowed: only in matrices")
-            found[name] = Fp8Matrix(headers, matrix)
-    return found
+            matrices[name] = Fp8Matrix(headers, matrix)
+    return matrices
 
 
 def _weight(name: str, place: Place, fp8: Fp8Matrix | None) -> Weight:
@@ -244,7 +250,7 @@ def _expert(
         matrix = headers.quantized(name, rows, columns)
         if matrix is not None:
             weights.append(_weight(name, headers.place(matrix.parts[0]), Fp8Matrix(headers, matrix)))
-            tensors |= {one.tensor for one in matrix.parts}
+            tensors |= {matrix_part.tensor for matrix_part in matrix.parts}
             continue
         part = fused.inside(name, names.__contains__)
         place = _numbers(name, headers.find(name, rows, columns))
@@ -262,15 +268,15 @@ def _numbers(name: str, place: Place) -> Place:
     return place
 
 
-def _others(path: Path, modules: Iterable[str]) -> set[str]:
+def _list_other_matrices(path: Path, modules: Iterable[str]) -> set[str]:
     """Names of other matrices of these modules, as the text model's own files have them."""
-    wanted = set(modules) & {"attention", "mlp"}
-    if not wanted:
+    wanted_modules = set(modules) & {"attention", "mlp"}
+    if not wanted_modules:
         return set()
     file, config = registry.model_file(path)
-    asked = _Asked(path)
-    file.blocks(config, Loader(asked, REFERENCE, "meta", torch.bfloat16, positions=0))
-    return {name for name in asked.matrices if _module(name) in wanted}
+    recorder = _MatrixRecorder(path)
+    file.blocks(config, Loader(recorder, REFERENCE, "meta", torch.bfloat16, positions=0))
+    return {name for name in recorder.matrices if _module(name) in wanted_modules}
 
 
 def _module(name: str) -> str | None:
@@ -281,19 +287,19 @@ def _module(name: str) -> str | None:
     return "attention" if "attn" in name else "mlp"
 
 
-class _Asked(Claims):
+class _MatrixRecorder(Claims):
     """A checkpoint of which nothing is read. It notes the matrices that a model multiplies with."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.matrices: set[str] = set()
 
-    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
-        """As `Claims.tensor`. Gates and norms are read as float32."""
-        multiplied = how["dtype"] is torch.bfloat16 or self.quantized(name, *shape) is not None
-        if len(shape) == 2 and multiplied and name in self.names:
+    def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
+        """Note a matrix that is multiplied with, and claim it. Gates and norms are read as float32."""
+        is_multiplied = options["dtype"] is torch.bfloat16 or self.quantized(name, *shape) is not None
+        if len(shape) == 2 and is_multiplied and name in self.names:
             self.matrices.add(name)
-        return super().tensor(name, *shape, **how)
+        return super().tensor(name, *shape, **options)
 
 
 def _width(tensor: Tensor) -> float:

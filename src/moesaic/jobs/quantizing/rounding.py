@@ -1,4 +1,4 @@
-"""From numbers to codes: rounding to nearest, and GPTQ.
+"""Turns numbers into codes: by rounding to nearest, and by GPTQ.
 
 Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, 2023.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.jobs.quantizing.formats import Coded, Format, as_stored
+from moesaic.jobs.quantizing.formats import Format, QuantizedMatrix, round_scales
 
 DAMPING = (0.01, 0.1, 1.0)
 """What is added to the diagonal of a Hessian, as a share of its mean. The next one is tried if a Hessian is
@@ -18,7 +18,7 @@ SHARES = tuple(1 - step / 40 for step in range(21))
 """Shares of the largest number that a scale may cover: the best one is taken."""
 BAND = 1 << 20
 """Numbers that are rounded to nearest at a time, so that little memory is taken."""
-AT_ONCE = 128
+BLOCK_COLUMNS = 128
 """Columns whose errors are spread to all later columns together, if a row has no groups."""
 
 
@@ -30,7 +30,7 @@ class Rounding:
     scales: str
     """Type of the scales, as safetensors calls it."""
 
-    def nearest(self, weight: torch.Tensor) -> Coded:
+    def nearest(self, weight: torch.Tensor) -> QuantizedMatrix:
         """Round each number of a matrix [rows, columns] float32 to the nearest code.
 
         Scales cover all numbers.
@@ -42,11 +42,11 @@ class Rounding:
         for begin in range(0, rows, step):
             band = slice(begin, begin + step)
             groups = weight[band].view(-1, scales.shape[1], columns // scales.shape[1])
-            scales[band] = self._covering(groups.abs().amax(2))
+            scales[band] = self._cover(groups.abs().amax(2))
             codes[band] = self._codes(groups, scales[band, :, None]).flatten(1)
-        return Coded(codes.numpy(), scales.numpy())
+        return QuantizedMatrix(codes.numpy(), scales.numpy())
 
-    def gptq(self, weight: torch.Tensor, hessian: torch.Tensor) -> Coded | None:
+    def gptq(self, weight: torch.Tensor, hessian: torch.Tensor) -> QuantizedMatrix | None:
         """Round column after column. Later columns of a row make up for the errors of earlier ones.
 
         weight: [rows, columns] float32. hessian: [columns, columns] float32, the sum of x x^T over the
@@ -55,20 +55,21 @@ class Rounding:
         factor = _inverse_factor(hessian)
         if factor is None:
             return None
-        rest = weight.clone()
+        remaining = weight.clone()
         importance = hessian.diagonal()
         columns = weight.shape[1]
         size = self.format.group or columns
-        step = self.format.group or AT_ONCE
-        codes = torch.empty_like(rest)
-        scales = torch.empty(len(rest), self.format.groups(columns))
+        step = self.format.group or BLOCK_COLUMNS
+        codes = torch.empty_like(remaining)
+        scales = torch.empty(len(remaining), self.format.groups(columns))
         for begin in range(0, columns, step):
             end = min(begin + step, columns)
             if begin % size == 0:
                 group = slice(begin, begin + size)
-                scales[:, begin // size] = self._searched(rest[:, group], importance[group])
+                scales[:, begin // size] = self._search_scales(remaining[:, group], importance[group])
             scale = scales[:, begin // size]
-            part, upper = rest[:, begin:end], factor[begin:end, begin:end]
+            part, upper = remaining[:, begin:end], factor[begin:end, begin:end]
+            # Columns after the block get its errors in one product, which is faster than column by column.
             errors = torch.empty_like(part)
             for column in range(end - begin):
                 code = self._codes(part[:, column], scale)
@@ -76,18 +77,18 @@ class Rounding:
                 error = (part[:, column] - (code - self._zero) * scale) / upper[column, column]
                 part[:, column:] -= torch.outer(error, upper[column, column:])
                 errors[:, column] = error
-            rest[:, end:] -= errors @ factor[begin:end, end:]
-        return Coded(codes.to(torch.uint8).numpy(), scales.numpy())
+            remaining[:, end:] -= errors @ factor[begin:end, end:]
+        return QuantizedMatrix(codes.to(torch.uint8).numpy(), scales.numpy())
 
-    def nearest_or_gptq(self, weight: torch.Tensor, hessian: torch.Tensor | None) -> Coded:
+    def nearest_or_gptq(self, weight: torch.Tensor, hessian: torch.Tensor | None) -> QuantizedMatrix:
         """Round by a Hessian. Without one, or if it has no inverse, round to nearest."""
-        found = None if hessian is None else self.gptq(weight, hessian)
-        return self.nearest(weight) if found is None else found
+        matrix = None if hessian is None else self.gptq(weight, hessian)
+        return self.nearest(weight) if matrix is None else matrix
 
-    def numbers(self, coded: Coded) -> torch.Tensor:
+    def numbers(self, matrix: QuantizedMatrix) -> torch.Tensor:
         """The numbers [rows, columns] float32 of a quantised matrix."""
-        scales = torch.from_numpy(coded.scales)
-        groups = torch.from_numpy(coded.codes).float().view(*scales.shape, -1)
+        scales = torch.from_numpy(matrix.scales)
+        groups = torch.from_numpy(matrix.codes).float().view(*scales.shape, -1)
         return ((groups - self._zero) * scales[:, :, None]).flatten(1)
 
     @property
@@ -95,12 +96,12 @@ class Rounding:
         """The code of the number 0."""
         return 1 << (self.format.bits - 1)
 
-    def _covering(self, largest: torch.Tensor) -> torch.Tensor:
+    def _cover(self, largest: torch.Tensor) -> torch.Tensor:
         """The scales with which numbers up to `largest` have codes."""
         scales = largest / (self._zero - 0.5)
-        return torch.from_numpy(as_stored(scales.numpy(), self.scales))
+        return torch.from_numpy(round_scales(scales.numpy(), self.scales))
 
-    def _searched(self, group: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+    def _search_scales(self, group: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
         """The scale [rows] of a group [rows, columns] with the least error.
 
         importance: [columns], weights of the squared errors. Large numbers may be cut off.
@@ -108,7 +109,7 @@ class Rounding:
         largest = group.abs().amax(1)
         best, least = torch.empty_like(largest), torch.full_like(largest, torch.inf)
         for share in SHARES:
-            scales = self._covering(largest * share)
+            scales = self._cover(largest * share)
             codes = self._codes(group, scales[:, None])
             error = ((codes - self._zero) * scales[:, None] - group).square() @ importance
             better = error < least
@@ -123,11 +124,11 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     """The upper triangle U with U^T U = the inverse of the damped Hessian; None if it has no inverse."""
     mean = hessian.diagonal().mean()
     for share in DAMPING:
-        damped = hessian + torch.diag(torch.full_like(hessian.diagonal(), float(share * mean)))
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        damped_hessian = hessian + torch.diag(torch.full_like(hessian.diagonal(), float(share * mean)))
+        lower, failed = torch.linalg.cholesky_ex(damped_hessian)
         if not failed:
-            found: torch.Tensor
-            found, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            factor: torch.Tensor
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed:
-                return found
+                return factor
     return None

@@ -17,9 +17,9 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.text_config import TEXT
 from moesaic.jobs.quantizing import plan as planning
 from moesaic.jobs.quantizing import writing
-from moesaic.jobs.quantizing.calibrating import Calibrated, Nearest
+from moesaic.jobs.quantizing.calibrating import CalibratedRounder, NearestRounder
 from moesaic.jobs.quantizing.directory import Directory
-from moesaic.jobs.quantizing.formats import Format, chosen
+from moesaic.jobs.quantizing.formats import Format, choose_format
 from moesaic.jobs.quantizing.measuring import measure
 from moesaic.jobs.quantizing.options import QuantizeOptions
 from moesaic.jobs.quantizing.plan import Plan
@@ -33,7 +33,7 @@ MB = 10**6
 QUANTIZATION = "quantization_config"
 ROOM = 16 << 20
 """Bytes left for headers and small files when the free space of the disk is checked."""
-Few = list[tuple[int, int, int]]
+TokenCounts = list[tuple[int, int, int]]
 """Layer, expert and tokens of experts."""
 Show = Callable[[str, int, int], None]
 """Reports progress: (name of the work, units done, units in total)."""
@@ -50,7 +50,7 @@ class Cost:
     bytes_after: int
     matrices: int
     """Number of quantised matrices."""
-    few_tokens: Few
+    few_tokens: TokenCounts
     """Experts that too few tokens of --calibrate chose. They were rounded to nearest."""
     evaluation_tokens: int = 0
     perplexity_before: float | None = None
@@ -71,57 +71,57 @@ class _Job:
 
     def settings(self) -> dict[str, Any]:
         """What decides about the bytes of the result."""
-        found: dict[str, Any] = {
+        all_settings: dict[str, Any] = {
             "model": fingerprint.of(self.path),
             "--format": self.form.name,
             "--group-size": self.form.group,
             "--modules": sorted(self.options.modules),
         }
         if self.texts.calibrating:
-            found |= {
+            all_settings |= {
                 "--calibrate": _digest(self.texts.calibrating),
                 "--least-tokens": self.options.least_tokens,
                 "--kernels": self.kernels.name,
             }
-        return found
+        return all_settings
 
-    def write(self, directory: Directory) -> Few:
+    def write(self, directory: Directory) -> TokenCounts:
         """Write what is left. Returns the experts that too few tokens chose."""
-        if directory.finished:
+        if directory.is_finished:
             directory.clear()
-            return [(layer, expert, count) for layer, expert, count in directory.noted("few_tokens", [])]
+            return [(layer, expert, count) for layer, expert, count in directory.read_note("few_tokens", [])]
         layers = registry.read_spec(self.path).num_layers
-        calibrated = self._calibrated(directory) if self.texts.calibrating else None
-        left = [
+        calibrated_rounder = self._make_rounder(directory) if self.texts.calibrating else None
+        shards_left = [
             (name, shard)
-            for name, shard in zip(writing.names(self.plan), self.plan.shards, strict=True)
-            if not directory.has(name)
+            for name, shard in zip(writing.file_names(self.plan), self.plan.shards, strict=True)
+            if not directory.has_file(name)
         ]
-        total = sum(shard.bytes_before for _, shard in left)
+        total = sum(shard.bytes_before for _, shard in shards_left)
         writer = writing.Writer(
             self.form,
             directory,
-            calibrated or Nearest(),
+            calibrated_rounder or NearestRounder(),
             self.options.threads or cores(),
-            lambda done: self.show("quantising", done // MB, total // MB),
+            lambda bytes_done: self.show("quantising", bytes_done // MB, total // MB),
         )
-        for name, shard in left:
+        for name, shard in shards_left:
             writer.write(name, shard, layers)
-            if calibrated is not None and shard.layer is not None:
-                calibrated.done(shard.layer)
-        few = [] if calibrated is None else calibrated.few
-        directory.note({"few_tokens": few})
+            if calibrated_rounder is not None and shard.layer is not None:
+                calibrated_rounder.remove_hidden(shard.layer)
+        rarely_chosen = [] if calibrated_rounder is None else calibrated_rounder.rarely_chosen
+        directory.note({"few_tokens": rarely_chosen})
         shards = {
             name: shard.tensors(self.form)
-            for name, shard in zip(writing.names(self.plan), self.plan.shards, strict=True)
+            for name, shard in zip(writing.file_names(self.plan), self.plan.shards, strict=True)
         }
         directory.finish(self.path, self._config(), shards)
-        return few
+        return rarely_chosen
 
-    def measured(self, cost: Cost, result: Path) -> Cost:
+    def add_measurements(self, cost: Cost, result: Path) -> Cost:
         """The same with what both models say about the texts."""
         texts = self.texts.measuring
-        before, after = (
+        original_reading, result_reading = (
             measure(path, self.kernels, texts, partial(self._show_share, f"reading {name}", size // MB))
             for path, name, size in (
                 (self.path, "the original", cost.bytes_before),
@@ -131,24 +131,24 @@ class _Job:
         return replace(
             cost,
             evaluation_tokens=sum(map(len, texts)),
-            perplexity_before=before.perplexity,
-            perplexity_after=after.perplexity,
-            agreement=before.agreement(after),
+            perplexity_before=original_reading.perplexity,
+            perplexity_after=result_reading.perplexity,
+            agreement=original_reading.agreement(result_reading),
         )
 
-    def _show_share(self, what: str, whole: int, done: int, total: int) -> None:
-        self.show(what, whole * done // total, whole)
+    def _show_share(self, name: str, size: int, units_done: int, total: int) -> None:
+        self.show(name, size * units_done // total, size)
 
-    def _calibrated(self, directory: Directory) -> Calibrated:
+    def _make_rounder(self, directory: Directory) -> CalibratedRounder:
         prompts, work = self.texts.calibrating, directory.work
-        return Calibrated(self.path, self.kernels, prompts, work, self.options.least_tokens)
+        return CalibratedRounder(self.path, self.kernels, prompts, work, self.options.least_tokens)
 
     def _config(self) -> dict[str, Any]:
         config = files.read_config(self.path)
         inner = config.get(TEXT)
         if isinstance(inner, dict):  # which may say that it is in FP8
-            config = {**config, TEXT: {key: one for key, one in inner.items() if key != QUANTIZATION}}
-        return {**config, QUANTIZATION: self.form.config(self.plan.ignored)}
+            config = {**config, TEXT: {key: value for key, value in inner.items() if key != QUANTIZATION}}
+        return {**config, QUANTIZATION: self.form.config(self.plan.modules_to_ignore)}
 
 
 def run(options: QuantizeOptions, show: Show) -> Cost:
@@ -160,7 +160,7 @@ def run(options: QuantizeOptions, show: Show) -> Cost:
     path = files.resolve(options.model)
     files.refuse_gguf(path, "quantize")
     plan = planning.make(path, options.modules)
-    form = chosen(options.format, options.group_size, plan.columns)
+    form = choose_format(options.format, options.group_size, plan.columns)
     cost = Cost(
         format=form.name,
         group_size=form.group,
@@ -171,9 +171,9 @@ def run(options: QuantizeOptions, show: Show) -> Cost:
         few_tokens=[],
     )
     if cost.bytes_after >= cost.bytes_before and not options.allow_growth:
-        grown = f"{cost.bytes_after} bytes in place of {cost.bytes_before}"
+        growth = f"{cost.bytes_after} bytes in place of {cost.bytes_before}"
         raise ConfigError(
-            f"{options.model}: the result would have {grown}; allowed: fewer, or --allow-growth"
+            f"{options.model}: the result would have {growth}; allowed: fewer, or --allow-growth"
         )
     texts = _texts(path, options)
     kernels = table.pick("cpu", options.kernels)
@@ -182,9 +182,9 @@ def run(options: QuantizeOptions, show: Show) -> Cost:
     directory = Directory(options.target, job.settings())
     _check_space(options.target, job, cost)
     with directory, torch.inference_mode():
-        few = job.write(directory)
-        cost = replace(cost, few_tokens=few, calibration_tokens=sum(map(len, texts.calibrating)))
-        return job.measured(cost, directory.path) if texts.measuring else cost
+        rarely_chosen = job.write(directory)
+        cost = replace(cost, few_tokens=rarely_chosen, calibration_tokens=sum(map(len, texts.calibrating)))
+        return job.add_measurements(cost, directory.path) if texts.measuring else cost
 
 
 def _texts(path: Path, options: QuantizeOptions) -> Texts:
@@ -199,12 +199,16 @@ def _texts(path: Path, options: QuantizeOptions) -> Texts:
 
 def _check_space(target: Path, job: _Job, cost: Cost) -> None:
     """Raises ConfigError if the disk has no space for what is left."""
-    there = sum(file.stat().st_size for file in target.glob("*.safetensors")) if target.is_dir() else 0
+    written_bytes = (
+        sum(file.stat().st_size for file in target.glob("*.safetensors")) if target.is_dir() else 0
+    )
     rows = 4 * registry.read_spec(job.path).hidden_size * sum(map(len, job.texts.calibrating))
-    needed = cost.bytes_after - there + 5 * rows + ROOM
+    needed_bytes = cost.bytes_after - written_bytes + 5 * rows + ROOM
     free = shutil.disk_usage(target.parent).free
-    if needed > free:
-        raise ConfigError(f"DIRECTORY: {target}: {needed} bytes are needed, and {free} are free on this disk")
+    if needed_bytes > free:
+        raise ConfigError(
+            f"DIRECTORY: {target}: {needed_bytes} bytes are needed, and {free} are free on this disk"
+        )
 
 
 def _digest(prompts: Tokens) -> str:

@@ -21,7 +21,7 @@ Show = Callable[[str, int, int], None]
 """Reports progress: (name of the work, parts done, parts in total)."""
 
 
-class Ours:
+class MoesaicSide:
     """moesaic's side: the stages of a worker's step, on the CPU, with one layer in memory at a time.
 
     Hidden states go in and out as the model defines them. Blocks may compute with smaller ones, by a factor.
@@ -34,17 +34,17 @@ class Ours:
 
     def embed(self) -> torch.Tensor:
         """Returns the embeddings [n, h] of the prompt."""
-        outside = registry.load_outside(self._path, self._kernels)
-        return outside.embed(self._prompt.token_ids) * self._residual
+        outer_layers = registry.load_outside(self._path, self._kernels)
+        return outer_layers.embed(self._prompt.token_ids) * self._residual
 
     def layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] before a layer -> [n, h] after it."""
         block, experts = registry.load_layer(self._path, self._kernels, layer, len(hidden))
-        gated = self._prompt.until_gate(layer, block, hidden / self._residual)
+        gate_output = self._prompt.until_gate(layer, block, hidden / self._residual)
         rows = None
-        if experts is not None and gated.expert_ids is not None:
-            rows = self._kernels.experts(experts, gated.normed, gated.expert_ids)
-        return block.merge(gated, block.dense(gated.normed), rows) * self._residual
+        if experts is not None and gate_output.expert_ids is not None:
+            rows = self._kernels.experts(experts, gate_output.normed, gate_output.expert_ids)
+        return block.merge(gate_output, block.dense(gate_output.normed), rows) * self._residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] after the last layer -> logits [n, V]."""
@@ -52,7 +52,7 @@ class Ours:
 
 
 class Side(Protocol):
-    """One implementation. Shapes are [n, h] for hidden states and [n, V] for logits."""
+    """An implementation of a model. Shapes are [n, h] for hidden states and [n, V] for logits."""
 
     def embed(self) -> torch.Tensor: ...
 
@@ -88,7 +88,7 @@ class Verdict:
     @property
     def first(self) -> str | None:
         """The first part that differs; None if none does."""
-        return next((one.part for one in self.parts if one.different), None)
+        return next((part.part for part in self.parts if part.different), None)
 
     @property
     def equal(self) -> bool:
@@ -111,49 +111,58 @@ def verify(path: Path, kernels: Kernels, tokens: list[int], tolerance: float, sh
             "--prompt-tokens", f"{len(tokens)} tokens", f"1 to {spec.max_position} tokens"
         )
     with torch.inference_mode():
-        sides = Ours(path, spec, kernels, tokens), Reference(path, tokens)
+        sides = MoesaicSide(path, spec, kernels, tokens), Reference(path, tokens)
         return compare(*sides, spec.num_layers, tolerance, show)
 
 
-def compare(ours: Side, reference: Side, layers: int, tolerance: float, show: Show) -> Verdict:
+def compare(actual: Side, reference: Side, layers: int, tolerance: float, show: Show) -> Verdict:
     """Compare two sides. The input of a layer is what our side had after the layer before."""
     parts: list[PartError] = []
-    outputs = _outputs(ours, reference, layers)
-    mine = theirs = torch.empty(0)
-    for done, (part, given, mine, theirs) in enumerate(outputs, 1):
-        parts.append(_error(part, given, mine, theirs, tolerance))
-        show("comparing", done, layers + 2)
-    return Verdict(tuple(parts), tolerance, _argmax_differs(mine, theirs, tolerance))
+    outputs = _outputs(actual, reference, layers)
+    actual_output = reference_output = torch.empty(0)
+    for num_done, (part, layer_input, actual_output, reference_output) in enumerate(outputs, 1):
+        parts.append(_error(part, layer_input, actual_output, reference_output, tolerance))
+        show("comparing", num_done, layers + 2)
+    return Verdict(
+        tuple(parts), tolerance, _find_argmax_differences(actual_output, reference_output, tolerance)
+    )
 
 
 Output = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor]
 """Name of a part, the hidden states to which it adds, our result, the reference's result."""
 
 
-def _outputs(ours: Side, reference: Side, layers: int) -> Iterator[Output]:
-    hidden = ours.embed()
+def _outputs(actual: Side, reference: Side, layers: int) -> Iterator[Output]:
+    hidden = actual.embed()
     yield EMBEDDING, None, hidden, reference.embed()
     for layer in range(layers):
-        theirs = reference.layer(layer, hidden)
-        mine = ours.layer(layer, hidden.clone())
-        yield f"layer {layer}", hidden, mine, theirs
-        hidden = mine
-    yield LOGITS, None, ours.logits(hidden), reference.logits(hidden)
+        reference_hidden = reference.layer(layer, hidden)
+        actual_hidden = actual.layer(layer, hidden.clone())
+        yield f"layer {layer}", hidden, actual_hidden, reference_hidden
+        hidden = actual_hidden
+    yield LOGITS, None, actual.logits(hidden), reference.logits(hidden)
 
 
 def _error(
-    part: str, given: torch.Tensor | None, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float
+    part: str,
+    layer_input: torch.Tensor | None,
+    actual: torch.Tensor,
+    reference: torch.Tensor,
+    tolerance: float,
 ) -> PartError:
-    apart = (mine.double() - theirs.double()).abs().amax(dim=-1)
-    added = theirs.double() if given is None else theirs.double() - given.double()
-    size = added.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    relative = float((apart / size).max())
-    return PartError(part, float(apart.max()), relative, not relative <= tolerance)
+    difference = (actual.double() - reference.double()).abs().amax(dim=-1)
+    contribution = reference.double() if layer_input is None else reference.double() - layer_input.double()
+    size = contribution.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    relative = float((difference / size).max())
+    # "not <=" also finds a relative error that is NaN.
+    return PartError(part, float(difference.max()), relative, not relative <= tolerance)
 
 
-def _argmax_differs(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> tuple[int, ...]:
-    """mine, theirs: logits [n, V]."""
-    chosen, best = mine.argmax(dim=-1, keepdim=True), theirs.amax(dim=-1, keepdim=True)
-    near = tolerance * theirs.abs().amax(dim=-1, keepdim=True)
-    far = ~(best - theirs.gather(-1, chosen) <= near)
-    return tuple(int(position) for position in far.flatten().nonzero().flatten())
+def _find_argmax_differences(
+    actual: torch.Tensor, reference: torch.Tensor, tolerance: float
+) -> tuple[int, ...]:
+    """mine, reference: logits [n, V]."""
+    actual_choice, best = actual.argmax(dim=-1, keepdim=True), reference.amax(dim=-1, keepdim=True)
+    margin = tolerance * reference.abs().amax(dim=-1, keepdim=True)
+    differs = ~(best - reference.gather(-1, actual_choice) <= margin)
+    return tuple(int(position) for position in differs.flatten().nonzero().flatten())

@@ -193,12 +193,12 @@ def _compare_monolithic(measuring: _Measuring, separate: Trial) -> tuple[float |
     ranks = layout.devices
     if ranks > min(pool.devices_per_host, measuring.simulator.model.experts):
         return None, ""
-    colocated = Layout(pool, ranks, 1, ranks, is_colocated=True)
-    estimate = measuring.estimate_layout(colocated)
+    colocated_layout = Layout(pool, ranks, 1, ranks, is_colocated=True)
+    estimate = measuring.estimate_layout(colocated_layout)
     if estimate is None:
         return None, f"the model does not fit into {ranks} devices that have both"
     candidate = Candidate(
-        colocated, estimate.max_num_seqs, estimate.max_num_batched_tokens, estimate.kv_tokens
+        colocated_layout, estimate.max_num_seqs, estimate.max_num_batched_tokens, estimate.kv_tokens
     )
     monolithic = measuring.simulate(candidate)
     ratio = separate.good_tokens / monolithic.good_tokens if monolithic.good_tokens else None
@@ -214,13 +214,13 @@ def _measure_death(measuring: _Measuring, separate: Trial) -> tuple[str, bool]:
     layout = separate.candidate.layout
     if layout.servers < 2:
         return "one server has no other that could take its place", False
-    replicated = replace(separate.candidate, min_replicas=2, redundant_experts=0, solver=None)
+    replicated_candidate = replace(separate.candidate, min_replicas=2, redundant_experts=0, solver=None)
     room = compute_memory(measuring.simulator.model, layout, 2).kv_tokens
     if room < measuring.simulator.demand.longest:
         return "two copies of each expert do not fit, so a dead server stops the requests", False
-    replicated = replace(replicated, kv_tokens=min(replicated.kv_tokens, room))
-    alive = measuring.simulate(replicated)
-    dead = measuring.simulate(replicated, Fault(at=DIES_AT, server=0))
+    replicated_candidate = replace(replicated_candidate, kv_tokens=min(replicated_candidate.kv_tokens, room))
+    alive = measuring.simulate(replicated_candidate)
+    dead = measuring.simulate(replicated_candidate, Fault(at=DIES_AT, server=0))
     lost_share = 1 - dead.good_tokens / alive.good_tokens if alive.good_tokens else 1.0
     copies = alive.good_tokens / separate.good_tokens - 1 if separate.good_tokens else 0.0
     text = (

@@ -181,11 +181,20 @@ class Search:
         They are the two with the best estimates for each number of devices, and one with shared devices. If a
         rate is asked for, those that reach it with few devices come first; else those with the most tokens/s.
         """
-        selected: list[Estimate] = []
+        first_estimates: list[Estimate] = []
         for _, group in _group_by_devices(estimates):
-            group.sort(key=lambda one: (not one.in_time, -one.throughput))
-            selected += group[:2]
-            selected += [one for one in group if one.layout.is_colocated and one not in group[:2]][:1]
+            group.sort(
+                key=lambda candidate_estimate: (
+                    not candidate_estimate.in_time,
+                    -candidate_estimate.throughput,
+                )
+            )
+            first_estimates += group[:2]
+            first_estimates += [
+                candidate_estimate
+                for candidate_estimate in group
+                if candidate_estimate.layout.is_colocated and candidate_estimate not in group[:2]
+            ][:1]
         target_rate = None if self.demand.rate is None else self.demand.rate * self.demand.answer
 
         def order(estimate: Estimate) -> tuple[float, ...]:
@@ -198,15 +207,15 @@ class Search:
                 )
             return 1.0 + (not estimate.in_time), 0.0, 0.0, -estimate.throughput
 
-        return sorted(selected, key=order)[:FIRST]
+        return sorted(first_estimates, key=order)[:FIRST]
 
     # ---- simulations
 
     def _try(self, candidates: Iterator[Candidate]) -> None:
         """Simulate these candidates, as long as there is time."""
-        untried = list(dict.fromkeys(trial for trial in candidates if trial not in self._trials))
-        for index, candidate in enumerate(untried):
-            self.show("simulations", self._num_trials, self._num_trials + len(untried) - index)
+        new_candidates = list(dict.fromkeys(trial for trial in candidates if trial not in self._trials))
+        for index, candidate in enumerate(new_candidates):
+            self.show("simulations", self._num_trials, self._num_trials + len(new_candidates) - index)
             estimate = self._estimate_layout(candidate.layout)
             assert estimate is not None
             best = max((trial.good_tokens for trial in self._trials.values()), default=0.0)

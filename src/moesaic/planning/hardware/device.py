@@ -29,7 +29,7 @@ class Device(Protocol):
         """Free bytes of its memory."""
         ...
 
-    def pinned(self, size: int) -> torch.Tensor:
+    def allocate_pinned(self, size: int) -> torch.Tensor:
         """A uint8 tensor [size] of pinned host memory, which the device reads by itself."""
         ...
 
@@ -48,7 +48,7 @@ class Copy:
 
     way: Way
     """"down": to the device. "up": from it. "staging": from ordinary host memory to pinned memory."""
-    pinned: bool
+    is_pinned: bool
     """True if the host's memory is pinned."""
     bandwidth: float
     """Measured bytes/s."""

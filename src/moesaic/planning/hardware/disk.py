@@ -95,8 +95,8 @@ def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) ->
                 file, f"a temporary file in {path.absolute()}", write, sizes, limit, clock, show
             )
     except OSError as error:
-        allowed = f"a directory to write to, or a file to read ({error.strerror})"
-        raise ConfigError.field("--path", str(path), allowed) from error
+        allowed_values = f"a directory to write to, or a file to read ({error.strerror})"
+        raise ConfigError.field("--path", str(path), allowed_values) from error
 
 
 def _to_read(path: Path, least: int) -> Path | None:

@@ -14,21 +14,21 @@ from moesaic.cost.hardware import Hardware
 def check(path: Path) -> None:
     """Raises ConfigError for a path that cannot become a hardware file, before time is spent on measuring."""
     if path.suffix != ".toml" or path.is_dir() or not path.absolute().parent.is_dir():
-        allowed = "a file that ends in .toml, in an existing directory"
-        raise ConfigError.field("--output-file", str(path), allowed)
+        allowed_values = "a file that ends in .toml, in an existing directory"
+        raise ConfigError.field("--output-file", str(path), allowed_values)
 
 
 def save(hardware: Hardware, path: Path) -> None:
     """Write a hardware file, completely or not at all. Raises ConfigError if it cannot be written."""
-    unfinished = path.with_name(f"{path.name}.new")
+    new_file = path.with_name(f"{path.name}.new")
     try:
-        unfinished.write_text(as_toml(hardware.to_tables()), encoding="utf-8")
-        unfinished.replace(path)
+        new_file.write_text(as_toml(hardware.to_tables()), encoding="utf-8")
+        new_file.replace(path)
     except OSError as error:
-        allowed = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(path), allowed) from error
+        allowed_values = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(path), allowed_values) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        new_file.unlink(missing_ok=True)
 
 
 def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:

@@ -122,8 +122,8 @@ class Measuring:
         disk_speed = disk.measure(path, self.effort.disk, self.effort.seconds, self.clock, self.show)
         processing = self._cpu()
         slow = Level("disk", disk_speed.memory, disk_speed.bandwidth, None)
-        up = disk_speed.bandwidth if disk_speed.write is None else disk_speed.write
-        link = Link(disk_speed.bandwidth, up, conversions=self._conversions())
+        write_bandwidth = disk_speed.bandwidth if disk_speed.write is None else disk_speed.write
+        link = Link(disk_speed.bandwidth, write_bandwidth, conversions=self._conversions())
         hardware = Hardware(name, processing.level(), slow, link)
         return self._describe(
             hardware, start, processing, {**_processing_figures("", processing), **_disk_figures(disk_speed)}
@@ -139,7 +139,7 @@ class Measuring:
         copies = gpu_parts.measure_copies(device, self.effort.copy_bytes, self._watch(device), self.show)
         # A worker may need next what torch has cached here.
         device.release()
-        speed = {copy.way: copy.bandwidth for copy in copies if copy.pinned}
+        speed = {copy.way: copy.bandwidth for copy in copies if copy.is_pinned}
         link = Link(speed["down"], speed["up"], speed["staging"])
         hardware = Hardware(name, gpu.level(), cpu.level(0.8), link)
         figures = {
@@ -161,7 +161,7 @@ class Measuring:
 
     def _cpu(self) -> Processing:
         kernels, threads, free = pick("cpu", "auto"), self.threads or cores(), available_memory()
-        dtypes, watch = _stored_dtypes(kernels), self._watch()
+        dtypes, watch = _list_dtypes(kernels), self._watch()
         size = memory.choose_read_bytes(self.effort.read_bytes, free)
         ways = [(dtype, count) for dtype in dtypes for count in dict.fromkeys((1, threads))]
         readings: list[Reading] = []
@@ -204,7 +204,7 @@ class Measuring:
         return replace(hardware, source=source, measured={**figures, **measurements})
 
 
-def _stored_dtypes(kernels: Kernels) -> list[torch.dtype]:
+def _list_dtypes(kernels: Kernels) -> list[torch.dtype]:
     return [dtype for dtype in DTYPES if dtype in kernels.stored]
 
 
@@ -242,4 +242,4 @@ def _disk_figures(measurement: Disk) -> dict[str, Any]:
 
 
 def _copy_figures(copies: Sequence[Copy]) -> list[dict[str, Any]]:
-    return [{"way": copy.way, "pinned": copy.pinned, "gib": copy.bandwidth / GIB} for copy in copies]
+    return [{"way": copy.way, "pinned": copy.is_pinned, "gib": copy.bandwidth / GIB} for copy in copies]

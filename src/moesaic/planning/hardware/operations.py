@@ -96,10 +96,10 @@ def list_calls(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
 def operation_names(model: ModelSizes) -> tuple[str, ...]:
     """Names of the operations of a model without its experts, in the order in which they are measured."""
     wide = ("dense MLP",) if model.dense_width else ()
-    shared = ("shared experts",) if model.shared_width else ()
+    shared_names = ("shared experts",) if model.shared_width else ()
     linear = (_recurrent_name(model.attention.recurrent),) if isinstance(model.attention, Mixed) else ()
     layer_names = ("query, key, value", "attention", *linear, "output projection", *wide, "gate")
-    return (*layer_names, *shared, "output head")
+    return (*layer_names, *shared_names, "output head")
 
 
 def list_layer_calls(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:

@@ -162,13 +162,13 @@ def compute_overlap(rates: Sequence[Rate], dtype: str, bandwidth: float) -> floa
     weight takes 2 s, and so does computing. 4 s in all mean an overlap of 0; 3 s mean 0.5.
     """
     top, size = find_peak(rates, dtype), getattr(torch, dtype).itemsize
-    exposed = shorter = 0.0
+    exposed_share = shorter = 0.0
     for rate in rates:
         if rate.dtype == dtype:
             took, times = 2 * rate.rows / rate.flops, (2 * rate.rows / top, size / bandwidth)
-            exposed += min(times) * (took - max(times)) / took**2
+            exposed_share += min(times) * (took - max(times)) / took**2
             shorter += (min(times) / took) ** 2
-    return min(max(1 - exposed / shorter, 0.0), 1.0)
+    return min(max(1 - exposed_share / shorter, 0.0), 1.0)
 
 
 Store = Callable[[torch.Tensor], torch.Tensor]

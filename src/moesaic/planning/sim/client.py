@@ -29,7 +29,7 @@ from moesaic.planning.sim.timeline import Timeline
 from moesaic.policy.fleet.relays import Relays, needing, waited_for
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
 
-SOON = 1e-3
+MIN_SLEEP_SECONDS = 1e-3
 """Minimum seconds that a real worker sleeps before it looks for late servers again."""
 
 
@@ -147,7 +147,7 @@ class SimulatedExperts:
             self.replicas.next_slow(waited_for(self._drop_complete_relays())) if self._relayed_calls else None
         )
         deadlines = [time for time in (self.replicas.next_deadline(), slow) if time is not None]
-        return max(self._timeline.now + SOON, min(deadlines)) if deadlines else math.inf
+        return max(self._timeline.now + MIN_SLEEP_SECONDS, min(deadlines)) if deadlines else math.inf
 
     def take(self, connection: Connection, news: Callable[[], None]) -> None:
         """Keep what arrived on a connection until the worker looks, as `ClientEnd` asks."""
@@ -338,8 +338,8 @@ class SimulatedExperts:
         """Give up a connection, connect again, and send its unanswered pairs to other servers."""
         affected_parts = [
             part
-            for one in self._drop_complete_relays()
-            for part in needing(one, server)
+            for failed_part in self._drop_complete_relays()
+            for part in needing(failed_part, server)
             if part.server != server
         ]
         connection = self._connections.pop(server, None)
@@ -354,15 +354,15 @@ class SimulatedExperts:
         if server in self._entries:
             self._connect(server)
         for call in () if connection is None else connection.calls.values():
-            one = call.submission
+            failed_part = call.submission
             if not len(call.pairs):
-                one.missing -= 1  # an empty call is not sent again
-                if not one.missing:
-                    self._open.pop(one.number, None)
-                    self._report(one, call.pairs)
+                failed_part.missing -= 1  # an empty call is not sent again
+                if not failed_part.missing:
+                    self._open.pop(failed_part.number, None)
+                    self._report(failed_part, call.pairs)
                 continue
-            one.attempt += 1
-            self._send(one, call.missing)
+            failed_part.attempt += 1
+            self._send(failed_part, call.missing)
         self._take_back(affected_parts)
 
     def _close(self, connection: Connection) -> None:

@@ -87,8 +87,8 @@ def _read_recorded_items(scenario: Scenario, work: WorkloadTable) -> Iterator[It
             return
         if row.input_tokens + row.output_tokens > scenario.workers.max_model_len:
             longest = row.input_tokens + row.output_tokens
-            allowed = f"at least {longest}, a request of workload.file"
-            raise ConfigError.field("workers.max_model_len", scenario.workers.max_model_len, allowed)
+            allowed_values = f"at least {longest}, a request of workload.file"
+            raise ConfigError.field("workers.max_model_len", scenario.workers.max_model_len, allowed_values)
         yield Item(row.arrival, row.input_tokens, row.output_tokens)
 
 

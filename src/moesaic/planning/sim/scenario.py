@@ -286,8 +286,8 @@ class Scenario:
                 raise ConfigError.field(f"workload.{name}", value, f"only with workload.kind {kind!r}")
         longest = self.workload.prompt[1] + self.workload.answer[1]
         if self.workload.kind != "trace" and longest > self.workers.max_model_len:
-            allowed = f"at least {longest}, the longest prompt and answer"
-            raise ConfigError.field("workers.max_model_len", self.workers.max_model_len, allowed)
+            allowed_values = f"at least {longest}, the longest prompt and answer"
+            raise ConfigError.field("workers.max_model_len", self.workers.max_model_len, allowed_values)
 
     def _check_placement(self) -> None:
         """Check routing and placement together: a solver places by the routing of a profile."""
@@ -296,19 +296,19 @@ class Scenario:
                 "routing.file", self.routing.file, "a profile, with routing.kind 'profile'"
             )
         if (self.placement.kind == "file") != (self.placement.file is not None):
-            allowed = "a placement, with placement.kind 'file'"
-            raise ConfigError.field("placement.file", self.placement.file, allowed)
+            allowed_values = "a placement, with placement.kind 'file'"
+            raise ConfigError.field("placement.file", self.placement.file, allowed_values)
         if self.placement.kind == "solver" and self.routing.kind != "profile":
             raise ConfigError.field("routing.kind", self.routing.kind, "profile with placement.kind 'solver'")
 
     def _check_servers(self) -> None:
         if self.servers.beside_workers and self.servers.count != self.workers.count:
-            allowed = f"{self.workers.count} as workers.count, with servers.beside_workers"
-            raise ConfigError.field("servers.count", self.servers.count, allowed)
+            allowed_values = f"{self.workers.count} as workers.count, with servers.beside_workers"
+            raise ConfigError.field("servers.count", self.servers.count, allowed_values)
         for index, fault in enumerate(self.faults):
             if fault.server >= self.servers.count:
-                allowed = f"0 to {self.servers.count - 1}"
-                raise ConfigError.field(f"faults.{index}.server", fault.server, allowed)
+                allowed_values = f"0 to {self.servers.count - 1}"
+                raise ConfigError.field(f"faults.{index}.server", fault.server, allowed_values)
             if fault.kind == "freezes" and fault.back is None:
                 raise ConfigError(f"faults.{index}.back: it is missing, with kind 'freezes'")
 
@@ -317,8 +317,8 @@ class Scenario:
         try:
             self.queues.check("async", self.schedule.queue_policy)  # type: ignore[arg-type]
             if set(autoscale_rules(self.cluster)) - {EXPERT_SERVERS}:
-                allowed = "MIN:MAX expert servers: here the number of workers stays"
-                raise ConfigError.field("--autoscale", self.placement.autoscale, allowed)
+                allowed_values = "MIN:MAX expert servers: here the number of workers stays"
+                raise ConfigError.field("--autoscale", self.placement.autoscale, allowed_values)
         except ConfigError as error:
             line = str(error)
             for flag, name in FIELD_OF.items():
@@ -386,8 +386,8 @@ def parse(tables: dict[str, Any], folder: Path = Path()) -> Scenario:
     plain_fields = dict(tables)
     devices = plain_fields.pop("devices", None)
     if not devices or not isinstance(devices, str | dict):
-        allowed = "a file of modelled devices, a machine of moesaic plan, or a table"
-        raise ConfigError.field("devices", devices, allowed)
+        allowed_values = "a file of modelled devices, a machine of moesaic plan, or a table"
+        raise ConfigError.field("devices", devices, allowed_values)
     records: dict[str, Any] = {
         name: read(kind, plain_fields.pop(name, {}), f"{name}.") for name, kind in TABLES.items()
     }

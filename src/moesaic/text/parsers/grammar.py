@@ -114,7 +114,7 @@ def after_reasoning(
 ) -> str:
     """The grammar of an answer with @form after its reasoning. Empty if the answer has no reasoning.
 
-    channels: the model is gpt-oss. The others: see `grammar_of`.
+    channels: the model is gpt-oss. The others: see `write_grammar`.
     """
     grammar = Grammar(special, any_json)
     if channels:

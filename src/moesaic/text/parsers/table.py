@@ -139,7 +139,7 @@ class Formats:
         return Span(tags.open, (tags.close, *reasoning_ends), in_reasoning or tags.starts_open)
 
     def write_call_grammar(self, tools: Tools, **options: Any) -> str:
-        """The grammar of an answer that calls at least one of `tools`. options: of grammar_of."""
+        """The grammar of an answer that calls at least one of `tools`. options: of write_grammar."""
         return write_grammar(CALLS[self.calls or ""], tools, tags=self.tags, **options)
 
     def after_reasoning(self, in_reasoning: bool, special: Mapping[str, int]) -> str:

@@ -81,7 +81,7 @@ def _nest_form(outer_grammar: str, form: str) -> str:
 def check(params: StructuredOutputsParams, special: Mapping[str, int]) -> None:
     """Raises RequestError, naming the field, if a form is not valid or too large.
 
-    It takes up to some hundred milliseconds for a large form. special: as in `grammar_of`.
+    It takes up to some hundred milliseconds for a large form. special: as in `make_grammar`.
     """
     tokenizer = _bytes_and(tuple(special.items()))
     error, messages = LLMatcher.validate_grammar_with_warnings(

@@ -18,7 +18,7 @@ AnyArray = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RoutingRecord:
     """The routing in one file: whole requests, tokens of unknown requests, or loads without tokens."""
 
     routes: Sequence[Routes] = ()
@@ -33,7 +33,7 @@ class Recorded:
     """Tokens without an expert in some layer, for example from a cache of prefixes."""
 
 
-def profile_of(model: RoutedModel, parts: Sequence[Recorded]) -> Profile:
+def make_profile(model: RoutedModel, parts: Sequence[RoutingRecord]) -> Profile:
     """The profile of all parts together. Raises ConfigError if some have token ids and others do not.
 
     A profile of loads has them as counts of token id 0, and `token_ids` is False.
@@ -42,20 +42,23 @@ def profile_of(model: RoutedModel, parts: Sequence[Recorded]) -> Profile:
     if loads and len(loads) < len(parts):
         raise ConfigError.field("FILES", "loads and tokens", "files of one recording mode")
     if loads:
-        made = Profile.of_routes(*_sizes(model), joined(model, []))
+        profile = Profile.of_routes(*_sizes(model), joined(model, []))
         return replace(
-            made, counts=_of_loads(sum(loads), model.vocab_size), hidden=model.hidden, token_ids=False
+            profile,
+            counts=_make_load_counts(sum(loads), model.vocab_size),
+            hidden=model.hidden,
+            token_ids=False,
         )
     routes = [route for part in parts for route in part.routes]
-    made = Profile.of_routes(*_sizes(model), joined(model, routes))
+    profile = Profile.of_routes(*_sizes(model), joined(model, routes))
     tokens = [rows for part in parts for rows in part.tokens]
     if tokens:
         experts = np.concatenate([rows for part in parts for rows in part.experts])
-        made = _with_tokens(made, np.concatenate(tokens), experts)
-    return replace(made, hidden=model.hidden)
+        profile = _add_tokens(profile, np.concatenate(tokens), experts)
+    return replace(profile, hidden=model.hidden)
 
 
-def request(tokens: AnyArray, experts: AnyArray, prompt: int) -> Routes:
+def make_request_routes(tokens: AnyArray, experts: AnyArray, prompt: int) -> Routes:
     """The routes of one request. tokens: [t]. experts: [t, layers, k]. prompt: tokens of its prompt."""
     return Routes(
         tokens=tokens.astype(np.int32),
@@ -66,61 +69,61 @@ def request(tokens: AnyArray, experts: AnyArray, prompt: int) -> Routes:
     )
 
 
-def routed_rows(array: AnyArray, model: RoutedModel, axis: int, what: str) -> AnyArray:
+def select_routed_layers(array: AnyArray, model: RoutedModel, axis: int, label: str) -> AnyArray:
     """The layers of `array` with routed experts.
 
-    axis: that of the layers, which are those with routed experts or all of the model. what: names the
+    axis: that of the layers, which are those with routed experts or all of the model. label: names the
     array. Raises ConfigError for another number of layers.
 
     Example: routed layers 1 and 2, and an array of 3 layers -> its layers 1 and 2. One of 2 stays as it is.
     """
-    count, routed = array.shape[axis], len(model.layers)
-    if count == routed:
+    count, num_routed = array.shape[axis], len(model.layers)
+    if count == num_routed:
         return array
     if count <= max(model.layers):
-        allowed = f"{routed}, those with routed experts, or all layers of the model"
-        raise ConfigError.field(f"{what}: layers", count, allowed)
-    found: AnyArray = np.take(array, model.layers, axis=axis)
-    return found
+        allowed_values = f"{num_routed}, those with routed experts, or all layers of the model"
+        raise ConfigError.field(f"{label}: layers", count, allowed_values)
+    routed_layers: AnyArray = np.take(array, model.layers, axis=axis)
+    return routed_layers
 
 
-def check_ids(tokens: AnyArray, experts: AnyArray, model: RoutedModel, what: str) -> None:
+def check_ids(tokens: AnyArray, experts: AnyArray, model: RoutedModel, label: str) -> None:
     """Raise ConfigError for token ids or experts that the model does not have."""
     if experts.shape[1:] != (len(model.layers), model.top_k):
-        allowed = f"{len(model.layers)} layers with {model.top_k} experts of each token"
-        raise ConfigError.field(f"{what}: layers and experts", experts.shape[1:], allowed)
-    for name, ids, most in (
+        allowed_values = f"{len(model.layers)} layers with {model.top_k} experts of each token"
+        raise ConfigError.field(f"{label}: layers and experts", experts.shape[1:], allowed_values)
+    for name, ids, limit in (
         ("token ids", tokens, model.vocab_size),
         ("experts", experts, model.num_experts),
     ):
-        if ids.size and not 0 <= ids.min() <= ids.max() < most:
-            wrong = int(ids.max() if ids.max() >= most else ids.min())
-            raise ConfigError.field(f"{what}: {name}", wrong, f"0 to {most - 1}, as in this model")
+        if ids.size and not 0 <= ids.min() <= ids.max() < limit:
+            wrong = int(ids.max() if ids.max() >= limit else ids.min())
+            raise ConfigError.field(f"{label}: {name}", wrong, f"0 to {limit - 1}, as in this model")
 
 
 def _sizes(model: RoutedModel) -> tuple[str, int, int, tuple[int, ...]]:
     return model.model, model.vocab_size, model.num_experts, model.layers
 
 
-def _with_tokens(profile: Profile, tokens: AnyArray, experts: AnyArray) -> Profile:
+def _add_tokens(profile: Profile, tokens: AnyArray, experts: AnyArray) -> Profile:
     """`profile` with more tokens counted, which belong to no known request."""
-    more = [
+    new_counts = [
         Counts.of(tokens, experts[:, layer], profile.vocab_size, profile.num_experts)
         for layer in range(len(profile.layers))
     ]
     return replace(
         profile,
-        counts=tuple(old + new for old, new in zip(profile.counts, more, strict=True)),
+        counts=tuple(old + new for old, new in zip(profile.counts, new_counts, strict=True)),
         transitions=profile.transitions + transitions(experts, profile.num_experts),
     )
 
 
-def _of_loads(loads: Any, vocab_size: int) -> tuple[Counts, ...]:
+def _make_load_counts(loads: Any, vocab_size: int) -> tuple[Counts, ...]:
     """Counts of each layer that have these loads [layers, E] as choices of token id 0."""
-    found = []
+    counts = []
     for row in loads:
         experts = np.flatnonzero(row)
         starts = np.full(vocab_size + 1, len(experts), dtype=np.int64)
         starts[0] = 0
-        found.append(Counts(starts, experts.astype(np.int16), row[experts].astype(np.int32)))
-    return tuple(found)
+        counts.append(Counts(starts, experts.astype(np.int16), row[experts].astype(np.int32)))
+    return tuple(counts)
